@@ -37,8 +37,9 @@ from machine import load, save
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from paced import PacedRank, PacedSteadyRank  # noqa: E402
 
-from pipeloom import Pipeline, Plan, plan, schedules  # noqa: E402
-from pipeloom.api import capture, profile  # noqa: E402
+from pipeloom import Pipeline, Plan, plan  # noqa: E402
+from pipeloom.api.captures import capture  # noqa: E402
+from pipeloom.api.profiles import profile  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Device  # noqa: E402
 from pipeloom.ir.costs import StageCost, equal_costs  # noqa: E402
 from pipeloom.ir.flow import dag  # noqa: E402
@@ -46,13 +47,18 @@ from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
 from pipeloom.ir.steady import SteadyStep  # noqa: E402
 from pipeloom.ir.timeline import Timeline  # noqa: E402
 from pipeloom.ir.weight_policy import Updates  # noqa: E402
-from pipeloom.lowering import lower  # noqa: E402
-from pipeloom.runtime import HostClock  # noqa: E402
-from pipeloom.runtime.calibration import measure_link  # noqa: E402
-from pipeloom.runtime.launch import connect, launch, watch_ranks  # noqa: E402
-from pipeloom.runtime.transports import DistChannel, local_channels  # noqa: E402
-from pipeloom.simulator import simulate  # noqa: E402
-from pipeloom.train import Config, ModelConfig, PipelineConfig, default_job  # noqa: E402
+from pipeloom.lowering.passes import lower  # noqa: E402
+from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
+from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
+from pipeloom.runtime.launch.launch import launch  # noqa: E402
+from pipeloom.runtime.recorder import HostClock  # noqa: E402
+from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
+from pipeloom.runtime.transports.local_channel import local_channels  # noqa: E402
+from pipeloom.schedules import registry  # noqa: E402
+from pipeloom.schedules.steady import build_steady  # noqa: E402
+from pipeloom.simulator.simulate import simulate  # noqa: E402
+from pipeloom.train.config import Config, ModelConfig, PipelineConfig  # noqa: E402
+from pipeloom.train.workload import default_job  # noqa: E402
 
 DEPTH, MICROBATCHES = 4, 8
 MESSAGE_BYTES = 64 * 1024
@@ -105,7 +111,7 @@ def body_of(case: PacedCase) -> SteadyStep:
     """The step that 1F1B repeats, in each of the pipelines."""
     updates = Updates(policy=case.weights, every=MICROBATCHES)
     stages, placement = stages_of(case)
-    return schedules.build_steady("1f1b", stages, placement, updates)
+    return build_steady("1f1b", stages, placement, updates)
 
 
 def costs_of(case: PacedCase, seconds: float) -> tuple[StageCost, ...]:
@@ -125,7 +131,7 @@ def run_case(case: PacedCase, steps: int, seconds: float, file: Path) -> None:
         (stages, placement), costs = stages_of(case), costs_of(case, seconds)
         ideal_s = MICROBATCHES * seconds
         if case.weights == "flush":
-            made = schedules.build("1f1b", stages, placement, MICROBATCHES)
+            made = registry.build("1f1b", stages, placement, MICROBATCHES)
             program = lower(made, stages)
             predicted_s = simulate(program, stages, costs, cluster).step_s
             rank = PacedRank(program, stages, costs, channel, watch)

@@ -18,9 +18,12 @@ import branching
 from machine import keep
 from pipeoffload_planner import gpt
 
-from pipeloom import Job, api
-from pipeloom.clusters import find_cluster
-from pipeloom.planner import PlanOptions, ProfiledModel, planners_asked
+from pipeloom import Job
+from pipeloom.api import captures, plan_request, profiles
+from pipeloom.clusters.names import find_cluster
+from pipeloom.planner.ask_planners import planners_asked
+from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.request import PlanOptions
 
 MICROBATCHES = 16
 
@@ -51,9 +54,9 @@ CASES = {
 def measure(case: Case) -> dict[str, Any]:
     """Seconds of the step of each planner that is asked, of the order that was searched, and of the plan."""
     cluster = find_cluster(case.cluster)
-    graph = api.capture(case.job(), case.rows).graph
-    model = ProfiledModel(size=case.rows, graph=graph, profiles=api.estimate(graph, cluster))
-    request = api.PlanRequest(
+    graph = captures.capture(case.job(), case.rows).graph
+    model = ProfiledModel(size=case.rows, graph=graph, profiles=profiles.estimate(graph, cluster))
+    request = plan_request.PlanRequest(
         stages=len(cluster.devices),
         microbatches=MICROBATCHES,
         cluster=cluster,

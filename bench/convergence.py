@@ -30,8 +30,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.api import capture, profile
-from pipeloom.train import Config, gpt_workload, rate_scheduler, validate
+from pipeloom.api.captures import capture
+from pipeloom.api.profiles import profile
+from pipeloom.train.config import Config
+from pipeloom.train.loop import validate
+from pipeloom.train.workload import gpt_workload, rate_scheduler
 
 MICROBATCHES, ROWS, DEPTH = 2, 4, 4
 EVERY = 10

@@ -30,10 +30,11 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.api import kernels_compiled_beside
-    from pipeloom.clusters import find_cluster
-    from pipeloom.planner import PlanOptions, make_plan
-    from pipeloom.profiler import roofline
+    from pipeloom.api.kernel_compilation import kernels_compiled_beside
+    from pipeloom.clusters.names import find_cluster
+    from pipeloom.planner.make_plan import make_plan
+    from pipeloom.planner.request import PlanOptions
+    from pipeloom.profiler.roofline import roofline
 
     begin = time.perf_counter()
     with kernels_compiled_beside(strategy) as wait_for_code:

@@ -17,12 +17,13 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from pipeloom import Job, capture, schedules
-from pipeloom.clusters import find_cluster
+from pipeloom import Job, capture
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner import make_plan
-from pipeloom.profiler import roofline
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.profiler.roofline import roofline
+from pipeloom.schedules import registry
 
 RANKS, MICROBATCHES, LENGTH = 8, 32, 2048
 
@@ -48,7 +49,7 @@ def rank_sums(plan: Plan) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    trains = [name for name in schedules.names() if name not in ("forward_only", "seq1f1b")]
+    trains = [name for name in registry.names() if name not in ("forward_only", "seq1f1b")]
     parser.add_argument("--planners", default="exact,dawnpiper")
     parser.add_argument("--schedules", default=",".join(trains))
     options = parser.parse_args()

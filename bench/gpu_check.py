@@ -48,14 +48,14 @@ from rich.table import Table
 from torch import Tensor
 
 from pipeloom import Options, Pipeline
-from pipeloom.api import detect
-from pipeloom.clusters import find_cluster
+from pipeloom.api.clusters import detect
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.ir.units import format_bytes
-from pipeloom.profiler import file_tier, free_disk
+from pipeloom.profiler.host_copies import file_tier, free_disk
 
 RESULTS = Path(__file__).parent / "results" / "gpu_check.json"
 CAPS = (0.7, 0.5, 0.4)

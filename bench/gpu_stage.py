@@ -9,20 +9,24 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from pipeloom import Job, schedules
-from pipeloom.api import capture
+from pipeloom import Job
+from pipeloom.api.captures import capture
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.planner.search import Evaluation
-from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
-from pipeloom.planner.treatments import BOTH, treat_interval
-from pipeloom.profiler import measure, roofline
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.search.evaluation import Evaluation
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.treatments.choose import BOTH, treat_interval
+from pipeloom.profiler.measure_ops import measure
+from pipeloom.profiler.roofline import roofline
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 WAYS: Mapping[str, tuple[Treatment, ...]] = {
     "recompute": ("recompute",),
@@ -185,7 +189,7 @@ class Setup:
             caps=(int(choice.cap * (1 + TOLERANCE)),),
             memory=choice.policy,
         )
-        assert schedules.in_flight(plan.as_schedule) == (q,)
+        assert registry.in_flight(plan.as_schedule) == (q,)
         return plan
 
     def predicted(self, plan: Plan, by: str) -> Timeline:

@@ -49,22 +49,19 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
 from branching_graphs import KINDS as GRAPH_KINDS, best_of_all, random_graph, request_for, step_s  # noqa: E402
 
-from pipeloom import api  # noqa: E402
-from pipeloom.clusters import find_cluster  # noqa: E402
+from pipeloom.api import captures, plan_request, profiles  # noqa: E402
+from pipeloom.clusters.names import find_cluster  # noqa: E402
 from pipeloom.ir.cluster import Cluster  # noqa: E402
 from pipeloom.ir.errors import InfeasibleError, PlanError  # noqa: E402
 from pipeloom.ir.plan import Plan  # noqa: E402
 from pipeloom.ir.stages import sequential  # noqa: E402
-from pipeloom.lowering import lower  # noqa: E402
-from pipeloom.planner import (  # noqa: E402
-    PlanCosts,
-    PlanOptions,
-    ProfiledModel,
-    interpolate_sample,
-    make_plan,
-)
-from pipeloom.profiler import roofline  # noqa: E402
-from pipeloom.simulator import simulate  # noqa: E402
+from pipeloom.lowering.passes import lower  # noqa: E402
+from pipeloom.planner.make_plan import make_plan  # noqa: E402
+from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample  # noqa: E402
+from pipeloom.planner.plan_costs import PlanCosts  # noqa: E402
+from pipeloom.planner.request import PlanOptions  # noqa: E402
+from pipeloom.profiler.roofline import roofline  # noqa: E402
+from pipeloom.simulator.simulate import simulate  # noqa: E402
 
 Found: TypeAlias = dict[str, Any]
 """The results of a part: what is known already is given to it, and stays."""
@@ -116,11 +113,11 @@ def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:
 
 def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
     """(rows, cluster) -> the model of published size."""
-    first, second = (api.capture(branching.PUBLISHED[name](), rows).graph for rows in SAMPLES[name])
+    first, second = (captures.capture(branching.PUBLISHED[name](), rows).graph for rows in SAMPLES[name])
 
     def at(rows: int, cluster: Cluster) -> ProfiledModel:
         ends = [
-            ProfiledModel(size=size, graph=graph, profiles=api.estimate(graph, cluster))
+            ProfiledModel(size=size, graph=graph, profiles=profiles.estimate(graph, cluster))
             for size, graph in zip(SAMPLES[name], (first, second), strict=True)
         ]
         return interpolate_sample(ends[0], ends[1], rows)
@@ -131,7 +128,7 @@ def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
 def plan_of(kind: str, cluster: Cluster, rows: int, model: ProfiledModel, width: int = 1) -> Plan:
     """A plan for all devices, every residual kept. Raises: PlanError if it is refused, or does not fit."""
     strategy, branches = KINDS[kind]
-    request = api.PlanRequest(
+    request = plan_request.PlanRequest(
         stages=len(cluster.devices) // width,
         width=width,
         microbatches=width,
@@ -372,8 +369,8 @@ def capped(
 def order(found: Found) -> Iterator[Found]:
     """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
     for name in ("mmt", "mmt_in_turn"):
-        graph, cluster = api.capture(branching.PUBLISHED[name](), 4).graph, cluster_of(8)
-        model = ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, cluster))
+        graph, cluster = captures.capture(branching.PUBLISHED[name](), 4).graph, cluster_of(8)
+        model = ProfiledModel(size=4, graph=graph, profiles=profiles.estimate(graph, cluster))
         found[name] = plan_of("graphpipe", cluster, 128, model).predicted_step_s
     print("order:", found, flush=True)
     yield found

@@ -25,11 +25,13 @@ from typing import Any
 import numpy as np
 from machine import describe_machine
 
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.planner.stage_cost import CostModel, CostOptions, static_memory
-from pipeloom.planner.treatments import choose_greedily, treat_interval
-from pipeloom.profiler import roofline
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
+from pipeloom.planner.treatments.choose import treat_interval
+from pipeloom.planner.treatments.greedy import choose_greedily
+from pipeloom.profiler.roofline import roofline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import random_stages  # noqa: E402
@@ -55,7 +57,7 @@ def family_cases(families: list[str]) -> Iterator[Case]:
     """Halves and quarters of small models; the link carries a part of the residuals in time."""
     import zoo
 
-    from pipeloom.tracer import capture
+    from pipeloom.tracer.capture import capture
 
     for name in families:
         graph = capture(zoo.job(name), 2).graph

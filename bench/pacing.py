@@ -34,18 +34,21 @@ from machine import save
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from paced import PacedRank, PacedTier  # noqa: E402
 
-from pipeloom import schedules  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Device, Link  # noqa: E402
 from pipeloom.ir.costs import StageCost  # noqa: E402
 from pipeloom.ir.flow import dag  # noqa: E402
 from pipeloom.ir.schedule import Schedule  # noqa: E402
 from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
-from pipeloom.lowering import lower  # noqa: E402
-from pipeloom.runtime import HostClock  # noqa: E402
-from pipeloom.runtime.calibration import measure_link  # noqa: E402
-from pipeloom.runtime.launch import connect, launch, watch_ranks  # noqa: E402
-from pipeloom.runtime.transports import DistChannel  # noqa: E402
-from pipeloom.simulator import Summary, simulate, summarise  # noqa: E402
+from pipeloom.lowering.passes import lower  # noqa: E402
+from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
+from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
+from pipeloom.runtime.launch.launch import launch  # noqa: E402
+from pipeloom.runtime.recorder import HostClock  # noqa: E402
+from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
+from pipeloom.schedules import registry  # noqa: E402
+from pipeloom.schedules.copies import uplinks  # noqa: E402
+from pipeloom.simulator.simulate import simulate  # noqa: E402
+from pipeloom.simulator.summary import Summary, summarise  # noqa: E402
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "v_half", "dualpipev", "dualpipe")
 WITH_COPIES = (("po_f", 2), ("po_h", 2), ("1f1b:offload=1", 1))
@@ -87,19 +90,19 @@ def row_of(stages: int) -> StageGraph:
     return dag(stages, [(s, s + 1) for s in range(stages - 1)], value_bytes=MESSAGE_BYTES)
 
 
-def built_for(costs: tuple[StageCost, ...], link: Link) -> schedules.Times:
-    return schedules.Times(costs=costs, transfer_s=link.transfer_s(MESSAGE_BYTES))
+def built_for(costs: tuple[StageCost, ...], link: Link) -> registry.Times:
+    return registry.Times(costs=costs, transfer_s=link.transfer_s(MESSAGE_BYTES))
 
 
 def library(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
     """seconds: of one micro-batch on all stages of a rank, on average."""
     for name in NAMES:
-        shape, placement = schedules.default_placement(name, ranks)
+        shape, placement = registry.default_placement(name, ranks)
         count = len(placement) // shape.replicas
         stages = replicate(row_of(count), shape.replicas)
         costs = uneven(count, seconds * ranks / count) * shape.replicas
         share = microbatches // shape.replicas
-        made = schedules.build(name, stages, placement, share, times=built_for(costs, link))
+        made = registry.build(name, stages, placement, share, times=built_for(costs, link))
         yield Case(about={"schedule": name}, schedule=made, stages=stages, costs=costs)
 
 
@@ -112,8 +115,8 @@ def graph(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Itera
         for shape, wires in shapes.items():
             stages = dag(ranks, sorted(wires), value_bytes=MESSAGE_BYTES)
             times = built_for(costs, link)
-            made = schedules.build(name, stages, tuple(range(ranks)), microbatches, times=times)
-            about = {"schedule": name, "shape": shape, "in_flight": max(schedules.in_flight(made))}
+            made = registry.build(name, stages, tuple(range(ranks)), microbatches, times=times)
+            about = {"schedule": name, "shape": shape, "in_flight": max(registry.in_flight(made))}
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 
 
@@ -121,10 +124,10 @@ def copies(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
     """seconds: of one micro-batch on a stage; a copy takes k times as long."""
     for name, chunks in WITH_COPIES:
         for k in COPY_RATIOS:
-            _, placement = schedules.default_placement(name, ranks, chunks)
+            _, placement = registry.default_placement(name, ranks, chunks)
             sized = [replace(cost, residual_bytes=KEPT_BYTES) for cost in uneven(len(placement), seconds)]
-            stages, costs = row_of(len(placement)), schedules.with_copies(sized, k)
-            made = schedules.build(name, stages, placement, microbatches, times=built_for(costs, link))
+            stages, costs = row_of(len(placement)), uplinks.with_copies(sized, k)
+            made = registry.build(name, stages, placement, microbatches, times=built_for(costs, link))
             about = {"schedule": name, "chunks": chunks, "k": k}
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 

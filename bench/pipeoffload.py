@@ -37,13 +37,14 @@ from pipeoffload_optimal import optimality
 from pipeoffload_paper import paper
 from pipeoffload_planner import grid, lowest, offload_only, planner, ratio
 
-from pipeloom import schedules
-from pipeloom.api import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
+from pipeloom.api.microbatch_times import MicrobatchTimes
+from pipeloom.api.schedules import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.ir.action import AWAIT, COPYING, RELOAD, B, F, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.schedule import Schedule
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules.copies import uplinks
+from pipeloom.simulator.simulate import simulate
 
 RATIOS = (0.5, 0.75, 1.0)
 FASTEST = ("gis", "interleaved_1f1b", "po", "zb_v")
@@ -73,7 +74,7 @@ def without_copies(made: SimulatedSchedule) -> float:
     """The step of the same order without copies, in seconds."""
     rows = tuple(tuple(a for a in row if a.kind not in COPYING) for row in made.schedule.rows)
     plain = replace(made.schedule, rows=rows)
-    costs = schedules.with_copies(unit_costs(made.schedule.stages), 1.0)
+    costs = uplinks.with_copies(unit_costs(made.schedule.stages), 1.0)
     return simulate(lower(plain, made.stages), made.stages, costs, made.cluster).step_s
 
 

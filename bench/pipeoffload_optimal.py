@@ -11,16 +11,18 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from pipeloom import schedules
-from pipeloom.api import MicrobatchTimes, Scenario, simulate_schedule
+from pipeloom.api.microbatch_times import MicrobatchTimes
+from pipeloom.api.schedules import Scenario, simulate_schedule
 from pipeloom.ir.action import AWAIT, OFFLOAD, RELOAD, Action, B, F, I, W
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.schedules.copies import uplinks
+from pipeloom.simulator.simulate import simulate
 
 SIZE = 1 << 20
 CASES = (
@@ -131,8 +133,8 @@ def optimality(quick: bool) -> dict[str, Any]:
     for name, ranks, count, ratios in CASES[:2] if quick else CASES:
         for k in ratios:
             stages = chain(ranks)
-            costs = schedules.with_copies(equal_costs(ranks, residual_bytes=SIZE), k)
-            plain = schedules.build(name, stages, tuple(range(ranks)), count)
+            costs = uplinks.with_copies(equal_costs(ranks, residual_bytes=SIZE), k)
+            plain = registry.build(name, stages, tuple(range(ranks)), count)
             times = MicrobatchTimes()
             scenario = Scenario(ranks=ranks, microbatches=count, times=times, copy_ratio=k, per_uplink=2)
             for limit in range(1, count + 1):

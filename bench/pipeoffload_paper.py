@@ -13,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pipeloom import schedules
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost
-from pipeloom.lowering import lower
-from pipeloom.planner import transformer_ratio
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.offload_ratio import transformer_ratio
+from pipeloom.schedules import registry
+from pipeloom.schedules.copies import uplinks
+from pipeloom.simulator.simulate import simulate
 
 VOCABULARY = 50304
 RING_BYTES_PER_S = 230e9
@@ -187,7 +188,7 @@ def simulated(
     """MFU in percent, and the most GiB of residuals of a rank."""
     ranks = model.ranks // ways
     chunks = 1 if name == "1f1b" else max(1, model.layers // ranks)
-    stages, placement = schedules.default_placement(name, ranks, chunks)
+    stages, placement = registry.default_placement(name, ranks, chunks)
     cluster = machine.cluster(ranks, 8 // ways)
     out = cluster.devices[0].host_link
     assert out is not None
@@ -196,12 +197,12 @@ def simulated(
     message = 2 * context * model.hidden // ways
     sized = (replace(each, value=replace(each.value, shape=(message // 4,))) for each in stages.crossings)
     stages = replace(stages, crossings=tuple(sized))
-    times = schedules.Times(
+    times = registry.Times(
         costs=costs,
-        uplinks=schedules.shared_uplinks(costs, ranks, 2),
+        uplinks=uplinks.shared_uplinks(costs, ranks, 2),
         transfer_s=message / cluster.within_node.bandwidth_bytes_per_s,
     )
-    schedule = schedules.build(name, stages, placement, model.batch, times=times)
+    schedule = registry.build(name, stages, placement, model.batch, times=times)
     timeline = simulate(lower(schedule, stages), stages, costs, cluster)
     matmuls, attention, head = operations(model, context)
     whole = (model.layers - 2) * (3 * matmuls + 3 * attention) + 3 * head

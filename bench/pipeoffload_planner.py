@@ -23,16 +23,19 @@ from machine import commit, keep, load
 from torch import Tensor
 
 from pipeloom import Job
-from pipeloom.api import capture, with_files
-from pipeloom.clusters import cpu_cluster, find_cluster
+from pipeloom.api.captures import capture
+from pipeloom.api.clusters import with_files
+from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
-from pipeloom.planner import PlanOptions, copy_loads, make_plan, transformer_ratio
-from pipeloom.profiler import roofline
-from pipeloom.train import GPT
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.offload_ratio import copy_loads, transformer_ratio
+from pipeloom.planner.request import PlanOptions
+from pipeloom.profiler.roofline import roofline
+from pipeloom.train.model import GPT
 
 WIDTH, CONTEXT, ROWS, MICROBATCHES = 2048, 1024, 16, 8
 CASES = (("a100-40", 2, 2), ("h200", 2, 2), ("cpu", 2, 2), ("a100-40", 4, 8))

@@ -41,11 +41,12 @@ import branching
 import torch
 from machine import describe_machine
 
-from pipeloom import Job, PipeloomError, api
-from pipeloom.clusters import find_cluster
+from pipeloom import Job, PipeloomError
+from pipeloom.api import captures, passes, plan_request
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES
-from pipeloom.planner import PLANNERS
+from pipeloom.planner.registry import PLANNERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import zoo  # noqa: E402
@@ -103,7 +104,9 @@ class Outcome:
 Rows: TypeAlias = Sequence[tuple[Cell, Mapping[str, Outcome]]]
 
 
-def planned(request: api.PlanRequest, model: api.CapturedModel, *, what_if: bool) -> Outcome:
+def planned(
+    request: plan_request.PlanRequest, model: plan_request.CapturedModel, *, what_if: bool
+) -> Outcome:
     begin = time.process_time()
     try:
         plan = request.plan(model, explained=False)
@@ -128,12 +131,12 @@ def outcomes(
     """All cells of one model. slow: planners of many schedules are asked everywhere."""
     torch.set_num_threads(1)
     job = MODELS[name]()
-    captured = api.capture(job, ROWS)
+    captured = captures.capture(job, ROWS)
     rows: list[tuple[Cell, Mapping[str, Outcome]]] = []
     for devices, schedule, width in product(DEVICES, schedules, WIDTHS):
         named = DEVICES[devices]
         cluster = None if named is None else find_cluster(named)
-        model = api.captured_model(job, ROWS, cluster, captured=captured)
+        model = passes.captured_model(job, ROWS, cluster, captured=captured)
         cell = Cell(model=name, devices=devices, schedule=schedule, width=width, weights=weights)
         free = by_planners(cell, job, model, cluster, planners)
         rows.append((cell, free))
@@ -156,11 +159,11 @@ def is_slow(planner: str) -> bool:
 
 
 def by_planners(
-    cell: Cell, job: Job, model: api.CapturedModel, cluster: Cluster | None, planners: Sequence[str]
+    cell: Cell, job: Job, model: plan_request.CapturedModel, cluster: Cluster | None, planners: Sequence[str]
 ) -> dict[str, Outcome]:
     found = {}
     for planner in planners:
-        request = api.make_request(
+        request = passes.make_request(
             job,
             stages=ranks_of(cell),
             width=cell.width,

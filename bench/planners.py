@@ -46,13 +46,17 @@ from layered import layered  # noqa: E402
 from machine import code_of, describe_machine  # noqa: E402
 from random_stages import random_model  # noqa: E402
 
-from pipeloom.clusters import find_cluster  # noqa: E402
+from pipeloom.clusters.names import find_cluster  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
-from pipeloom.planner import PLANNERS, least_share  # noqa: E402
-from pipeloom.planner.search import Partition, Problem, Search  # noqa: E402
-from pipeloom.planner.stage_cost import CostModel, CostOptions  # noqa: E402
-from pipeloom.planner.strategies import binary_partition, parametric_search  # noqa: E402
-from pipeloom.profiler import roofline  # noqa: E402
+from pipeloom.planner.infeasible import least_share  # noqa: E402
+from pipeloom.planner.registry import PLANNERS  # noqa: E402
+from pipeloom.planner.search.cut_search import Search  # noqa: E402
+from pipeloom.planner.search.problem import Partition, Problem  # noqa: E402
+from pipeloom.planner.stage_cost.model import CostModel  # noqa: E402
+from pipeloom.planner.stage_cost.peak_memory import CostOptions  # noqa: E402
+from pipeloom.planner.strategies.dawnpiper import binary_partition  # noqa: E402
+from pipeloom.planner.strategies.probe import parametric_search  # noqa: E402
+from pipeloom.profiler.roofline import roofline  # noqa: E402
 
 BOTH = ("recompute", "offload")
 STAGES = (2, 3, 4, 5, 8)
@@ -251,7 +255,8 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.planner import PlanOptions, make_plan
+    from pipeloom.planner.make_plan import make_plan
+    from pipeloom.planner.request import PlanOptions
 
     begin = time.perf_counter()
     graph = capture(job(layers=layers), 1).graph

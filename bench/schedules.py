@@ -23,13 +23,13 @@ import torch.distributed.pipelining.schedules as theirs
 from machine import save
 from zbpp_light.auto_schedule import auto_schedule
 
-from pipeloom import schedules
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.schedule import Schedule
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 UNIT = 1 << 20
 
@@ -123,7 +123,7 @@ def measure(
 
 def shape_of(name: str, ranks: int, microbatches: int, args: argparse.Namespace) -> dict[str, Any]:
     """The stages of our schedule `name`, with the times of a rank shared evenly by its stages."""
-    stages, placement = schedules.default_placement(name, ranks)
+    stages, placement = registry.default_placement(name, ranks)
     parts = len(placement) / ranks
     f, i, w = (t / parts for t in args.times)
     size = round(UNIT / parts)
@@ -133,8 +133,8 @@ def shape_of(name: str, ranks: int, microbatches: int, args: argparse.Namespace)
 
 
 def ours(name: str, shape: dict[str, Any], args: argparse.Namespace) -> Callable[[], Rows]:
-    times = schedules.Times(costs=shape["costs"], transfer_s=args.transfer)
-    return lambda: schedules.build(name, shape["stages"], shape["placement"], shape["m"], times=times).rows
+    times = registry.Times(costs=shape["costs"], transfer_s=args.transfer)
+    return lambda: registry.build(name, shape["stages"], shape["placement"], shape["m"], times=times).rows
 
 
 def main() -> None:

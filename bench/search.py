@@ -27,16 +27,19 @@ import branching
 import numpy as np
 from machine import load, save
 
-from pipeloom import api
-from pipeloom.clusters import find_cluster
+from pipeloom.api import captures
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
-from pipeloom.planner import PLANNERS, PlanOptions, Request, read_piper_graph
-from pipeloom.planner.search import Search, borders, layers
-from pipeloom.planner.strategies import shallow_cuts
-from pipeloom.profiler import roofline
+from pipeloom.planner.piper_graphs import read_piper_graph
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions, Request
+from pipeloom.planner.search.cut_search import Search
+from pipeloom.planner.search.layer_groups import borders, layers
+from pipeloom.planner.strategies.graphpipe import shallow_cuts
+from pipeloom.profiler.roofline import roofline
 
 ROWS = {"mmt": 4, "candle": 64}
 DEVICES = {"mmt": (8, 16, 32), "candle": (8,)}
@@ -114,7 +117,7 @@ def compare(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> di
 def compare_models(results: dict[str, Any]) -> None:
     """MMT and CANDLE-Uno on V100s."""
     for name, rows in ROWS.items():
-        graph = api.capture(branching.PUBLISHED[name](), rows).graph
+        graph = captures.capture(branching.PUBLISHED[name](), rows).graph
         profile = roofline(graph, find_cluster("v100-32").devices[0])
         for devices in DEVICES[name]:
             cluster = find_cluster(f"{devices} x v100-32")

@@ -32,25 +32,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeloom import Job, capture
-from pipeloom.api import PlanRequest
-from pipeloom.clusters import find_cluster
+from pipeloom.api.plan_request import PlanRequest
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
-from pipeloom.planner import (
-    BlockCosts,
-    PlanOptions,
-    ProfiledModel,
-    RankedShape,
-    Shape,
-    ShapeRequest,
-    block_costs,
-    interpolate_sample,
-    memory,
-    rank_shapes,
-    throughput,
-)
-from pipeloom.profiler import roofline
+from pipeloom.planner.block_costs import BlockCosts, block_costs
+from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
+from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.shape_search import RankedShape, Shape, ShapeRequest, memory, rank_shapes, throughput
+from pipeloom.profiler.roofline import roofline
 
 VOCABULARY, LENGTH, DROPOUT = 51200, 512, 0.1
 

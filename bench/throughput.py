@@ -37,11 +37,12 @@ from model import BLOCKS, MICROBATCH, Gpt, batch_of, job
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipeloom import Pipeline, Plan, plan, schedules as known
-from pipeloom.api import capture
+from pipeloom import Pipeline, Plan, plan
+from pipeloom.api.captures import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
+from pipeloom.schedules import registry
 
 PARTIES = ("pipeloom", "planned", "torch", "one process", "two at once")
 BY_TORCHRUN = ("torch", "two at once")
@@ -70,7 +71,7 @@ def halves(microbatches: int) -> Plan:
     own = [op for op in graph.ops if not op.cheap]
     middle = next(i for i, op in enumerate(own) if op.module.startswith(f"blocks.{BLOCKS // 2}"))
     stages = cut(graph, {op.name: int(i >= middle) for i, op in enumerate(own)})
-    schedule = known.build("1f1b", stages, (0, 1), microbatches)
+    schedule = registry.build("1f1b", stages, (0, 1), microbatches)
     return Plan(
         graph=graph.fingerprint,
         planner="by hand",

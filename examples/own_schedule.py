@@ -15,12 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeloom.ir.action import W
-from pipeloom.schedules import Operation, Recipe, Shape, declare, phases
+from pipeloom.ir.operation import Operation, declare
+from pipeloom.schedules.language.patterns import phases
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeloom.runtime import OperationContext
+    from pipeloom.runtime.operations import OperationContext
 
 KEEP = 1.0
 """Share of the entries of each gradient that is kept."""

@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from pipeloom.cli import main
-from pipeloom.runtime.checkpoint import TrainState, checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
 
 JOB = """
 import torch

@@ -7,9 +7,12 @@ from click.testing import CliRunner, Result
 
 import pipeloom
 from pipeloom.cli import main
-from pipeloom.clusters import built_in, built_in_devices, find_cluster, load_cluster
+from pipeloom.clusters.devices import built_in, built_in_devices
+from pipeloom.clusters.files import load_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train import Config, default_job
+from pipeloom.train.config import Config
+from pipeloom.train.workload import default_job
 
 
 def run(*arguments: str) -> Result:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_stage import SIZES, TOLERANCE, Setup
 
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 
 

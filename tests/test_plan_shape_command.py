@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeloom import api
+from pipeloom.api import passes, plan_request, shape_search
 from pipeloom.cli import main
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.planner import Affine, BlockCosts, PieceCost, Shape, block_costs, memory, throughput
+from pipeloom.planner.block_costs import Affine, BlockCosts, PieceCost, block_costs
+from pipeloom.planner.shape_search import Shape, memory, throughput
+from pipeloom.tracer import job_loader
 
 JOB = """
 import torch
@@ -64,9 +67,9 @@ def run(*words: str) -> Result:
     return result
 
 
-def models(name: str = "job") -> tuple[api.CapturedModel, api.CapturedModel]:
-    job, cluster = api.load_job(f"shape_job.py:{name}"), api.find_cluster(CLUSTER)
-    return api.captured_model(job, 2, cluster), api.captured_model(job, 8, cluster)
+def models(name: str = "job") -> tuple[plan_request.CapturedModel, plan_request.CapturedModel]:
+    job, cluster = job_loader.load_job(f"shape_job.py:{name}"), find_cluster(CLUSTER)
+    return passes.captured_model(job, 2, cluster), passes.captured_model(job, 8, cluster)
 
 
 @pytest.mark.slow
@@ -74,10 +77,10 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
     names = ("width", "depth", "microbatch_size", "recompute")
     shape = Shape(**{name: figures[name] for name in names})
-    request = api.make_request(
-        api.load_job("shape_job.py:job"), stages=1, cluster=api.find_cluster(CLUSTER), global_batch=32
+    request = passes.make_request(
+        job_loader.load_job("shape_job.py:job"), stages=1, cluster=find_cluster(CLUSTER), global_batch=32
     )
-    asked = api.shape_request(request, "2bw", *models())
+    asked = shape_search.shape_request(request, "2bw", *models())
     assert figures["rows_per_s"] == pytest.approx(throughput(asked, shape))
     assert figures["peak_bytes"] == round(memory(asked, shape)) <= asked.cap_bytes
     assert figures["microbatches"] == 32 // (shape.width * shape.microbatch_size) >= shape.depth
@@ -90,8 +93,8 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
 def test_a_model_is_its_front_its_blocks_and_its_rear(folder: Path) -> None:
     """At a size that was not captured, its pieces add up to what the whole is there."""
     first, second = models()
-    costs = block_costs(first, second, api.find_cluster(CLUSTER))
-    whole = api.captured_model(api.load_job("shape_job.py:job"), 5, api.find_cluster(CLUSTER))
+    costs = block_costs(first, second, find_cluster(CLUSTER))
+    whole = passes.captured_model(job_loader.load_job("shape_job.py:job"), 5, find_cluster(CLUSTER))
     (profile,) = whole.profiles.values()
     assert costs.blocks == 4
     assert costs.block.parameter_bytes == 4 * (64 * 64 + 64)

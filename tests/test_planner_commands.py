@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from pipeloom.api import passes
 from pipeloom.cli import main
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import Plan, load_plan
-from pipeloom.planner import PLANNERS
-from pipeloom.profiler import roofline
-from pipeloom.tracer import Captured
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.profiler.roofline import roofline
+from pipeloom.tracer.captured import Captured
 
 JOB = """
 import torch

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeloom import schedules
 from pipeloom.cli import main
 from pipeloom.ir import json_codec
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.schedules import registry
 
 FIGURES = {"step_s", "bubble", "span_s", "span_bubble", "peak", "peak_bytes"}
 
@@ -80,13 +80,13 @@ def profile() -> Profile:
 
 def test_list_names_everything_and_what_cannot_run_yet() -> None:
     found = read("list")
-    assert tuple(found) == schedules.names()
+    assert tuple(found) == registry.names()
     assert found["seq1f1b"]["lacks"] == "sequence slices"  # type: ignore[index]
     assert "zb_v" in good("list")
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_every_schedule_is_drawn_and_explained(name: str) -> None:
     shown = good("show", name, "-p", "2", "-m", "4")
     assert "rank 1 " in shown and "peak" in shown
@@ -196,10 +196,10 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
     assert read("show", "1f1b", "--memory", "4")["peak"] == 4.0
 
 
-@pytest.mark.parametrize("name", [n for n in schedules.names() if n != "seq1f1b"])
+@pytest.mark.parametrize("name", [n for n in registry.names() if n != "seq1f1b"])
 def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     good("export", name, "-p", "2", "-m", "4", "-o", "mine.csv")
-    both = ["--replicas", "2"] if schedules.entry(name).place == "both ways" else []
+    both = ["--replicas", "2"] if registry.entry(name).place == "both ways" else []
     assert "are complete and cannot block" in good("check", "mine.csv", *both)
     assert read("check", "mine.csv", *both)["microbatches"] == 4
     assert good("export", name, "-p", "2", "-m", "4", "--transfers").count("\n") == 2

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api import Scenario, simulate_schedule, why
+from pipeloom.api.schedule_tuning import why
+from pipeloom.api.schedules import Scenario, simulate_schedule
 from pipeloom.cli import main
 
 

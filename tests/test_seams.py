@@ -16,9 +16,10 @@ import runs
 import zoo
 from rich.console import Console
 
-from pipeloom import Plan, load_plan, plan, schedules, simulate, simulator, viewer
-from pipeloom.api import estimate
-from pipeloom.checks import check, check_program, versions, weight_versions
+from pipeloom import Plan, load_plan, plan, simulate
+from pipeloom.api.profiles import estimate
+from pipeloom.checks.schedules import check, check_program
+from pipeloom.checks.weight_versions import versions, weight_versions
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
@@ -30,12 +31,19 @@ from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
-from pipeloom.lowering import lower
-from pipeloom.planner import PLANNERS, Planner, register_planner
-from pipeloom.planner.search import Cuts, Search
-from pipeloom.runtime import OperationContext
-from pipeloom.runtime.offload import TIERS, FileTier, TierOptions
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.registry import PLANNERS, Planner, register_planner
+from pipeloom.planner.search.cut_search import Search
+from pipeloom.planner.search.problem import Cuts
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.offload.open_tier import TIERS
+from pipeloom.runtime.offload.tier import TierOptions
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats import csv
+from pipeloom.simulator.simulate import simulate as simulate_simulate
+from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.viewer import labels, terminal
 
 JOB = zoo.job("skips")
 STAGES, MICROBATCHES, ROWS = 2, 4, 2
@@ -46,10 +54,10 @@ CLUSTER = Cluster(devices=(DEVICE,) * STAGES, within_node=Link(bandwidth_bytes_p
 @pytest.fixture(autouse=True)
 def forget_registrations() -> Iterator[None]:
     with ExitStack() as stack:
-        for table in (KINDS, OPERATIONS, WEIGHT_POLICIES, PLANNERS, schedules.FAMILIES, TIERS):
+        for table in (KINDS, OPERATIONS, WEIGHT_POLICIES, PLANNERS, registry.FAMILIES, TIERS):
             stack.enter_context(patch.dict(table))
         yield
-    viewer.label.cache_clear()
+    labels.label.cache_clear()
 
 
 def planned(**how: Any) -> Plan:
@@ -64,7 +72,7 @@ def simulated(made: Plan) -> Timeline:
 
 def drawn(timeline: Timeline) -> str:
     console = Console(width=160, file=StringIO(), record=True)
-    console.print(viewer.gantt(timeline))
+    console.print(terminal.gantt(timeline))
     return console.export_text()
 
 
@@ -91,7 +99,7 @@ def test_a_kind_of_action() -> None:
 
     kind = register_kind("NAP", ActionKind(label="a short nap", after=F, handler=nap))
 
-    plain = schedules.build("1f1b", chain(STAGES), (0, 1), MICROBATCHES)
+    plain = registry.build("1f1b", chain(STAGES), (0, 1), MICROBATCHES)
     napping = after_forwards(plain, kind)
     check(napping, chain(STAGES))
     assert parse_rows(tuple(str(napping).splitlines())) == napping.rows
@@ -99,11 +107,11 @@ def test_a_kind_of_action() -> None:
     with pytest.raises(ScheduleError, match="rank 0 runs 0NAP0 before 0F0, which it needs"):
         check(early, chain(STAGES))
     with pytest.raises(ScheduleError, match="CSV files have no action 0NAP0"):
-        schedules.schedule_text(napping)
+        csv.schedule_text(napping)
 
     costs = tuple(replace(cost, other_s={kind: 0.5}) for cost in equal_costs(STAGES))
     program = lower(napping, chain(STAGES))
-    timeline = simulator.simulate(program, chain(STAGES), costs, CLUSTER)
+    timeline = simulate_simulate(program, chain(STAGES), costs, CLUSTER)
     naps = [event for event in timeline.events if event.action.startswith("0NAP")]
     assert [event.duration_s for event in naps] == [0.5] * MICROBATCHES
     assert {event.stream for event in naps} == {"compute"}
@@ -120,14 +128,14 @@ def test_a_kind_that_only_programs_have() -> None:
     kind = register_kind("COPY", copy)
 
     stages, costs = dag(STAGES, [(0, 1)], value_bytes=0), equal_costs(STAGES, residual_bytes=10)
-    schedule = schedules.build("1f1b", stages, (0, 1), MICROBATCHES)
+    schedule = registry.build("1f1b", stages, (0, 1), MICROBATCHES)
     plain = lower(schedule, stages)
     with pytest.raises(ScheduleError, match="0COPY0, whose kind is not a compute action"):
         check(after_forwards(schedule, kind), stages)
     program = after_forwards(plain, kind)
     check_program(program, stages)
     assert parse_program(MICROBATCHES, (0, 1), tuple(str(program).splitlines())).rows == program.rows
-    peaks = [simulator.simulate(p, stages, costs, CLUSTER).peak_bytes(0) for p in (plain, program)]
+    peaks = [simulate_simulate(p, stages, costs, CLUSTER).peak_bytes(0) for p in (plain, program)]
     assert peaks == [20, 30]
 
 
@@ -139,7 +147,7 @@ def test_a_schedule() -> None:
             for s in range(len(placement))
         ]
 
-    schedules.register("lifo", last_in_first_out)
+    registry.register("lifo", last_in_first_out)
 
     made = planned(schedule="lifo")
     assert made.schedule_rows[0] == "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"
@@ -172,7 +180,7 @@ def test_a_weight_policy(tmp_path: Path) -> None:
     register_weight_policy("late", late)
 
     stages = chain(STAGES)
-    made = schedules.build("1f1b", stages, (0, 1), MICROBATCHES)
+    made = registry.build("1f1b", stages, (0, 1), MICROBATCHES)
     weight_versions(made, stages, Updates(policy="late"))
     assert [stage.used for stage in versions(made, Updates(policy="late"))] == [(0, 0, 0, 1), (0, 0, 1, 2)]
     with pytest.raises(ScheduleError, match="keeps only 1"):

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.api import plan
-from pipeloom.clusters import cpu_cluster
+from pipeloom.api.passes import plan
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.train import gpt_workload, read_config, with_caps
+from pipeloom.train.config_text import read_config
+from pipeloom.train.run import with_caps
+from pipeloom.train.workload import gpt_workload
 
 COMMAND = [sys.executable, "-m", "pipeloom", "train"]
 TINY = """

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from two_machines import INTERFACE, CannotIsolate, TwoMachines, two_machines
 
-from pipeloom.api import plan
-from pipeloom.clusters import cpu_cluster
-from pipeloom.train import gpt_workload, read_config
+from pipeloom.api.passes import plan
+from pipeloom.clusters.names import cpu_cluster
+from pipeloom.train.config_text import read_config
+from pipeloom.train.workload import gpt_workload
 
 LIMIT_S = 15
 STEPS = 300

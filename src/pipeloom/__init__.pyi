@@ -1,7 +1,8 @@
 from .api.captures import capture as capture
 from .api.options import Options as Options
-from .api.passes import plan as plan, profile as profile
+from .api.passes import plan as plan
 from .api.pipeline import Pipeline as Pipeline
+from .api.profiles import profile as profile
 from .api.schedule_search import search_schedule as search_schedule
 from .api.simulation import simulate as simulate
 from .api.verify import verify as verify

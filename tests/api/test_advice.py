@@ -6,20 +6,23 @@ from dataclasses import replace
 import pytest
 import zoo
 
-from pipeloom.api import PlanRequest, captured_model, make_request, passes, plan_with_advice
-from pipeloom.clusters import find_cluster
+from pipeloom.api import captures, passes
+from pipeloom.api.advice import plan_with_advice
+from pipeloom.api.passes import captured_model, make_request
+from pipeloom.api.plan_request import PlanRequest
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import ProfiledModel
-from pipeloom.tracer import Captured
+from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.tracer.captured import Captured
 
 SIZE = 4
 
 
 @pytest.fixture(scope="module")
 def captured() -> Captured:
-    return passes.capture(zoo.job("gpt2"), SIZE)
+    return captures.capture(zoo.job("gpt2"), SIZE)
 
 
 def planning(cluster: str, **more: object) -> PlanRequest:

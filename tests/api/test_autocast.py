@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from deep import TANH
 
 from pipeloom import Options
-from pipeloom.api import capture
+from pipeloom.api.captures import capture
 from pipeloom.cli import main
 from pipeloom.ir.errors import ConfigError
 

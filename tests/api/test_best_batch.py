@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.api import PlanRequest, best_plan, estimate
-from pipeloom.clusters import find_cluster
+from pipeloom.api.best_batch import best_plan
+from pipeloom.api.plan_request import PlanRequest
+from pipeloom.api.profiles import estimate
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import ProfiledModel, divisors
+from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.shape_search import divisors
 
 TWO = find_cluster("2 x a100-40")
 

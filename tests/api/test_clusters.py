@@ -6,9 +6,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipeloom.api import below_switches, detect, grouped
+from pipeloom.api.clusters import below_switches, detect, grouped
 from pipeloom.cli import main
-from pipeloom.clusters import load_cluster
+from pipeloom.clusters.files import load_cluster
 from pipeloom.ir.cluster import Device, Link
 from pipeloom.ir.errors import ConfigError
 

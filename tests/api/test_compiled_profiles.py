@@ -15,21 +15,17 @@ from plain_net import WIDTH, PlainNet, job_of
 from runs import assert_same, capture_of, pipelined, plain
 from torch import Tensor, nn
 
-from pipeloom.api import (
-    compiled_profile,
-    kept_profile,
-    passes,
-    pieces_of,
-    plan as plan_job,
-    plan_size,
-    times_of,
-)
+from pipeloom.api import passes
+from pipeloom.api.compiled_profiles import compiled_profile, pieces_of
+from pipeloom.api.kept_profiles import kept_profile
+from pipeloom.api.passes import plan as plan_job, plan_size
+from pipeloom.api.plan_request import times_of
 from pipeloom.cli import main
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.ir.units import parse_bytes
-from pipeloom.profiler import piece_signatures
-from pipeloom.tracer import Captured
+from pipeloom.profiler.compiled_pieces import piece_signatures
+from pipeloom.tracer.captured import Captured
 
 
 class Layered(PlainNet):
@@ -71,7 +67,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
     def put(fails: str = "") -> KnownRatios:
         known = KnownRatios(fails)
-        monkeypatch.setattr("pipeloom.profiler.measure_piece", known)
+        monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", known)
         return known
 
     return put
@@ -224,7 +220,7 @@ def test_the_fastest_cut_can_be_another_one(install: Install, monkeypatch: pytes
             share = 0.1 if early.issuperset(pieces.stages[index].ops) else 1.0
             return replace(ratio, forward=share, backward=share)
 
-    monkeypatch.setattr("pipeloom.profiler.measure_piece", Early())
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", Early())
     eager, compiled = (plan_job(job, **how, compiled=way) for way in (False, True))
     assert len(compiled.stages[0].ops) > len(eager.stages[0].ops)
 

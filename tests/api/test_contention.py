@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from tests.support import zoo
 
-from pipeloom.api import beside_ranks, capture, contention, make_request, plan_size, profile
+from pipeloom.api.captures import capture
+from pipeloom.api.passes import make_request, plan_size
+from pipeloom.api.profiles import profile
+from pipeloom.api.rank_contention import beside_ranks, contention
 from pipeloom.ir.errors import ConfigError
-from pipeloom.profiler import Contention, measure_contention
+from pipeloom.profiler.contention import Contention, measure_contention
 
 profiler = importlib.import_module("pipeloom.profiler.contention")
 
@@ -30,7 +33,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(ranks)
         return Contention(ranks=ranks, products=2.0, others=1.5)
 
-    monkeypatch.setattr("pipeloom.profiler.measure_contention", measure)
+    monkeypatch.setattr("pipeloom.profiler.contention.measure_contention", measure)
     return asked
 
 

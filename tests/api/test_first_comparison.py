@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline, Plan
 from pipeloom.api import first_comparison
 from pipeloom.ir.errors import BatchError, VerifyError
-from pipeloom.tracer.stage import trace
+from pipeloom.tracer.stage import joint, trace
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def test_what_the_comparison_has_traced_is_not_traced_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[tuple[str, ...]] = []
-    trace_joint = trace.trace_joint
+    trace_joint = joint.trace_joint
 
     def noted(stage: Any, *rest: Any) -> Any:
         traced.append(stage.outputs)

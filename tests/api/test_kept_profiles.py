@@ -15,9 +15,10 @@ from plain_net import PlainNet, job_of
 from runs import capture_of
 from torch import Tensor
 
-from pipeloom.api import kept_profile, passes
+from pipeloom.api import passes, profiles
+from pipeloom.api.kept_profiles import kept_profile
 from pipeloom.ir.profile import OpCost, Profile, batch_text
-from pipeloom.tracer import Captured
+from pipeloom.tracer.captured import Captured
 
 
 class Measured:
@@ -147,7 +148,7 @@ def test_it_can_be_turned_off(measured: Measured, tmp_path: Path, monkeypatch: p
 def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(PlainNet)
     captured = capture_of(job)
-    real = passes.profile
+    real = profiles.profile
     monkeypatch.setattr(passes, "profile", measured)
     models = [passes.captured_model(job, 2, None, captured=captured) for _ in range(2)]
     assert measured.times == 1 and models[0].profiles == models[1].profiles

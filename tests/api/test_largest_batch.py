@@ -5,7 +5,7 @@ import zoo
 
 from pipeloom import plan
 from pipeloom.api import passes
-from pipeloom.clusters import cpu_cluster, find_cluster
+from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.errors import InfeasibleError
 
 

@@ -8,7 +8,7 @@ from ledgers import sends_are_through_at_once
 from runs import even_plan, shared_captures, threads
 
 from pipeloom import Options, Pipeline
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 
 @pytest.fixture

@@ -10,23 +10,24 @@ import runs
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.api import disk_speed, make_request, with_files
-from pipeloom.clusters import cpu_cluster, find_cluster
+from pipeloom.api.clusters import disk_speed, with_files
+from pipeloom.api.passes import make_request
+from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError
-from pipeloom.profiler import file_tier
+from pipeloom.profiler.host_copies import file_tier
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the disk is does not matter here."""
-    monkeypatch.setattr("pipeloom.profiler.file_tier", partial(file_tier, file_bytes=MiB))
+    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", partial(file_tier, file_bytes=MiB))
 
 
 def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the disk is now: what is offloaded at all depends on that."""
     fast = Link(bandwidth_bytes_per_s=1e12)
-    monkeypatch.setattr("pipeloom.profiler.file_tier", lambda directory: (fast, fast, []))
+    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (fast, fast, []))
     folder = tmp_path / "not" / "there yet"
     captured = runs.capture_of(TANH, ROWS)
     how = {

@@ -12,8 +12,8 @@ from offloaded_ranks import MICROBATCHES, compare_folders
 
 from pipeloom import plan
 from pipeloom.ir.cluster import Link
-from pipeloom.runtime.launch import launch
-from pipeloom.runtime.offload import lies_in_memory
+from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.offload.file_tier import lies_in_memory
 
 SHM = Path("/dev/shm")
 
@@ -22,7 +22,7 @@ def test_two_processes_offload_and_fit(tmp_path: Path, monkeypatch: pytest.Monke
     if not (SHM.is_dir() and lies_in_memory(SHM)):
         pytest.skip("this system has no tmpfs on /dev/shm")
     fast = Link(bandwidth_bytes_per_s=1e12)  # however slow the disk is: it is to be planned with
-    monkeypatch.setattr("pipeloom.profiler.file_tier", lambda directory: (fast, fast, []))
+    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (fast, fast, []))
     make = partial(
         plan,
         TANH,

@@ -8,16 +8,18 @@ import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, graph_of as graph_at, shared_captures, threads
 
-from pipeloom import Job, Pipeline, schedules, verify
-from pipeloom.api import passes, stages_for
-from pipeloom.clusters import cpu_cluster
+from pipeloom import Job, Pipeline, verify
+from pipeloom.api import passes, profiles, simulation
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
-from pipeloom.lowering import lower
-from pipeloom.planner import limits, plan_rows
-from pipeloom.schedules.formats import program_text
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.placement import stages_for
+from pipeloom.planner.plan_table import limits, plan_rows
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats.csv import program_text
 
 SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
 
@@ -47,11 +49,11 @@ def graph_of(job: Job) -> OpGraph:
 @pytest.mark.parametrize("name", SEVERAL)
 def test_the_planner_cuts_for_the_placement(gpt: Job, name: str) -> None:
     found = planned(gpt, name)
-    stages, placement = schedules.default_placement(name, 2)
+    stages, placement = registry.default_placement(name, 2)
     assert found.placement == placement and found.schedule == name
     assert len(found.stages) == stages_for(name, 2) == len(stages.stages) // stages.replicas
     graph, cluster = graph_of(gpt), cpu_cluster(2)
-    step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
+    step = simulation.simulate(found, graph, profiles.estimate(graph, cluster), cluster)
     assert step.ranks == 2 and step.step_s == pytest.approx(found.predicted_step_s)
 
 
@@ -60,11 +62,11 @@ def test_replicas_cost_what_each_of_them_holds(gpt: Job) -> None:
     one that two stages of a rank read is there once."""
     graph, cluster = graph_of(gpt), cpu_cluster(2)
     total = sum(p.bytes for p in graph.parameters)
-    costs = passes.estimate(graph, cluster)
+    costs = profiles.estimate(graph, cluster)
     for name in ("dualpipe", "zb_v"):
         plan = planned(gpt, name)
         params = plan.replicated(plan.stage_graph(graph)).params
-        for rank, peak in enumerate(passes.simulate(plan, graph, costs, cluster).peaks):
+        for rank, peak in enumerate(simulation.simulate(plan, graph, costs, cluster).peaks):
             own = {n for s, home in enumerate(plan.placement) if home == rank for n in params[s]}
             assert peak["parameters"] == sum(graph.parameter[n].bytes for n in own)
             assert (peak["parameters"] == total) == (name == "dualpipe")
@@ -107,8 +109,8 @@ def test_steps_are_predicted_and_measured(gpt: Job, name: str) -> None:
 def test_a_file_of_actions_is_a_schedule(gpt: Job, tmp_path: Path) -> None:
     """As torch writes one: two stages on each of two ranks, with transfers."""
     file = tmp_path / "theirs.csv"
-    stages, placement = schedules.default_placement("looped_bfs", 2)
-    file.write_text(program_text(lower(schedules.build("looped_bfs", stages, placement, 4), stages)))
+    stages, placement = registry.default_placement("looped_bfs", 2)
+    file.write_text(program_text(lower(registry.build("looped_bfs", stages, placement, 4), stages)))
     plan = planned(gpt, str(file))
     assert plan.placement == (0, 1, 0, 1)
     file.unlink()
@@ -131,7 +133,7 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them(gpt: Job) -> None:
     """Each stage was held against the whole rank's cap, by what it would hold under 1F1B."""
     found = planned(gpt, "zb_v", memory="1MiB")
     graph, cluster = graph_of(gpt), cpu_cluster(2, memory="1MiB")
-    step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
+    step = simulation.simulate(found, graph, profiles.estimate(graph, cluster), cluster)
     assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
     filled = [row["filled"] for row in plan_rows(found)]
     assert filled == [found.peaks[rank] / 2**20 for rank in found.placement]

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from pipeloom import Options, Pipeline
-from pipeloom.api import EvaluationVariants, RankStages, TrainingVariants, rank_device
+from pipeloom.api.rank_stages import EvaluationVariants, RankStages, TrainingVariants
+from pipeloom.api.ranks import rank_device
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.transports import local_channels
+from pipeloom.runtime.transports.local_channel import local_channels
 
 JOB = plain_net.two_linears()
 

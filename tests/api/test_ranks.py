@@ -14,9 +14,9 @@ import torch.distributed as dist
 import zoo
 
 from pipeloom import Pipeline
-from pipeloom.api import result_of_rank_0
+from pipeloom.api.ranks import result_of_rank_0
 from pipeloom.ir.errors import PlanError
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 GATHER = """
 import gc

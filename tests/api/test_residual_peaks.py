@@ -6,14 +6,15 @@ import pytest
 from every_schedule import gpt_job, plan_of
 from runs import shared_captures, threads
 
-from pipeloom import Pipeline, schedules
+from pipeloom import Pipeline
 from pipeloom.ir.action import STEP
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.stages import chain
-from pipeloom.lowering import lower
-from pipeloom.runtime import Ledger
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.ledger import Ledger
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 
 def test_residuals_may_be_highest_when_the_rest_is_not() -> None:
@@ -28,7 +29,7 @@ def test_residuals_may_be_highest_when_the_rest_is_not() -> None:
         transient_bytes={STEP: 100},
     )
     stages = chain(2)
-    program = lower(schedules.build("1f1b", stages, (0, 1), 4), stages)
+    program = lower(registry.build("1f1b", stages, (0, 1), 4), stages)
     device = Device(name="any", memory_bytes=1 << 30)
     cluster = Cluster(devices=(device,) * 2, within_node=Link(bandwidth_bytes_per_s=1e9))
     step = simulate(program, stages, (cost, cost), cluster)

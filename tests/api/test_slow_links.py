@@ -15,15 +15,16 @@ import torch
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline, plan, simulate
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import PlanOptions, make_plan
-from pipeloom.profiler import roofline
-from pipeloom.runtime.offload import FileTier
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.request import PlanOptions
+from pipeloom.profiler.roofline import roofline
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 MICROBATCHES = 8
 
@@ -32,7 +33,7 @@ def test_a_slow_link_costs_time_and_the_smallest_cap_that_is_named_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Link(bandwidth_bytes_per_s=1e6)  # a copy takes far longer than a forward
-    monkeypatch.setattr("pipeloom.profiler.file_tier", lambda directory: (slow, slow, []))
+    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (slow, slow, []))
     captured = runs.capture_of(TANH, ROWS)
     make = partial(
         plan, TANH, stages=2, microbatches=8, microbatch_size=ROWS, schedule="gpipe", captured=captured

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Plan, schedules, verify
-from pipeloom.api import capture
+from pipeloom import Job, Options, Plan, verify
+from pipeloom.api.captures import capture
 from pipeloom.commands.verify import report
 from pipeloom.ir.errors import PlanError, VerifyError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import Gradients, Weights
+from pipeloom.runtime.weights import Gradients, Weights
+from pipeloom.schedules import registry
 
 
 class Net(nn.Module):
@@ -48,7 +49,7 @@ def plan_for(job: Job, stages: int, *, schedule: str = "1f1b", split: bool = Fal
     own = [op.name for op in graph.ops if not op.cheap]
     cuts = cut(graph, {name: i * stages // len(own) for i, name in enumerate(own)})
     placement = tuple(range(stages))
-    built = schedules.build(schedule, cuts, placement, 3, split_backward=split)
+    built = registry.build(schedule, cuts, placement, 3, split_backward=split)
     return Plan(
         graph=graph.fingerprint,
         planner="by hand",

@@ -8,13 +8,16 @@ import pytest
 import runs
 from every_schedule import gpt_job
 
-from pipeloom.api import PlanCosts, make_request, passes
-from pipeloom.clusters import cpu_cluster
+from pipeloom.api import passes
+from pipeloom.api.passes import make_request
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.profiler import roofline
-from pipeloom.train import Config, follow_plan
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.profiler.roofline import roofline
+from pipeloom.train.config import Config
+from pipeloom.train.follow_plan import follow_plan
 
 JOB = gpt_job()
 

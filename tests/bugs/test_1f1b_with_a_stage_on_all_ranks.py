@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import build, spread
+from pipeloom.schedules.placements import spread
+from pipeloom.schedules.registry import build
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeloom.profiler import gpu_links
+from pipeloom.profiler.host_copies import gpu_links
 
 
 def test_one_gpu_has_no_links_to_others() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.ir.errors import CaptureError
-from pipeloom.tracer import capture
+from pipeloom.tracer.capture import capture
 
 
 class Around(Stack):

@@ -10,10 +10,10 @@ from runs import capture_of
 from torch import Tensor, nn
 
 from pipeloom import Job, plan
-from pipeloom.api import advice, passes
-from pipeloom.clusters import cpu_cluster
+from pipeloom.api import advice, passes, profiles
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner.stage_cost import Readers
+from pipeloom.planner.stage_cost.readers import Readers
 
 HOW = {"microbatch_size": 2, "microbatches": 4, "strategy": "balanced"}
 
@@ -78,7 +78,7 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
     """The hint was "use 4 stages on 4 devices", where nobody had named any."""
     job = zoo.job("gpt2")
     captured = capture_of(job)
-    costs = passes.estimate(captured.graph, cpu_cluster(1))["cpu"]
+    costs = profiles.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}
     free = plan(job, stages=2, **how)
     tight = how | {"memory": int(max(free.peaks) * share)}

@@ -11,8 +11,8 @@ from runs import assert_same, even_plan, pipelined, plain, shared_captures, thre
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import BatchError, CaptureError
-from pipeloom.runtime import agree_on_shapes
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.batches import agree_on_shapes
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 
 def sliced(seed: int, size: int) -> zoo.Batch:

@@ -9,11 +9,12 @@ import zoo
 from runs import assert_same, even_plan, pipelined, plain, plan_for
 from torch import Tensor, nn
 
-from pipeloom import Job, schedules
-from pipeloom.checks import forwards_in_order
+from pipeloom import Job
+from pipeloom.checks.schedules import forwards_in_order
 from pipeloom.ir.errors import CutError, ScheduleError
 from pipeloom.ir.stages import cut
-from pipeloom.tracer import capture
+from pipeloom.schedules import registry
+from pipeloom.tracer.capture import capture
 
 
 class Twice(nn.Module):
@@ -93,8 +94,8 @@ def test_micro_batches_in_another_order_are_refused_where_a_forward_updates_buff
     assert caught.value.hint == "run the forwards of stage 0 in the order of their micro-batches"
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_all_schedules_of_the_library_run_forwards_in_order(name: str) -> None:
-    stages, placement = schedules.default_placement(name, 4)
-    made = schedules.build(name, stages, placement, 8)
+    stages, placement = registry.default_placement(name, 4)
+    made = registry.build(name, stages, placement, 8)
     forwards_in_order(made, dict.fromkeys(range(made.stages), "buffer"))

@@ -12,8 +12,8 @@ from runs import capture_of, even_plan, threads
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import PeerError
-from pipeloom.runtime import LocalChannel
 from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 GLOO = "[.../gloo/transport/tcp/pair.cc:539] Connection closed by peer [127.0.0.1]:40000"
 

@@ -19,8 +19,9 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import OffloadError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload import PAGE, FileCopy, FileTier
-from pipeloom.tracer.stage import Slot, stage_residuals
+from pipeloom.runtime.offload.file_tier import PAGE, FileCopy, FileTier
+from pipeloom.tracer.stage.functions import Slot
+from pipeloom.tracer.stage.trace import stage_residuals
 
 SLOT = Slot("residual", "a")
 EIO = OSError(errno.EIO, os.strerror(errno.EIO))

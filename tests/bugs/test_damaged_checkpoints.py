@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import TrainState, checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
 
 
 def state() -> TrainState:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import parse_action
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule

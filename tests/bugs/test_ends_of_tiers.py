@@ -21,8 +21,10 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload import CudaTier, FileTier, cuda_tier
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.runtime.offload import cuda_tier
+from pipeloom.runtime.offload.cuda_tier import CudaTier
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 

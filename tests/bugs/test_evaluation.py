@@ -11,8 +11,8 @@ from torch.nn import functional as fn
 
 from pipeloom import Job
 from pipeloom.ir.errors import CutError
-from pipeloom.tracer import capture
-from pipeloom.tracer.export import capture_evaluation, cut_evaluation
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
 
 
 class Modes(nn.Module):

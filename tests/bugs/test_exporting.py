@@ -11,8 +11,8 @@ from torch.nn import functional as fn
 
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError
-from pipeloom.tracer import capture
-from pipeloom.tracer.export import export_program
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.export.torch_export import export_program
 
 
 class TwoLayers(nn.Module):

@@ -9,7 +9,7 @@ import odd_code
 import odd_models
 import torch
 
-from pipeloom.tracer import capture
+from pipeloom.tracer.capture import capture
 
 
 def test_a_capture_that_fails_in_a_checkpoint_leaves_no_hooks() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.errors import CommunicationError
-from pipeloom.runtime import local_channels
+from pipeloom.runtime.transports.local_channel import local_channels
 
 
 def test_a_pair_that_gloo_gives_up_is_a_wait_that_took_too_long() -> None:

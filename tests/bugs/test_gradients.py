@@ -7,7 +7,7 @@ import torch
 import zoo
 from runs import assert_same, even, even_plan, pipelined, plain, plan_for
 
-from pipeloom.tracer import capture
+from pipeloom.tracer.capture import capture
 
 
 @pytest.mark.slow

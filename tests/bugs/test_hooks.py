@@ -14,7 +14,7 @@ from plain_net import PlainNet, distance, job_of
 from torch import Tensor, nn
 
 from pipeloom.ir.errors import CaptureError, CutError
-from pipeloom.tracer import capture
+from pipeloom.tracer.capture import capture
 
 TOLERANCE = 2e-6
 

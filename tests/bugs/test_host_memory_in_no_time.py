@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import chain
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 
 @pytest.mark.parametrize(("microbatches", "peak"), [(3, 16), (4, 24)])
 def test_the_host_holds_what_has_come_and_not_left(microbatches: int, peak: int) -> None:
     """All but the last micro-batch, whose backward follows at once."""
     policy = MemoryPolicy(stages=({"x": "offload"},))
-    program = lower(schedules.build("gpipe", chain(1), (0,), microbatches), chain(1), policy=policy)
+    program = lower(registry.build("gpipe", chain(1), (0,), microbatches), chain(1), policy=policy)
     (cost,) = equal_costs(1)
     costs = (replace(cost, residual_bytes=8, offloaded_bytes=8),)
     cluster = Cluster(

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from pipeloom.checks import check_program
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir.action import RECV_B, F, Transfer
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Program, Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.lowering import lower
+from pipeloom.lowering.passes import lower
 
 MEET = declare(
     Operation(letters="MEETBUG", meaning="both stages", after=F, meets=lambda stage: (1 - stage,), seconds=1)

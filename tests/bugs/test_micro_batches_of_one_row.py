@@ -12,7 +12,7 @@ from pipeloom import Job
 from pipeloom.ir.errors import BatchError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 GPT = Job(model=partial(zoo.GPT, 8, 1), batch=zoo.token_batch, optimizer=zoo.sgd, name="gpt")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import CheckpointError, PlanError
-from pipeloom.planner import read_piper_graph
-from pipeloom.runtime import read_index
+from pipeloom.planner.piper_graphs import read_piper_graph
+from pipeloom.runtime.checkpoint.files import read_index
 
 NESTED = "[" * 200_000
 

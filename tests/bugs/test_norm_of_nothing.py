@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.runtime import Weights
+from pipeloom.runtime.weights import Weights
 
 
 @pytest.mark.parametrize("params", [{}, {"frozen": nn.Parameter(torch.zeros(3, device="meta"), False)}])

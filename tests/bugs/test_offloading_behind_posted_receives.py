@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hypothesis import given, settings, strategies as st
 
-from pipeloom.planner.stage_cost import CostOptions, Footprint, peak_bytes
+from pipeloom.planner.stage_cost.peak_memory import CostOptions, Footprint, peak_bytes
 
 SIZES = st.integers(0, 1000)
 MICROBATCHES = 8

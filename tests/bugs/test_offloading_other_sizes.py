@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from pipeloom.runtime.offload import PAGE, FileTier
-from pipeloom.tracer.stage import Slot
+from pipeloom.runtime.offload.file_tier import PAGE, FileTier
+from pipeloom.tracer.stage.functions import Slot
 
 SLOT = Slot("residual", "a")
 

@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.api import PlanRequest, estimate, largest_below, largest_plan, plan_with_advice
-from pipeloom.clusters import find_cluster
+from pipeloom.api.advice import plan_with_advice
+from pipeloom.api.largest_batch import largest_below, largest_plan
+from pipeloom.api.plan_request import PlanRequest
+from pipeloom.api.profiles import estimate
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import ProfiledModel
+from pipeloom.planner.microbatch_sizes import ProfiledModel
 
 
 def planning(**options) -> PlanRequest:

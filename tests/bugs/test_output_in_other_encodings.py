@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.runtime.launch import Processes, processes
+from pipeloom.runtime.launch import processes
+from pipeloom.runtime.launch.processes import Processes
 
 SCRIPT = """
 import os, sys

@@ -15,7 +15,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import PeerError
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 SCRIPT = textwrap.dedent(
     """

@@ -12,7 +12,8 @@ import pytest
 from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner import PlanOptions, make_plan
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.request import PlanOptions
 
 
 @pytest.mark.sampled(1)

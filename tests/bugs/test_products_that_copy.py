@@ -15,10 +15,10 @@ from runs import assert_same, capture_of, pipelined, plain, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job, plan as make_plan
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.export import capture_evaluation, cut_evaluation
+from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
 
 WIDTH, LENGTH, HEADS = 16, 12, 4
 

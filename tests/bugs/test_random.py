@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.tracer import call_seeded, capture, end_random, seed_random
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.random import call_seeded, end_random, seed_random
 
 
 class Noisy(nn.Module):

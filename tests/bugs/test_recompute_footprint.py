@@ -5,7 +5,7 @@ import zoo
 from runs import capture_of, even
 
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.stage import stage_functions, stage_residuals
+from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 
 @pytest.mark.slow

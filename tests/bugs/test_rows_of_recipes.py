@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.action import Action, F, I
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import Recipe, Times, order, phases, shape_of
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.build import order
+from pipeloom.schedules.language.patterns import phases
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.registry import Times, shape_of
 
 LAST = "1F0 1B0 1F1 1B1"
 
@@ -84,6 +87,6 @@ def test_kinds_that_have_no_phases(kinds: str) -> None:
 def test_forwards_that_take_no_time(name: str, free: tuple[int, ...]) -> None:
     """Besides being there the order must keep its memory."""
     costs = [replace(c, forward_s=0.0) if s in free else c for s, c in enumerate(equal_costs(3))]
-    made = schedules.build(name, chain(3), (0, 1, 2), 8, times=Times(costs=tuple(costs)))
+    made = registry.build(name, chain(3), (0, 1, 2), 8, times=Times(costs=tuple(costs)))
     assert [row.count(Action(s, I, 7)) for s, row in enumerate(made.rows)] == [1, 1, 1]
-    assert max(schedules.in_flight(made)) <= (3 if name in ("zb_h1", "zb_1p") else 6)
+    assert max(registry.in_flight(made)) <= (3 if name in ("zb_h1", "zb_1p") else 6)

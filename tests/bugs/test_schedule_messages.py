@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.checks import check, check_program
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import spread
+from pipeloom.schedules.placements import spread
 
 
 def test_advice_against_a_deadlock_names_an_action_that_could_run() -> None:

@@ -6,14 +6,14 @@ import tracemalloc
 
 import pytest
 
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import parse_action, parse_instruction
 from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.formats import parse_schedule
+from pipeloom.schedules.formats.csv import parse_schedule
 
 
 @pytest.mark.parametrize("text", ["F" + "9" * 5000, "0F" + "9" * 5000, "9" * 5000 + "F1_0"])

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeloom import Job, plan
 from pipeloom.api import passes
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
 
 Batch = dict[str, torch.Tensor]

@@ -8,12 +8,12 @@ import zoo
 from click.testing import CliRunner
 
 from pipeloom import Job, plan
-from pipeloom.api import PlanRequest
+from pipeloom.api.plan_request import PlanRequest
 from pipeloom.cli import main
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import CaptureError, ConfigError, InfeasibleError, PlanError
-from pipeloom.tracer import load_job
+from pipeloom.tracer.job_loader import load_job
 
 
 def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:

@@ -6,8 +6,8 @@ passed: it proposed nothing, and the plan was that of a chain.
 
 from branching_graphs import random_graph, request_for
 
-from pipeloom.planner import BranchOrdered
-from pipeloom.planner.strategies import shallow_cuts
+from pipeloom.planner.branches import BranchOrdered
+from pipeloom.planner.strategies.graphpipe import shallow_cuts
 
 
 def test_messages_that_take_longer_than_the_model_computes():

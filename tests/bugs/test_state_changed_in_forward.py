@@ -15,7 +15,8 @@ from plain_net import PlainNet, distance, job_of
 from torch import Tensor, nn
 
 from pipeloom.ir.errors import CaptureError
-from pipeloom.tracer import attributes_kept, capture
+from pipeloom.tracer.attributes import attributes_kept
+from pipeloom.tracer.capture import capture
 
 TOLERANCE = 2e-6
 

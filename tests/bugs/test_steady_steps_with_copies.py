@@ -7,8 +7,8 @@ import pytest
 
 from pipeloom.ir.flow import dag
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.lowering import SteadyRows
-from pipeloom.schedules import build_steady
+from pipeloom.lowering.steady import SteadyRows
+from pipeloom.schedules.steady import build_steady
 
 
 @pytest.mark.parametrize("name", ["1f1b:offload=1", "zb_h1:offload=1"])

@@ -22,12 +22,12 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.memory_policy import MemoryPolicy
+from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import OperationContext
-from pipeloom.runtime.offload import FileTier
-from pipeloom.runtime.transports import LocalChannel
-from pipeloom.schedules import Operation, declare
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 

@@ -12,7 +12,7 @@ import zoo
 from click.testing import CliRunner, Result
 
 import pipeloom
-from pipeloom.api import Scenario
+from pipeloom.api.schedules import Scenario
 from pipeloom.cli import main
 from pipeloom.ir.plan import Plan
 

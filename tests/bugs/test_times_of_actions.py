@@ -11,7 +11,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.schedule import parse_program
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.simulator import simulate
+from pipeloom.simulator.simulate import simulate
 
 
 def simulated(own_s: dict[Action, float]) -> Timeline:

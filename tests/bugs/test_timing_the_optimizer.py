@@ -14,8 +14,9 @@ import torch
 import zoo
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.runtime import HostClock, Weights
 from pipeloom.runtime.calibration import calibrate
+from pipeloom.runtime.recorder import HostClock
+from pipeloom.runtime.weights import Weights
 
 
 class Restless(torch.optim.AdamW):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import MemoryCapError
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 RANKS, COUNT, WIDTH = 2, 8, 32
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipeloom import Job
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import agree_on_layouts
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.batches import agree_on_layouts
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 
 class Turned(nn.Module):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api import weights
+from pipeloom.api.schedules import weights
 from pipeloom.cli import main
 
 

@@ -8,17 +8,18 @@ from dataclasses import replace
 import pytest
 from branching_graphs import cluster_of, random_graph
 
-from pipeloom import api
-from pipeloom.planner import PlanOptions, ProfiledModel
+from pipeloom.api import plan_request
+from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.request import PlanOptions
 
 SLOW_LINKS = 10.0
 """Bytes per second at which the sum of a stage's gradients takes as long as some micro-batches."""
 
 
-def request_of(seed: int) -> tuple[api.PlanRequest, ProfiledModel]:
+def request_of(seed: int) -> tuple[plan_request.PlanRequest, ProfiledModel]:
     """Two replicas of three stages for a random series-parallel graph."""
     graph, profile = random_graph(seed, random.Random(seed).randint(5, 8), "series-parallel")
-    return api.PlanRequest(
+    return plan_request.PlanRequest(
         stages=3,
         width=2,
         microbatches=12,

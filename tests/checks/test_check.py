@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.checks import Stuck, check, check_program, deadlock, schedules as rules
+from pipeloom.checks import schedules as rules
+from pipeloom.checks.deadlock import Stuck, deadlock
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import KINDS, Action, ActionKind, Kind
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag, flow_of

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.formats import parse_schedule
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats.csv import parse_schedule
 
 
 def hand(*rows: str, placement: tuple[int, ...] = (0, 1)) -> Schedule:
@@ -41,8 +41,8 @@ def test_an_empty_line_of_a_file_is_a_rank_without_a_stage() -> None:
 
 
 def test_an_action_on_the_rank_of_a_replica_is_sent_home() -> None:
-    stages, placement = schedules.default_placement("chimera", 2)
-    made = schedules.build("chimera", stages, placement, 1)
+    stages, placement = registry.default_placement("chimera", 2)
+    made = registry.build("chimera", stages, placement, 1)
     assert placement == (0, 1, 1, 0)
     first, second = made.rows
     moved = replace(made, rows=(tuple(a for a in first if str(a) != "0F0"), (*second, first[0])))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.schedules import spread
+from pipeloom.schedules import registry
+from pipeloom.schedules.placements import spread
 
 WIDE, PLACEMENT = spread(chain(2), (0, (1, 2)))
 
@@ -28,7 +28,7 @@ def refused(made: Schedule, stages: StageGraph = WIDE) -> str:
 
 def test_a_built_one_passes() -> None:
     assert PLACEMENT == (0, 1, 2)
-    schedules.build("1f1b", WIDE, PLACEMENT, 4)
+    registry.build("1f1b", WIDE, PLACEMENT, 4)
 
 
 def test_two_shards_on_one_rank_are_refused() -> None:
@@ -48,7 +48,7 @@ def test_a_backward_that_only_one_shard_splits_is_refused() -> None:
 
 
 def test_shards_in_another_order_wait_for_ever() -> None:
-    made = schedules.build("gpipe", WIDE, PLACEMENT, 2)
+    made = registry.build("gpipe", WIDE, PLACEMENT, 2)
     rows = (*made.rows[:2], parse_rows(("2F1 2F0 2B0 2B1",))[0])
     with pytest.raises(DeadlockError, match="rank 1 at 1F0 needs 2F0; rank 2 at 2F1 needs 1F1"):
         check(replace(made, rows=rows), WIDE)

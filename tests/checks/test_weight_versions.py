@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import by_rank, check, versions, weight_versions
+from pipeloom.checks.schedules import check
+from pipeloom.checks.weight_versions import by_rank, versions, weight_versions
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.weight_policy import Updates
+from pipeloom.schedules import registry
 
 STASH = Updates(policy="stash")
 
 
 def one_f_one_b(depth: int, microbatches: int = 24, split: bool = False) -> Schedule:
     place = tuple(range(depth))
-    return schedules.build("async_1f1b", chain(depth), place, microbatches, split_backward=split)
+    return registry.build("async_1f1b", chain(depth), place, microbatches, split_backward=split)
 
 
 def by_hand(*rows: str, stages: int = 1) -> Schedule:
@@ -62,9 +63,9 @@ def test_2bw_needs_two_versions_and_as_many_micro_batches_as_stages_but_one(dept
 
 
 def test_flush_keeps_one_version() -> None:
-    for name in schedules.names():
-        stages, placement = schedules.default_placement(name, 4)
-        found = versions(schedules.build(name, stages, placement, 8), Updates())
+    for name in registry.names():
+        stages, placement = registry.default_placement(name, 4)
+        found = versions(registry.build(name, stages, placement, 8), Updates())
         assert {stage.needed for stage in found} == {1}
         assert {late for stage in found for late in stage.staleness} <= {0}
 
@@ -109,7 +110,7 @@ def test_coalesced_updates_of_the_stash_policy_keep_fewer() -> None:
 
 
 def test_slices_of_a_micro_batch_share_a_version() -> None:
-    made = schedules.build("seq1f1b:slices=2", chain(2), (0, 1), 12)
+    made = registry.build("seq1f1b:slices=2", chain(2), (0, 1), 12)
     found = versions(made, STASH)
     assert [len(stage.used) for stage in found] == [6, 6]
     assert found[0].needed == 2 and found[1].needed >= 1
@@ -128,12 +129,12 @@ def test_tied_parameters_need_the_same_version_on_their_stages() -> None:
 
 def test_a_stage_graph_that_is_no_chain() -> None:
     stages = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-    made = schedules.build("1f1b", stages, (0, 1, 2, 3), 9)
+    made = registry.build("1f1b", stages, (0, 1, 2, 3), 9)
     assert by_rank(versions(made, STASH)) == (3, 2, 2, 1)
 
 
 def test_evaluation_updates_nothing() -> None:
-    made = schedules.build("forward_only", chain(2), (0, 1), 4)
+    made = registry.build("forward_only", chain(2), (0, 1), 4)
     assert [(s.needed, s.staleness) for s in versions(made, STASH)] == [(1, ()), (1, ())]
 
 

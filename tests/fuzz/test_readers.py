@@ -24,26 +24,22 @@ from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 from torch import nn
 
-from pipeloom.api import checkpoint_step
-from pipeloom.checks import check
-from pipeloom.clusters import cpu_cluster, load_cluster, save_cluster
+from pipeloom.api.checkpoints import checkpoint_step
+from pipeloom.checks.schedules import check
+from pipeloom.clusters.files import load_cluster, save_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir import json_codec
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
-from pipeloom.runtime.checkpoint import TrainState, checkpoint
-from pipeloom.schedules.formats import read_schedule
-from pipeloom.train import (
-    Config,
-    Metrics,
-    PlannedRun,
-    TrainRequest,
-    find_run,
-    prepare_run,
-    read_config,
-    write_config,
-)
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.schedules.formats.csv import read_schedule
+from pipeloom.train.config import Config
+from pipeloom.train.config_text import read_config, write_config
+from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run
+from pipeloom.train.run_directory import Metrics, find_run
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 QUICK, LONG = (

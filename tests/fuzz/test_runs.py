@@ -21,7 +21,7 @@ from programs import cuts, job_of, steps
 from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, shared_captures, threads
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.checks import check, check_program
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import KINDS
 from pipeloom.ir.errors import PeerError, ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
@@ -29,8 +29,8 @@ from pipeloom.ir.operation import OPERATIONS, declare
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
-from pipeloom.lowering import lower
-from pipeloom.runtime import OperationContext
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.operations import OperationContext
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 QUICK = settings(max_examples=5, **CALM)

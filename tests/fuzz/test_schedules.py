@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, event, given, settings, strategies as st
 from slow_check import broken_rule, makes, rule_of, stuck, wants
 from slow_program_check import broken_program_rule
 
-from pipeloom.checks import check, check_program
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import Action, parse_action
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.simulator.simulate import simulate
 
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 QUICK = settings(max_examples=120, deadline=None, suppress_health_check=CALM)

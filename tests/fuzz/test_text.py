@@ -10,14 +10,14 @@ import pytest
 from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from pipeloom.checks import check, check_program
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir import json_codec
 from pipeloom.ir.action import parse_action, parse_actions, parse_instruction
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.formats import parse_schedule, read_schedule
+from pipeloom.schedules.formats.csv import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=CALM)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeloom import Options, Pipeline, Plan, schedules
-from pipeloom.api import capture
+from pipeloom import Options, Pipeline, Plan
+from pipeloom.api.captures import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
+from pipeloom.schedules import registry
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512
 
@@ -21,7 +22,7 @@ def two_stages_on_one_rank() -> Plan:
     graph = capture(JOB, ROWS).graph
     own = [op.name for op in graph.ops if not op.cheap]
     stages = cut(graph, {name: i * 2 // len(own) for i, name in enumerate(own)})
-    built = schedules.build("gpipe", stages, (0, 0), MICROBATCHES)
+    built = registry.build("gpipe", stages, (0, 0), MICROBATCHES)
     return Plan(
         graph=graph.fingerprint,
         planner="by hand",

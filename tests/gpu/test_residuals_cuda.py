@@ -8,14 +8,15 @@ import products
 import pytest
 import torch
 
-from pipeloom import Options, Pipeline, Plan, schedules
-from pipeloom.api import capture
+from pipeloom import Options, Pipeline, Plan
+from pipeloom.api.captures import capture
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event
-from pipeloom.runtime.offload import CHUNK, CudaTier
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
+from pipeloom.schedules import registry
+from pipeloom.tracer.stage.trace import stage_residuals
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""
@@ -32,7 +33,7 @@ def plan_of(treatments: tuple[Treatment, ...]) -> Plan:
     for index, (name, residual) in enumerate(stage_residuals(captured, stages, 0).items()):
         given = treatments[index % len(treatments)]
         policy[name] = "offload" if given == "recompute" and residual.obstacle else given
-    built = schedules.build("gpipe", stages, (0,), MICROBATCHES)
+    built = registry.build("gpipe", stages, (0,), MICROBATCHES)
     return Plan(
         graph=graph.fingerprint,
         planner="by hand",

@@ -9,7 +9,7 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain, replicate
-from pipeloom.lowering import lower
+from pipeloom.lowering.passes import lower
 
 
 def test_a_mistyped_treatment_is_refused() -> None:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import versions
+from pipeloom.checks.weight_versions import versions
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.steady import parse_steady, steady_step
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.lowering import lower
-from pipeloom.schedules import build_steady
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.schedules.steady import build_steady
+from pipeloom.simulator.simulate import simulate
 
 
 def built(name: str, ranks: int, every: int, policy: str = "2bw"):
-    stages, placement = schedules.default_placement(name, ranks)
+    stages, placement = registry.default_placement(name, ranks)
     return stages, build_steady(name, stages, placement, Updates(policy=policy, every=every))
 
 
 def test_unrolled_1f1b_is_1f1b_over_all_micro_batches():
     stages, body = built("1f1b", 4, 8)
-    assert body.unroll(5).rows == schedules.build("1f1b", stages, (0, 1, 2, 3), 40).rows
+    assert body.unroll(5).rows == registry.build("1f1b", stages, (0, 1, 2, 3), 40).rows
     again = parse_steady(tuple(str(body).splitlines()), name="1f1b", microbatches=8, placement=(0, 1, 2, 3))
     assert again == body
 
@@ -34,7 +34,7 @@ def test_2bw_keeps_two_versions_and_d_minus_s_micro_batches(microbatches):
     _, body = built("1f1b", 4, microbatches)
     updates = Updates(policy="2bw", every=microbatches)
     assert [stage.needed for stage in versions(body.unrolled, updates)] == [2, 2, 2, 2]
-    assert schedules.in_flight(body.unrolled) == (4, 3, 2, 1)
+    assert registry.in_flight(body.unrolled) == (4, 3, 2, 1)
     for stage in versions(body.unrolled, updates):
         assert stage.used == tuple(max(k // microbatches - 1, 0) for k in range(6 * microbatches))
 
@@ -68,7 +68,7 @@ def test_a_steady_step_has_no_bubble(name, clips):
     timeline = simulate(program, stages, equal_costs(count), cluster)
     assert timeline.step_s == pytest.approx(3 * 8 * count / 4)
     assert timeline.bubble == pytest.approx(0.0, abs=1e-6)
-    flushed = schedules.build(name, stages, body.placement, 8)
+    flushed = registry.build(name, stages, body.placement, 8)
     assert timeline.step_s < simulate(lower(flushed, stages), stages, equal_costs(count), cluster).step_s
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 from receives import receives_ahead
 
-from pipeloom import schedules
+from pipeloom.ir import dependencies
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.tied_gradients import reductions
-from pipeloom.lowering import lower
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
 
 
 def lowered(
     name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int, *, split: bool = False
 ) -> str:
-    program = lower(schedules.build(name, stages, placement, microbatches, split_backward=split), stages)
+    program = lower(registry.build(name, stages, placement, microbatches, split_backward=split), stages)
     text = str(program)
     again = parse_program(microbatches, placement, tuple(text.splitlines()))
     assert again == program
@@ -106,7 +107,7 @@ def test_refuses_what_the_checks_refuse() -> None:
 
 def test_receives_that_must_be_posted_ahead() -> None:
     def ahead(name: str, stages: StageGraph, placement: tuple[int, ...]) -> dict[tuple[int, int], int]:
-        return receives_ahead(lower(schedules.build(name, stages, placement, 4), stages))
+        return receives_ahead(lower(registry.build(name, stages, placement, 4), stages))
 
     assert ahead("1f1b", chain(3), (0, 1, 2)) == {(0, 1): 1, (1, 2): 1, (1, 0): 1, (2, 1): 1}
     # Stages 0 and 1 both feed stage 2, which waits for them in turn while rank 0 sends in its own order.
@@ -116,9 +117,10 @@ def test_receives_that_must_be_posted_ahead() -> None:
 def test_work_per_action_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts what the checks ask per action, in two sizes: near-linear time without a stopwatch."""
     from pipeloom.checks import schedules as check
+    from pipeloom.schedules import registry
 
     calls = 0
-    original = check.needs
+    original = dependencies.needs
 
     def counted(*args):  # type: ignore[no-untyped-def]
         nonlocal calls
@@ -129,7 +131,7 @@ def test_work_per_action_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     per_action = []
     for ranks in (4, 16):
         calls = 0
-        made = schedules.build("1f1b", chain(ranks), tuple(range(ranks)), 2 * ranks)
+        made = registry.build("1f1b", chain(ranks), tuple(range(ranks)), 2 * ranks)
         lower(made, chain(ranks))
         per_action.append(calls / sum(map(len, made.rows)))
     assert per_action[0] == per_action[1]

@@ -7,19 +7,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.action import AWAIT, OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Transfer
 from pipeloom.ir.columns import AWAIT_, OFFLOAD_, RECOMPUTE_, RELOAD_
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.schedule import Program, Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain, replicate
-from pipeloom.lowering import lower
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
 
 BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}), ahead=(0, 1))
 
 
 def lowered(name: str, microbatches: int, *, split: bool = False) -> str:
-    schedule = schedules.build(name, chain(2), (0, 1), microbatches, split_backward=split)
+    schedule = registry.build(name, chain(2), (0, 1), microbatches, split_backward=split)
     program = lower(schedule, chain(2), policy=BOTH)
     assert parse_program(microbatches, (0, 1), tuple(str(program).splitlines())) == program
     return str(program)
@@ -87,14 +87,14 @@ def test_around_a_pair_they_stand_as_around_one_action() -> None:
 
 def test_replicas_are_treated_as_their_first() -> None:
     stages = replicate(chain(1), 2)
-    schedule = schedules.build("gpipe", stages, (0, 1), 1)
+    schedule = registry.build("gpipe", stages, (0, 1), 1)
     policy = MemoryPolicy(stages=({"a": "recompute"},), ahead=(0,))
     rows = ("0F0 0RECOMPUTE0 0B0 0STEP", "1F0 1RECOMPUTE0 1B0 1STEP")
     assert str(lower(schedule, stages, policy=policy)) == "\n".join(rows)
 
 
 def test_what_recomputes_inside_its_backward_has_no_action_for_it() -> None:
-    schedule = schedules.build("1f1b", chain(2), (0, 1), 3)
+    schedule = registry.build("1f1b", chain(2), (0, 1), 3)
     inside = MemoryPolicy(stages=({"a": "recompute"}, {"a": "recompute"}), ahead=(1,))
     program = lower(schedule, chain(2), policy=inside)
     again = [step.stage for row in program.rows for step in row if step.kind == RECOMPUTE]
@@ -106,23 +106,23 @@ def test_what_recomputes_inside_its_backward_has_no_action_for_it() -> None:
 
 def test_without_residuals_to_treat_the_program_is_the_same() -> None:
     kept = MemoryPolicy(stages=({"a": "keep"}, {}))
-    schedule = schedules.build("1f1b", chain(2), (0, 1), 4)
+    schedule = registry.build("1f1b", chain(2), (0, 1), 4)
     assert lower(schedule, chain(2), policy=kept) == lower(schedule, chain(2))
-    only_forward = schedules.build("forward_only", chain(2), (0, 1), 4)
+    only_forward = registry.build("forward_only", chain(2), (0, 1), 4)
     assert lower(only_forward, chain(2), policy=BOTH) == lower(only_forward, chain(2))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "dualpipev"])
 def test_every_schedule(name: str) -> None:
     """Each once, in order, around F and B; and nothing else has moved."""
-    from pipeloom.api import stages_for
+    from pipeloom.planner.placement import stages_for
 
     count, microbatches = stages_for(name, 2), 4
     where = tuple(range(count)) if count == 2 else (0, 1, 1, 0) if name.endswith("v") else (0, 1, 0, 1)
     stages = chain(count)
     treated = ({"a": "offload", "b": "recompute"}, {"a": "offload"}, {"b": "recompute"}, {})
     policy = MemoryPolicy(stages=treated[:count], ahead=(0, 1))
-    schedule = schedules.build(name, stages, where, microbatches)
+    schedule = registry.build(name, stages, where, microbatches)
     program = lower(schedule, stages, policy=policy)
     assert _without(program) == tuple(tuple(row) for row in lower(schedule, stages).rows)
     place = {step: at for row in program.rows for at, step in enumerate(row)}
@@ -151,7 +151,7 @@ def _without(program: Program) -> tuple[tuple[object, ...], ...]:
 
 
 def test_large_programs_are_treated_as_small_ones() -> None:
-    schedule = schedules.build("1f1b", chain(8), tuple(range(8)), 512)
+    schedule = registry.build("1f1b", chain(8), tuple(range(8)), 512)
     policy = MemoryPolicy(stages=({"a": "offload", "b": "recompute"},) * 8, ahead=tuple(range(8)))
     plain, treated = lower(schedule, chain(8)), lower(schedule, chain(8), policy=policy)
     counts = np.bincount(treated.columns.kind)

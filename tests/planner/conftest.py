@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner.search import Search
-from pipeloom.planner.stage_cost import CostModel, CostOptions
+from pipeloom.planner.search.cut_search import Search
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
 
 Draw = Callable[[Any], Any]
 

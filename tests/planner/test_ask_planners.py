@@ -9,13 +9,11 @@ from branching_graphs import plan_of, random_graph, request_for
 
 from pipeloom.ir.action import F
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner import (
-    PLANNERS,
-    PlanCosts,
-    limits,
-    planners_asked,
-    with_searched_order,
-)
+from pipeloom.planner.ask_planners import planners_asked
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.plan_table import limits
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.search_order import with_searched_order
 
 ASKED = PLANNERS["auto"].asks
 

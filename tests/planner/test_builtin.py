@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.clusters import (
-    built_in,
-    built_in_devices,
-    cpu_cluster,
-    find_cluster,
-    load_cluster,
-    save_cluster,
-)
+from pipeloom.clusters.devices import built_in, built_in_devices
+from pipeloom.clusters.files import load_cluster, save_cluster
+from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import OP_CLASSES, GiB, Link
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import DTYPE_BYTES

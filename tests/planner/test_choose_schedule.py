@@ -12,8 +12,11 @@ from random_stages import random_model
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner import PLANNERS, PlanOptions, make_plan, schedule_names
-from pipeloom.planner.search import Search
+from pipeloom.planner.choose_schedule import schedule_names
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.search.cut_search import Search
 
 RANKS, MICROBATCHES = 2, 4
 LIMITED = ("1f1b:limit=1.5", *(f"po:v={v},limit={share * (v + 1)}" for v in (2, 4) for share in (0.75, 0.5)))

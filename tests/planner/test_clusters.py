@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from pipeloom.clusters import cpu_cluster, load_cluster, save_cluster
+from pipeloom.clusters.files import load_cluster, save_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import OP_CLASSES, Cluster, Device, GiB, Link
 from pipeloom.ir.errors import ConfigError
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings, strategies as st
 from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import CostModel, CostOptions, Footprint, estimate_stage
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions, Footprint
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
 
 
 def columns(footprint: Footprint) -> tuple:

@@ -6,11 +6,15 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner import Candidate, PlanOptions, Request, limits, make_plan, planner
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.plan_table import limits
+from pipeloom.planner.registry import planner
+from pipeloom.planner.request import PlanOptions, Request
 
 MICROBATCHES = 8
 

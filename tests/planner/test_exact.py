@@ -10,10 +10,12 @@ from hypothesis import given, settings, strategies as st
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner import stage_needs
-from pipeloom.planner.search import Search, best_cuts
-from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
-from pipeloom.planner.strategies import balanced
+from pipeloom.planner.infeasible import stage_needs
+from pipeloom.planner.search.cut_search import Search, best_cuts
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.strategies.balanced import balanced
 
 
 def every_cut(ops: int, stages: int):

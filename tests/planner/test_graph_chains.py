@@ -13,9 +13,10 @@ import search as bench_search
 from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner import make_plan, read_piper_graph
-from pipeloom.planner.search import DownSets, PieceGraph, count_down_sets
-from pipeloom.planner.strategies import Machine, pipedream_graph, piper
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.piper_graphs import read_piper_graph
+from pipeloom.planner.search.down_sets import DownSets, PieceGraph, count_down_sets
+from pipeloom.planner.strategies.graph_chains import Machine, pipedream_graph, piper
 
 
 def towers(count: int, layers: int, *, join: int = 0) -> list[tuple[int, int]]:

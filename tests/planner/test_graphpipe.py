@@ -23,9 +23,11 @@ from branching_graphs import (
 from hypothesis import given, strategies as st
 from layered import layered
 
-from pipeloom.clusters import find_cluster
-from pipeloom.planner import Block, Parallel, Request, Series, branch_orders, decompose, make_plan
-from pipeloom.profiler import roofline
+from pipeloom.clusters.names import find_cluster
+from pipeloom.planner.branches import Block, Parallel, Series, branch_orders, decompose
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.request import Request
+from pipeloom.profiler.roofline import roofline
 
 
 def leaves(term) -> list[int]:

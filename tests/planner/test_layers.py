@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import Op, Value
-from pipeloom.planner.search import Piece, borders, calls, layer_names, layers
+from pipeloom.planner.search.layer_groups import Piece, borders, calls, layer_names, layers
 
 
 def ops_of(*modules: str) -> list[Op]:
@@ -55,7 +55,7 @@ def test_borders_are_where_cuts_may_be():
 
 
 def test_equal_layers(layered_search):
-    from pipeloom.planner.strategies import equal
+    from pipeloom.planner.strategies.equal import equal
 
     modules = ["embed", *(f"h.{k}.{part}" for k in range(8) for part in ("a", "b")), "norm", "head"]
     search = layered_search(modules, 4)

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from pipeloom import planner
 from pipeloom.ir import json_codec
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
@@ -13,6 +12,7 @@ from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.plan import Plan, StagePlan, load_plan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import infeasible, make_plan, plan_table, request
 
 SIZE = 1000  # numbers per value and per weight: 4000 bytes
 
@@ -50,8 +50,8 @@ def cluster_of(count: int, memory: str | int = "1GiB", name: str = "d") -> Clust
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plan_cuts_schedules_and_predicts(schedule, split, tied, tmp_path):
     graph, profile = layers(8, tied=tied)
-    options = planner.PlanOptions(split_backward=split)
-    plan = planner.make_plan(
+    options = request.PlanOptions(split_backward=split)
+    plan = make_plan.make_plan(
         graph, profile, cluster_of(2), stages=2, schedule=schedule, microbatches=4, options=options
     )
     assert [len(stage.ops) for stage in plan.stages] == [4, 4]
@@ -66,7 +66,7 @@ def test_a_plan_cuts_schedules_and_predicts(schedule, split, tied, tmp_path):
 def test_gpipe_holds_more_than_1f1b():
     graph, profile = layers(8)
     held = {
-        name: planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule=name, microbatches=6)
+        name: make_plan.make_plan(graph, profile, cluster_of(2), stages=2, schedule=name, microbatches=6)
         .stages[0]
         .memory.residuals
         for name in ("gpipe", "1f1b")
@@ -76,8 +76,8 @@ def test_gpipe_holds_more_than_1f1b():
 
 def test_explain_has_one_row_per_stage():
     graph, profile = layers(5)
-    plan = planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
-    first, second = planner.plan_rows(plan)
+    plan = make_plan.make_plan(graph, profile, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
+    first, second = plan_table.plan_rows(plan)
     assert (first["rank"], first["first_op"], second["last_op"]) == (0, "op0", "op4")
     assert first["peak_bytes"] == plan.stages[0].memory.total
     assert first["filled"] == plan.peaks[0] / 2**30
@@ -86,26 +86,26 @@ def test_explain_has_one_row_per_stage():
 def test_more_stages_than_ops():
     graph, profile = layers(3)
     with pytest.raises(PlanError, match="4 stages for 3 ops"):
-        planner.make_plan(graph, profile, cluster_of(4), stages=4, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, profile, cluster_of(4), stages=4, schedule="1f1b", microbatches=2)
 
 
 def test_more_stages_than_devices():
     graph, profile = layers(3)
     with pytest.raises(PlanError, match="3 stages for 2 devices"):
-        planner.make_plan(graph, profile, cluster_of(2), stages=3, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, profile, cluster_of(2), stages=3, schedule="1f1b", microbatches=2)
 
 
 def test_a_profile_of_another_model():
     graph, _ = layers(3)
     _, other = layers(4)
     with pytest.raises(PlanError, match="profile was made for model"):
-        planner.make_plan(graph, other, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, other, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
 
 
 def test_an_unknown_planner():
     graph, profile = layers(3)
     with pytest.raises(PlanError, match="did you mean exact"):
-        planner.make_plan(
+        make_plan.make_plan(
             graph, profile, cluster_of(2), stages=2, schedule="1f1b", microbatches=2, strategy="exakt"
         )
 
@@ -116,39 +116,40 @@ def test_profiles_by_device_name():
     slow = replace(profile, device="slow", costs=dict.fromkeys(profile.costs, twice))
     devices = (*cluster_of(1).devices, *cluster_of(1, name="slow").devices)
     cluster = replace(cluster_of(1), devices=devices)
-    plan = planner.make_plan(
+    plan = make_plan.make_plan(
         graph, {"d": profile, "slow": slow}, cluster, stages=2, schedule="1f1b", microbatches=2
     )
     assert [len(stage.ops) for stage in plan.stages] == [6, 3]
     with pytest.raises(PlanError, match="no profile for device slow"):
-        planner.make_plan(graph, {"d": profile}, cluster, stages=2, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, {"d": profile}, cluster, stages=2, schedule="1f1b", microbatches=2)
 
 
 def test_infeasible_names_stage_need_cap_and_what_would_do():
     graph, profile = layers(8)
     arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4}
     with pytest.raises(InfeasibleError) as caught:
-        planner.make_plan(graph, profile, cluster_of(2, "100kB"), **arguments)
+        make_plan.make_plan(graph, profile, cluster_of(2, "100kB"), **arguments)
     text = str(caught.value)
     assert "no cut of 8 ops into 2 stages fits" in text
     assert "its device's cap is 97.7 KiB" in text
     # The cap is right to the byte: it does, one byte less does not.
     smallest = smallest_cap(graph, profile)
-    assert isinstance(caught.value, planner.NoCutFits) and caught.value.stages == 4
+    assert isinstance(caught.value, infeasible.NoCutFits) and caught.value.stages == 4
     assert caught.value.share == pytest.approx(smallest / 100_000)
-    assert planner.make_plan(graph, profile, cluster_of(2, smallest), **arguments)
+    assert make_plan.make_plan(graph, profile, cluster_of(2, smallest), **arguments)
     with pytest.raises(InfeasibleError):
-        planner.make_plan(graph, profile, cluster_of(2, smallest - 1), **arguments)
+        make_plan.make_plan(graph, profile, cluster_of(2, smallest - 1), **arguments)
     with pytest.raises(InfeasibleError):
-        planner.make_plan(graph, profile, cluster_of(3, "100kB"), **(arguments | {"stages": 3}))
-    assert planner.make_plan(graph, profile, cluster_of(4, "100kB"), **(arguments | {"stages": 4}))
+        make_plan.make_plan(graph, profile, cluster_of(3, "100kB"), **(arguments | {"stages": 3}))
+    assert make_plan.make_plan(graph, profile, cluster_of(4, "100kB"), **(arguments | {"stages": 4}))
 
 
 def smallest_cap(graph: OpGraph, profile: Profile) -> int:
     """By trying every cut in two with no cap."""
-    from pipeloom.planner import stage_needs
-    from pipeloom.planner.search import Search
-    from pipeloom.planner.stage_cost import CostModel, CostOptions
+    from pipeloom.planner.infeasible import stage_needs
+    from pipeloom.planner.search.cut_search import Search
+    from pipeloom.planner.stage_cost.model import CostModel
+    from pipeloom.planner.stage_cost.peak_memory import CostOptions
 
     model = CostModel(graph, [profile] * 2, cluster_of(2), CostOptions(microbatches=4))
     search = Search(model=model, caps=(1, 1), in_flight=(2, 1))
@@ -159,16 +160,16 @@ def test_equal_ignores_memory_and_is_refused_if_it_does_not_fit():
     graph, profile = layers(8)
     arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4}
     smallest = smallest_cap(graph, profile)
-    plan = planner.make_plan(graph, profile, cluster_of(2), strategy="equal", **arguments)
+    plan = make_plan.make_plan(graph, profile, cluster_of(2), strategy="equal", **arguments)
     assert plan.planner == "equal" and [len(s.ops) for s in plan.stages] == [4, 4]
     with pytest.raises(InfeasibleError, match="planner equal gives stage 0 "):
-        planner.make_plan(graph, profile, cluster_of(2, smallest - 1), strategy="equal", **arguments)
+        make_plan.make_plan(graph, profile, cluster_of(2, smallest - 1), strategy="equal", **arguments)
 
 
 def test_equal_leaves_no_stage_empty():
     graph, profile = layers(4)
     heavy = replace(profile, costs={**profile.costs, "op0": replace(profile.costs["op0"], forward_s=100.0)})
-    plan = planner.make_plan(
+    plan = make_plan.make_plan(
         graph, heavy, cluster_of(4), stages=4, schedule="1f1b", microbatches=2, strategy="equal"
     )
     assert [stage.ops for stage in plan.stages] == [("op0",), ("op1",), ("op2",), ("op3",)]
@@ -176,8 +177,8 @@ def test_equal_leaves_no_stage_empty():
 
 def test_explain_is_plain_data():
     graph, profile = layers(4)
-    plan = planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule="gpipe", microbatches=2)
-    rows = planner.plan_rows(plan)
+    plan = make_plan.make_plan(graph, profile, cluster_of(2), stages=2, schedule="gpipe", microbatches=2)
+    rows = plan_table.plan_rows(plan)
     assert json_codec.to_json(rows)
     assert all(a["last_op"] < b["first_op"] for a, b in pairwise(rows))
 
@@ -204,7 +205,7 @@ def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
         schedule_rows=(),
         microbatches=1,
     )
-    rows = planner.plan_rows(made, graph)
+    rows = plan_table.plan_rows(made, graph)
     assert [(row["reads"], row["depth"]) for row in rows] == [
         ((), 3),
         ((0,), 2),
@@ -212,4 +213,4 @@ def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
         ((2,), 2),
         ((1, 3), 1),
     ]
-    assert {row["depth"] for row in planner.plan_rows(made)} == {None}
+    assert {row["depth"] for row in plan_table.plan_rows(made)} == {None}

@@ -22,7 +22,7 @@ from max_batch import (
     with_cap,
 )
 
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 
 CLUSTER = find_cluster("2 x a100-40")
 

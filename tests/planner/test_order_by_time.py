@@ -4,7 +4,10 @@ import pytest
 from branching_graphs import cluster_of, random_graph
 
 from pipeloom.ir.errors import PlanError, ScheduleError
-from pipeloom.planner import PLANNERS, PlanCosts, PlanOptions, make_plan
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions
 
 CASES = [
     ("gis", "2bw", 887302, 11, "any", 3, 6, 7632),

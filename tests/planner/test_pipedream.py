@@ -8,7 +8,7 @@ import pytest
 from pipedream_profile import read_profile
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner.strategies import Layer, Rules, noam, partition, stage_s
+from pipeloom.planner.strategies.pipedream import Layer, Rules, noam, partition, stage_s
 
 
 def chain(seconds, activations=None, parameters=None) -> list[Layer]:

@@ -6,29 +6,26 @@ from itertools import pairwise
 import pytest
 from layered import layered
 
-from pipeloom import planner
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
-from pipeloom.lowering import lower
-from pipeloom.planner import (
-    PLANNERS,
-    NoCutFits,
-    PlanOptions,
-    ProfiledModel,
-    Request,
-    interpolate_sample,
-    largest_size,
-    make_plan,
-    what_if,
-)
-from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
-from pipeloom.profiler import roofline
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.planner import plan_table
+from pipeloom.planner.infeasible import NoCutFits
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions, Request
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.what_if import what_if
+from pipeloom.profiler.roofline import roofline
+from pipeloom.simulator.simulate import simulate
 
 GiB = 2**30
 OF_ONE_SCHEDULE = [name for name, known in PLANNERS.items() if not known.chooses_schedule and not known.asks]
@@ -264,8 +261,8 @@ def test_largest_size_asks_little():
 
 def test_explain_and_limits_say_what_the_time_goes_into():
     plan, graph, _ = planned("dawnpiper", 6, 3, 1.35)
-    rows = planner.plan_rows(plan, graph)
+    rows = plan_table.plan_rows(plan, graph)
     assert rows[0]["layers"] == "layers.0 .. 2" and rows[-1]["layers"] == "layers.5"
     assert all(a["last_op"] != b["first_op"] for a, b in pairwise(rows))
-    said = " ".join(planner.limits(plan))
+    said = " ".join(plan_table.limits(plan))
     assert "is the slowest" in said and "full to 95% of the cap" in said

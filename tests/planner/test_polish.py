@@ -6,13 +6,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from layered import layered
 
-from pipeloom.clusters import find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner import PLANNERS, PlanOptions, make_plan
-from pipeloom.planner.search import Search
-from pipeloom.profiler import roofline
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.search.cut_search import Search
+from pipeloom.profiler.roofline import roofline
 
 NEVER_SLOWER_THAN = PLANNERS["dawnpiper"].also
 

@@ -12,26 +12,14 @@ from random_stages import chain_model, random_model
 from slow_levels import SlowStage
 
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    CostModel,
-    RecomputeLiveness,
-    find_residuals,
-    peak_terms,
-    recompute_liveness as again,
-)
-from pipeloom.planner.treatments import (
-    LEAST,
-    OPTION,
-    PEAK,
-    TreatmentProblem,
-    greedy_state,
-    least_peaks,
-    treat,
-    treat_interval,
-)
+from pipeloom.planner.stage_cost import recompute_liveness as again
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import peak_terms
+from pipeloom.planner.stage_cost.recompute_liveness import RecomputeLiveness
+from pipeloom.planner.stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE, find_residuals
+from pipeloom.planner.treatments.choose import treat_interval
+from pipeloom.planner.treatments.greedy import TreatmentProblem, greedy_state
+from pipeloom.planner.treatments.greedy_kernels import LEAST, OPTION, PEAK, least_peaks, treat
 
 
 def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> RecomputeLiveness:

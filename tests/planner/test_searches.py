@@ -7,8 +7,9 @@ from math import inf
 import chains
 import pytest
 
-from pipeloom.planner.search import Problem
-from pipeloom.planner.strategies import binary_partition, parametric_search
+from pipeloom.planner.search.problem import Problem
+from pipeloom.planner.strategies.dawnpiper import binary_partition
+from pipeloom.planner.strategies.probe import parametric_search
 
 NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.clusters import find_cluster
-from pipeloom.planner import PlanCosts, PlanOptions, make_plan
-from pipeloom.profiler import roofline
+from pipeloom.clusters.names import find_cluster
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.request import PlanOptions
+from pipeloom.profiler.roofline import roofline
 
 SHARES = (0.53, 0.7, 0.856, 1.1)
 """Caps, of what the fullest rank holds where memory does not matter."""

@@ -11,10 +11,10 @@ from runs import capture_of
 
 from pipeloom import Job, verify
 from pipeloom.api import passes
-from pipeloom.clusters import cpu_cluster, find_cluster
+from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
-from pipeloom.train import GPT
+from pipeloom.train.model import GPT
 
 MiB = 2**20
 

@@ -11,24 +11,21 @@ from exact_treatments import exact
 from hypothesis import example, given, settings, strategies as st
 from random_stages import chain_model, random_model
 
-from pipeloom import schedules
 from pipeloom.ir.action import RECOMPUTE
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import Buffer
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.lowering import lower
-from pipeloom.planner.stage_cost import (
-    CostModel,
-    cost_treatments,
-    estimate_stage,
-    host_copies,
-    moments,
-    peak_bytes,
-)
-from pipeloom.planner.treatments import TreatedStageEvaluator, choose_greedily, treat_interval
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.stage_cost.treated_stage import cost_treatments, host_copies
+from pipeloom.planner.treatments.choose import TreatedStageEvaluator, treat_interval
+from pipeloom.planner.treatments.greedy import choose_greedily
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 best_choice = partial(exact, limit_s=2.0)
 """What takes longer is the greedy choice, which keeps the cap as well."""
@@ -258,8 +255,8 @@ def test_the_simulator_needs_no_more(seed, schedule, ahead):
         host_bytes_per_s=(5.0, 40.0, 1e4)[seed % 3],
     )
     stages = cut(model.graph, {op.name: place // each for place, op in enumerate(model.readers.ops)})
-    made = schedules.build(schedule, stages, tuple(range(count)), microbatches)
-    in_flight = schedules.in_flight(made)
+    made = registry.build(schedule, stages, tuple(range(count)), microbatches)
+    in_flight = registry.in_flight(made)
     found = []
     for stage, q in enumerate(in_flight):
         own = partial(treat_interval, model, stage * each, (stage + 1) * each, stage, in_flight=q)

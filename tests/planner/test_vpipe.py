@@ -6,8 +6,7 @@ from itertools import pairwise
 import chains
 import pytest
 
-from pipeloom.planner.strategies import move_layers, one_pass
-from pipeloom.planner.strategies.vpipe import _state
+from pipeloom.planner.strategies.vpipe import _state, move_layers, one_pass
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from random_stages import random_model
 
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import cost_treatments, host_copies, offload_all
+from pipeloom.planner.stage_cost.treated_stage import cost_treatments, host_copies, offload_all
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.profiler import cores, usable_cores
+from pipeloom.profiler import cores
+from pipeloom.profiler.cores import usable_cores
 
 ALLOWED = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

@@ -9,17 +9,15 @@ from pipeloom.ir.cluster import OP_CLASSES, Device, MiB
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, Value
 from pipeloom.ir.profile import OpCost
-from pipeloom.profiler import (
+from pipeloom.profiler import detect, host_copies
+from pipeloom.profiler.efficiency import (
     ReferenceModel,
     ReferenceSizes,
-    Timer,
-    connected_components,
-    detect,
     efficiency_by_class,
-    host_copies,
     measure_efficiency,
-    summarise_runs,
 )
+from pipeloom.profiler.measure_op import Timer
+from pipeloom.profiler.measurement import connected_components, summarise_runs
 
 CPU = torch.device("cpu")
 TINY = ReferenceSizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)

@@ -3,12 +3,14 @@
 import pytest
 import zoo
 
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import CostModel, CostOptions
-from pipeloom.profiler import measure, roofline
-from pipeloom.tracer import capture
-from pipeloom.tracer.stage import stage_functions
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.profiler.measure_ops import measure
+from pipeloom.profiler.roofline import roofline
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.stage.trace import stage_functions
 
 DROPOUT = ("gpt2", "t5")
 JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} | {

@@ -10,7 +10,8 @@ from pipeloom.ir.cluster import Device
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.profiler import RULES, roofline
+from pipeloom.profiler.roofline import roofline
+from pipeloom.profiler.rules import RULES
 
 DEVICE = Device(
     name="gpu",

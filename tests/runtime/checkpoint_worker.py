@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import TrainState, checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
 
 RANKS = 3
 SHAPES = {"embed": (6, 4), "a": (4, 4), "b": (4, 4), "c": (4, 4), "d": (4, 4)}

@@ -17,15 +17,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom import Job, Pipeline
-from pipeloom.api import plan
-from pipeloom.clusters import cpu_cluster
+from pipeloom.api.passes import plan
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime import Message, PostedChannel, SumGroup
 from pipeloom.runtime.checkpoint import files
-from pipeloom.runtime.failure import Watch
-from pipeloom.runtime.launch import connect, watch_ranks
-from pipeloom.runtime.transports import DistChannel, NcclTransport
+from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.launch.connect import connect, watch_ranks
+from pipeloom.runtime.messages import Message
+from pipeloom.runtime.posted_channel import PostedChannel
+from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.runtime.transports.nccl import NcclTransport
+from pipeloom.runtime.transports.transport import SumGroup
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "bool", "int64", "float64")

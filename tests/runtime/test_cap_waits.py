@@ -16,17 +16,18 @@ from deep import ACTIVATION, ROWS, TANH
 from ledgers import sends_are_through_at_once
 
 from pipeloom import Options, Pipeline
-from pipeloom.api import by_stage
+from pipeloom.api.forecast import by_stage
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.calibration import ActionTimes, Rehearsal
-from pipeloom.runtime.offload import AsyncCopy, FileTier
-from pipeloom.runtime.transports import LocalChannel
-from pipeloom.simulator import simulate
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.runtime.calibration.rehearsal import ActionTimes, Rehearsal
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.offload.tier import AsyncCopy
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.simulator.simulate import simulate
+from pipeloom.tracer.stage.trace import stage_residuals
 
 COUNT = 6
 

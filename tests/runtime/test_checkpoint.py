@@ -14,7 +14,9 @@ from safetensors.torch import load_model
 from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import TrainState, checkpoint, complete, newest
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.files import complete, newest
+from pipeloom.runtime.checkpoint.state import TrainState
 
 
 def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:

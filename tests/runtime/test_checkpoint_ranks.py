@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 
@@ -43,9 +44,7 @@ def test_one_process_loads_what_two_ranks_saved(ran: tuple[Path, list[dict]]) ->
     parameters = {"embed": nn.Parameter(torch.zeros(6, 4))}
     parameters |= {name: nn.Parameter(torch.zeros(4, 4)) for name in "abcd"}
     optimizer = torch.optim.AdamW(parameters.values())
-    state = checkpoint.TrainState(
-        parameters=parameters, buffers={"mean": torch.zeros(2)}, optimizers=(optimizer,)
-    )
+    state = TrainState(parameters=parameters, buffers={"mean": torch.zeros(2)}, optimizers=(optimizer,))
     assert checkpoint.load(ran[0] / "two", state, group=None) == (2, {"from": 0})
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(optimizer.state[p]["step"] == 2 and p.abs().sum() > 0 for p in parameters.values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom.runtime import Weights, clip_factor
+from pipeloom.runtime.weights import Weights, clip_factor
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pipeloom.runtime.failure import CtrlC
+from pipeloom.runtime.failure.ctrl_c import CtrlC
 
 
 def test_a_blocked_wait_is_interrupted() -> None:

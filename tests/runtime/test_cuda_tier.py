@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeloom.runtime.offload import CHUNK, CudaTier, cuda_tier
-from pipeloom.tracer.stage import Slot
+from pipeloom.runtime.offload import cuda_tier
+from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
+from pipeloom.tracer.stage.functions import Slot
 
 
 class Anything:

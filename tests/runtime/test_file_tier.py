@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
-from pipeloom.runtime.offload import AsyncCopy, FileTier, lies_in_memory
-from pipeloom.tracer.stage import Slot, Tensors
+from pipeloom.runtime.offload.file_tier import FileTier, lies_in_memory
+from pipeloom.runtime.offload.tier import AsyncCopy
+from pipeloom.tracer.stage.functions import Slot, Tensors
 
 
 @pytest.fixture

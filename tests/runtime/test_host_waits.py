@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 CLIP = 0.001
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, StartedRanks, launch
+from pipeloom.runtime.launch.launch import StartedRanks, launch
+from pipeloom.runtime.launch.processes import GRACE_S, POLL_S, TERM_S
 
 HERE = Path(__file__).parent
 

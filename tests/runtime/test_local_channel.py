@@ -11,10 +11,15 @@ from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime import Message, PendingTransfer
-from pipeloom.runtime.failure import local_boards
-from pipeloom.runtime.transports import LocalChannel, LocalTransport, local_channels
-from pipeloom.runtime.transports.local_channel import _Rendezvous
+from pipeloom.runtime.failure.noticeboard import local_boards
+from pipeloom.runtime.messages import Message
+from pipeloom.runtime.transports.local_channel import (
+    LocalChannel,
+    LocalTransport,
+    _Rendezvous,
+    local_channels,
+)
+from pipeloom.runtime.transports.transport import PendingTransfer
 
 Body = Callable[[LocalChannel], object]
 

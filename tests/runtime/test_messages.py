@@ -6,8 +6,8 @@ from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
-from pipeloom.tracer import has_order
+from pipeloom.runtime.messages import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
+from pipeloom.tracer.layout import has_order
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "uint8", "complex64")
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime.failure import Watch, local_boards
-from pipeloom.runtime.launch import connect
-from pipeloom.runtime.transports import NcclTransport, SumGroup
+from pipeloom.runtime.failure.noticeboard import local_boards
+from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.launch.connect import connect
+from pipeloom.runtime.transports.nccl import NcclTransport
+from pipeloom.runtime.transports.transport import SumGroup
 
 LIMIT_S = 20.0
 

@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure import FINISHED, Failure, RankStatus, StoreBoard, Watch, local_boards
+from pipeloom.runtime.failure.noticeboard import Failure, StoreBoard, local_boards
+from pipeloom.runtime.failure.rank_status import FINISHED, RankStatus
+from pipeloom.runtime.failure.watch import Watch
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 

@@ -10,7 +10,7 @@ import torch
 
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.runtime import open_tier
+from pipeloom.runtime.offload.open_tier import open_tier
 
 STAGES = tuple(StagePlan(ops=(name,)) for name in "abc")
 PLAN = Plan(

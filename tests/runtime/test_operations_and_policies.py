@@ -12,11 +12,11 @@ import zoo
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import B, F
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
+from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import OperationContext
-from pipeloom.schedules import Operation, declare
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 Seen = dict[str, list[set[str]]]

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes, step_bytes
-from pipeloom.runtime import Weights, default_optimizer, optimizers_of, stand_in, update_bytes
+from pipeloom.runtime.optimizer_bytes import default_optimizer, optimizers_of, stand_in, update_bytes
+from pipeloom.runtime.weights import Weights
 
 SHAPES = {"a": (96, 40), "b": (40, 24), "c": (24,), "d": (96, 40), "e": (2, 3, 4)}
 

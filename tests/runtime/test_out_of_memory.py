@@ -15,7 +15,7 @@ from runs import even_plan, shared_captures, threads
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import MemoryCapError, PeerError
 from pipeloom.ir.units import format_bytes
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
 

@@ -11,8 +11,8 @@ from runs import threads
 
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.timeline import Timeline
-from pipeloom.runtime.launch import launch
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v", "interleaved_1f1b", "dualpipe"])

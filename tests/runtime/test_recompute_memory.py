@@ -17,9 +17,9 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.runtime.transports import LocalChannel
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.tracer.stage.trace import stage_residuals
 
 
 @pytest.fixture(autouse=True)

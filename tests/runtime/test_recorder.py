@@ -14,8 +14,8 @@ from deep import ROWS, TANH
 from pipeloom import Options, Pipeline
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import CudaClock, Recorder
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.runtime.recorder import CudaClock, Recorder
+from pipeloom.tracer.stage.trace import stage_residuals
 
 
 @dataclass

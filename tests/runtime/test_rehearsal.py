@@ -14,13 +14,17 @@ from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api import Forecast
+from pipeloom.api.forecast import Forecast
 from pipeloom.ir.action import W
+from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime import OperationContext
-from pipeloom.runtime.calibration import Rehearsal
-from pipeloom.runtime.transports import LocalChannel
-from pipeloom.schedules import Entry, Operation, Recipe, declare, phases, shape_of
+from pipeloom.runtime.calibration.rehearsal import Rehearsal
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.schedules.language.patterns import phases
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.library_entry import Entry
+from pipeloom.schedules.registry import shape_of
 
 
 @pytest.fixture(autouse=True)

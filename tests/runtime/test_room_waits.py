@@ -11,8 +11,9 @@ from ledgers import sends_are_through_at_once
 from torch import Tensor
 
 from pipeloom import Pipeline
-from pipeloom.runtime import PendingTransfer, posted_channel
-from pipeloom.runtime.transports import LocalChannel, LocalTransport
+from pipeloom.runtime import posted_channel
+from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
+from pipeloom.runtime.transports.transport import PendingTransfer
 
 COUNT = 6
 

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from pipeloom.runtime.failure import Watch, local_boards
-from pipeloom.runtime.transports import StreamWatchdog
+from pipeloom.runtime.failure.noticeboard import local_boards
+from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.transports.nccl import StreamWatchdog
 
 
 class Transfer:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipeloom.runtime.failure import RankStatus, who_waits
+from pipeloom.runtime.failure.rank_status import RankStatus, who_waits
 
 
 def waiting(doing: str, what: str, *ranks: int) -> RankStatus:

@@ -7,17 +7,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from pipeloom import schedules
-from pipeloom.api import Scenario, SimulatedSchedule, csv_text, simulate_schedule
-from pipeloom.checks import check
+from pipeloom.api.schedules import Scenario, SimulatedSchedule, csv_text, simulate_schedule
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import AWAIT, COPYING, OFFLOAD, RELOAD, Action, B, F, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.lowering import lower
-from pipeloom.schedules.formats import parse_schedule
-from pipeloom.simulator import check_memory_limit, simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.simulator.memory_limit import check_memory_limit
+from pipeloom.simulator.simulate import simulate
 
 SIZE = 1000
 
@@ -40,8 +42,8 @@ def held_at_worst(schedule: Schedule) -> list[float]:
 
 
 def built(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
-    stages, placement = schedules.default_placement(name, ranks, chunks)
-    return schedules.build(name, stages, placement, microbatches)
+    stages, placement = registry.default_placement(name, ranks, chunks)
+    return registry.build(name, stages, placement, microbatches)
 
 
 def without(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
@@ -113,13 +115,13 @@ def test_under_a_limit_single_microbatches_leave_the_longest_kept_first() -> Non
 
 @pytest.mark.parametrize("dropped", [0, SIZE // 2])
 def test_each_rank_copies_what_it_has_no_room_for(dropped: int) -> None:
-    stages, placement = schedules.default_placement("1f1b", 4)
-    (cost,) = schedules.with_copies(equal_costs(1, residual_bytes=SIZE), 0.75)
+    stages, placement = registry.default_placement("1f1b", 4)
+    (cost,) = uplinks.with_copies(equal_costs(1, residual_bytes=SIZE), 0.75)
     cost = replace(cost, offloaded_bytes=SIZE - dropped, recomputed_bytes=dropped)
 
     def fitted(*room: float) -> Schedule:
-        times = schedules.Times(costs=(cost,) * 4, room_bytes=room)
-        return schedules.build("1f1b:fit=1", stages, placement, 16, times=times)
+        times = registry.Times(costs=(cost,) * 4, room_bytes=room)
+        return registry.build("1f1b:fit=1", stages, placement, 16, times=times)
 
     assert fitted(*[4.0 * SIZE] * 4).rows == built("1f1b", 4, 1, 16).rows
     made = fitted(4.0 * SIZE, 2.0 * SIZE, 2.0 * SIZE, 1.0 * SIZE)

@@ -10,12 +10,14 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, strategies as st
 
-from pipeloom import schedules
 from pipeloom.ir.action import Action
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.lowering import lower
-from pipeloom.schedules.formats import csv, parse_plain, parse_schedule, schedule_text
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats import csv
+from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
+from pipeloom.schedules.formats.plain import parse_plain
 
 NAMES = [
     "gpipe",
@@ -49,8 +51,8 @@ def torch_loader(ranks: int, stages: int, microbatches: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: Path) -> None:
     ranks, m = 4, 8
-    stages, placement = schedules.default_placement(name, ranks)
-    ours = schedules.build(name, stages, placement, m)
+    stages, placement = registry.default_placement(name, ranks)
+    ours = registry.build(name, stages, placement, m)
     file = tmp_path / "ours.csv"
     csv.write_schedule(ours, file)
     loader = torch_loader(ranks, len(placement), m)
@@ -74,8 +76,8 @@ def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: P
 
 
 def test_torch_loads_our_transfers(tmp_path: Path) -> None:
-    stages, placement = schedules.default_placement("zb_v", 2)
-    made = schedules.build("zb_v", stages, placement, 4)
+    stages, placement = registry.default_placement("zb_v", 2)
+    made = registry.build("zb_v", stages, placement, 4)
     file = tmp_path / "comms.csv"
     file.write_text(csv.program_text(lower(made, stages)))
     loader = torch_loader(2, 4, 4)
@@ -103,19 +105,19 @@ def test_it_is_strict() -> None:
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
 def test_a_file_is_a_schedules_name(ending: str, tmp_path: Path) -> None:
     """Pairs included; its shape is the only one that it is for."""
-    stages, placement = schedules.default_placement("dualpipev", 2)
-    ours = schedules.build("dualpipev", stages, placement, 4)
+    stages, placement = registry.default_placement("dualpipev", 2)
+    ours = registry.build("dualpipev", stages, placement, 4)
     file = tmp_path / f"mine{ending}"
     file.write_text(f"{ours}\n" if ending == ".txt" else csv.schedule_text(ours))
-    stages, placement = schedules.default_placement(str(file), 2)
-    read = schedules.build(str(file), stages, placement, 4)
+    stages, placement = registry.default_placement(str(file), 2)
+    read = registry.build(str(file), stages, placement, 4)
     assert (read.rows, placement) == (ours.rows, ours.placement)
     assert set(read.pairs) == set(ours.pairs) != set()
     with pytest.raises(ScheduleError, match="is for 2 ranks, not 3") as caught:
-        schedules.default_placement(str(file), 3)
+        registry.default_placement(str(file), 3)
     assert caught.value.hint == "use as many: -p 2"
     with pytest.raises(ScheduleError, match="is for 4 micro-batches, not 8"):
-        schedules.build(str(file), stages, placement, 8)
+        registry.build(str(file), stages, placement, 8)
 
 
 def test_what_torch_writes_besides_is_passed_over() -> None:
@@ -125,7 +127,7 @@ def test_what_torch_writes_besides_is_passed_over() -> None:
 
 def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
     skip = dag(3, [(0, 1), (1, 2), (0, 2)])
-    program = lower(schedules.build("1f1b", skip, (0, 1, 2), 2), skip)
+    program = lower(registry.build("1f1b", skip, (0, 1, 2), 2), skip)
     with pytest.raises(ScheduleError, match="does not go to a neighbour in a chain"):
         csv.program_text(program)
 
@@ -133,8 +135,8 @@ def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
 @pytest.mark.parametrize("name", ["zb_v", "gis", "hanayo"])
 def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
     """torch matches messages by order; in a V a rank may wait for its neighbour's second message first."""
-    stages, placement = schedules.default_placement(name, 2)
-    program = lower(schedules.build(name, stages, placement, 4), stages)
+    stages, placement = registry.default_placement(name, 2)
+    program = lower(registry.build(name, stages, placement, 4), stages)
     rows = [line.split(",") for line in csv.program_text(program).splitlines()]
     posted = [cell for cell in rows[1] if "RECV" in cell]
     assert posted == [f"{s.peer}{s.other_end.kind}{s.microbatch}" for s in program.messages[0, 1]]
@@ -164,7 +166,7 @@ def test_plain_files_read_as_any_other(text: str, ends: bool) -> None:
 
 
 def test_plain_files_are_read_as_columns() -> None:
-    graph, placement = schedules.default_placement("zb_h1", 4)
-    made = schedules.build("zb_h1", graph, placement, 6)
+    graph, placement = registry.default_placement("zb_h1", 4)
+    made = registry.build("zb_h1", graph, placement, 6)
     found = parse_plain(schedule_text(made), name=made.name)
     assert found is not None and found == made

@@ -6,15 +6,17 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain, replicate
-from pipeloom.lowering import lower
-from pipeloom.schedules import both_ways, loop, shape_of, wave
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
 from pipeloom.schedules.language import shape
-from pipeloom.simulator import simulate, summarise
+from pipeloom.schedules.placements import both_ways, loop, wave
+from pipeloom.schedules.registry import shape_of
+from pipeloom.simulator.simulate import simulate
+from pipeloom.simulator.summary import summarise
 
 FOUR_TOWERS = dag(9, [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (3, 8), (5, 8), (7, 8)])
 """Four towers of two stages and a join."""
@@ -81,12 +83,12 @@ def step_and_peak(
     name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int = 16
 ) -> tuple[float, float]:
     """The step with F = I = W = 1, and the most that a rank holds, in micro-batches of all its stages."""
-    made = schedules.build(name, stages, placement, microbatches)
+    made = registry.build(name, stages, placement, microbatches)
     devices = (Device(name="d", memory_bytes=1),) * made.ranks
     free = Cluster(devices=devices, within_node=Link(bandwidth_bytes_per_s=float("inf")))
     timeline = simulate(lower(made, stages), stages, equal_costs(made.stages), free)
     held = [0.0] * made.ranks
-    for stage, count in enumerate(schedules.in_flight(made)):
+    for stage, count in enumerate(registry.in_flight(made)):
         held[placement[stage]] += count / placement.count(placement[stage])
     return summarise(timeline).step_s, max(held)
 
@@ -101,7 +103,7 @@ def test_towers_hold_what_one_of_them_would_hold_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["gis", "gis_h", "po", "zb_v", "dualpipev", "interleaved_1f1b"])
 def test_towers_with_two_stages_on_a_rank_hold_less_than_all_ranks_would(name: str) -> None:
     folded = (
-        (0, 1, 0, 1, 2, 3, 2, 3, 4) if schedules.entry(name).place == "loop" else (0, 1, 1, 0, 2, 3, 3, 2, 4)
+        (0, 1, 0, 1, 2, 3, 2, 3, 4) if registry.entry(name).place == "loop" else (0, 1, 1, 0, 2, 3, 3, 2, 4)
     )
     step, peak = step_and_peak(name, TWO_LOOPS, folded)
     assert peak <= {"gis": 6, "gis_h": 4, "po": 4, "zb_v": 5, "dualpipev": 5, "interleaved_1f1b": 6}[name]

@@ -12,16 +12,16 @@ from itertools import accumulate
 
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs, pair_seconds
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.schedules import Times, build, in_flight
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.schedules.registry import Times, build, in_flight
+from pipeloom.simulator.simulate import simulate
 
 NAMES = ["dualpipe", "dualpipev"]
 
@@ -29,7 +29,7 @@ NAMES = ["dualpipe", "dualpipev"]
 def built(
     name: str, ranks: int, microbatches: int, cost: StageCost, *, limit_bytes: float | None = None
 ) -> tuple[Schedule, StageGraph, tuple[StageCost, ...]]:
-    stages, placement = schedules.default_placement(name, ranks)
+    stages, placement = registry.default_placement(name, ranks)
     costs = (cost,) * len(placement)
     times = Times(costs=costs, limit_bytes=limit_bytes)
     return build(name, stages, placement, microbatches, times=times), stages, costs
@@ -106,7 +106,7 @@ def test_the_rows_of_two_ranks() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_pairs_gain_nothing_they_may_be_left_out(name: str) -> None:
-    stages, placement = schedules.default_placement(name, 4)
+    stages, placement = registry.default_placement(name, 4)
     paired = build(name, stages, placement, 16)
     apart = build(f"{name}:pairs=0", stages, placement, 16)
     assert paired.pairs and not apart.pairs
@@ -124,7 +124,7 @@ def test_where_pairs_gain_nothing_they_may_be_left_out(name: str) -> None:
 )
 def test_other_shapes_are_built_too(name: str, ranks: int, microbatches: int, option: str) -> None:
     """Few micro-batches, an odd number of ranks, less memory than the published order takes."""
-    stages, placement = schedules.default_placement(name, ranks)
+    stages, placement = registry.default_placement(name, ranks)
     made = build(name + option, stages, placement, microbatches)
     assert sum(map(len, made.rows)) >= 2 * len(placement) * microbatches
     if option:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain, replicate
-from pipeloom.schedules import Times, both_ways, loop, spread, wave
+from pipeloom.schedules import registry
+from pipeloom.schedules.placements import both_ways, loop, spread, wave
+from pipeloom.schedules.registry import Times
 
 DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 TOWERS = dag(5, [(0, 1), (1, 4), (2, 3), (3, 4)])
@@ -57,10 +58,10 @@ def times(stages: int, *, even: bool) -> Times:
 @pytest.mark.parametrize("where", PLACED)
 def test_all_run_or_say_why_not(where: str, even: bool) -> None:
     graph, placement = PLACED[where]
-    for name in schedules.names():
+    for name in registry.names():
         for microbatches in (1, 4):
             try:
-                made = schedules.build(
+                made = registry.build(
                     name, graph, placement, microbatches, times=times(len(placement), even=even)
                 )
             except ScheduleError as error:

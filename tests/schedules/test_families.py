@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, F
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
@@ -13,8 +12,10 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate, summarise
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules.registry import build, in_flight, names, register
+from pipeloom.simulator.simulate import simulate
+from pipeloom.simulator.summary import summarise
 
 DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 TWO_ENCODERS = dag(5, [(0, 1), (1, 3), (2, 3), (3, 4)])
@@ -146,20 +147,20 @@ PICTURES: list[tuple[str, StageGraph, tuple[int, ...], int, str]] = [
 def test_pictures(
     name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int, picture: str
 ) -> None:
-    made = schedules.build(name, stages, placement, microbatches)
+    made = build(name, stages, placement, microbatches)
     assert str(made) == picture
     assert parse_rows(tuple(str(made).splitlines())) == made.rows
 
 
 def test_split_backward_puts_each_w_behind_its_i() -> None:
-    made = schedules.build("1f1b", chain(2), (0, 1), 2, split_backward=True)
+    made = build("1f1b", chain(2), (0, 1), 2, split_backward=True)
     assert (
         str(made)
         == """\
 0F0 0F1 0I0 0W0 0I1 0W1
 1F0 1I0 1W0 1F1 1I1 1W1"""
     )
-    assert str(schedules.build("forward_only", chain(2), (0, 1), 1, split_backward=True)) == "0F0\n1F0"
+    assert str(build("forward_only", chain(2), (0, 1), 1, split_backward=True)) == "0F0\n1F0"
 
 
 def cluster(ranks: int) -> Cluster:
@@ -172,7 +173,7 @@ def cluster(ranks: int) -> Cluster:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("m", [1, 2, 4, 7, 16, 32])
 def test_idle_share_is_the_published_one_exactly(name: str, split: bool, p: int, m: int) -> None:
-    made = schedules.build(name, chain(p), tuple(range(p)), m, split_backward=split)
+    made = build(name, chain(p), tuple(range(p)), m, split_backward=split)
     costs = equal_costs(p, forward_s=1.0, input_grad_s=1.5, weight_grad_s=0.5)
     timeline = simulate(lower(made, chain(p)), chain(p), costs, cluster(p))
     if split:
@@ -187,24 +188,24 @@ def test_idle_share_is_the_published_one_exactly(name: str, split: bool, p: int,
 @pytest.mark.parametrize("m", [1, 2, 4, 7, 16])
 def test_micro_batches_in_flight(p: int, m: int) -> None:
     placement = tuple(range(p))
-    one = schedules.build("1f1b", chain(p), placement, m)
-    assert schedules.in_flight(one) == tuple(min(p - s, m) for s in range(p))
-    assert schedules.in_flight(schedules.build("gpipe", chain(p), placement, m)) == (m,) * p
-    assert schedules.in_flight(schedules.build("forward_only", chain(p), placement, m)) == (0,) * p
+    one = build("1f1b", chain(p), placement, m)
+    assert in_flight(one) == tuple(min(p - s, m) for s in range(p))
+    assert in_flight(build("gpipe", chain(p), placement, m)) == (m,) * p
+    assert in_flight(build("forward_only", chain(p), placement, m)) == (0,) * p
 
 
 def test_shallow_graphs_hold_fewer_micro_batches_than_chains() -> None:
-    made = schedules.build("1f1b", DIAMOND, (0, 1, 2, 3), 8)
-    assert schedules.in_flight(made) == (3, 2, 2, 1)
+    made = build("1f1b", DIAMOND, (0, 1, 2, 3), 8)
+    assert in_flight(made) == (3, 2, 2, 1)
 
 
 @pytest.mark.parametrize(
     "lost", [dag(3, [(0, 1), (0, 2)], loss_stage=1), dag(2, [(0, 1)], loss_stage=0)], ids=["beside", "behind"]
 )
 def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGraph) -> None:
-    made = schedules.build("1f1b", lost, tuple(range(len(lost.stages))), 4)
+    made = build("1f1b", lost, tuple(range(len(lost.stages))), 4)
     check(made, lost)
-    assert schedules.in_flight(made)[0] == 2 and schedules.in_flight(made)[-1] == 1
+    assert in_flight(made)[0] == 2 and in_flight(made)[-1] == 1
 
 
 @pytest.mark.parametrize(
@@ -221,24 +222,24 @@ def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGra
 )
 def test_build_refuses(name: str, placement: tuple[int, ...], microbatches: int, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        schedules.build(name, chain(2), placement, microbatches)
+        build(name, chain(2), placement, microbatches)
     assert str(caught.value).startswith(message)
 
 
 def test_names_may_be_written_as_people_write_them() -> None:
-    assert schedules.build("GPipe", chain(1), (0,), 1).name == "gpipe"
-    assert schedules.build("forward-only", chain(1), (0,), 1).name == "forward_only"
+    assert build("GPipe", chain(1), (0,), 1).name == "gpipe"
+    assert build("forward-only", chain(1), (0,), 1).name == "forward_only"
 
 
 def test_a_registered_family_is_built_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeloom.schedules import registry
 
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
-    schedules.register("mine", lambda stages, placement, m: [[Action(0, F, i) for i in range(m)]])
-    assert "mine" in schedules.names()
-    assert str(schedules.build("mine", chain(1), (0,), 2)) == "0F0 0F1"
+    register("mine", lambda stages, placement, m: [[Action(0, F, i) for i in range(m)]])
+    assert "mine" in names()
+    assert str(build("mine", chain(1), (0,), 2)) == "0F0 0F1"
     with pytest.raises(ScheduleError, match="a schedule named 'mine' exists already"):
-        schedules.register("Mine", registry.FAMILIES["gpipe"])
-    schedules.register("broken", lambda stages, placement, m: [[Action(0, F, 0)] * 2])
+        register("Mine", registry.FAMILIES["gpipe"])
+    register("broken", lambda stages, placement, m: [[Action(0, F, 0)] * 2])
     with pytest.raises(ScheduleError, match="rank 0 runs 0F0 twice"):
-        schedules.build("broken", chain(1), (0,), 1)
+        build("broken", chain(1), (0,), 1)

@@ -8,20 +8,24 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, W, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
-from pipeloom.ir.operation import OPERATIONS
+from pipeloom.ir.operation import OPERATIONS, Operation, declare
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.schedules import Operation, Recipe, Shape, declare, make, phases, shape_of
-from pipeloom.simulator import simulate
-from pipeloom.viewer import label
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.patterns import phases
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.registry import shape_of
+from pipeloom.simulator.simulate import simulate
+from pipeloom.viewer.labels import label
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
 
@@ -244,8 +248,8 @@ def test_letters_and_undeclared_operations() -> None:
 
 def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None:
     name = f"{EXAMPLE}:compressed"
-    stages, placement = schedules.default_placement(name, 3)
-    made = schedules.build(name, stages, placement, 4)
+    stages, placement = registry.default_placement(name, 3)
+    made = registry.build(name, stages, placement, 4)
     assert made.name == name and sum(a.kind == "COMPRESS" for row in made.rows for a in row) == 12
     file = tmp_path / "mine_in_test.py"
     file.write_text(
@@ -256,8 +260,8 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         "two = Entry(recipe=order, place='loop')\n"
         "class NoFunction: pass\ndef none(): pass\n"
     )
-    assert schedules.default_placement(f"{file}:two", 2)[1] == (0, 1, 0, 1)
-    schedules.build(f"{file}:order:k=2", chain(2), (0, 1), 2)
+    assert registry.default_placement(f"{file}:two", 2)[1] == (0, 1, 0, 1)
+    registry.build(f"{file}:order:k=2", chain(2), (0, 1), 2)
     for function, problem in {
         "ordre": "has no ordre",
         "wrong": "returned a int",
@@ -266,9 +270,9 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         "": "is a file and not a schedule",
     }.items():
         with pytest.raises(ScheduleError, match=problem):
-            schedules.build(f"{file}:{function}", chain(2), (0, 1), 2)
+            registry.build(f"{file}:{function}", chain(2), (0, 1), 2)
     with pytest.raises(ScheduleError, match="there is no file nowhere.py"):
-        schedules.build("nowhere.py:order", chain(2), (0, 1), 2)
+        registry.build("nowhere.py:order", chain(2), (0, 1), 2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,16 +14,21 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-from pipeloom import Job, Plan, schedules, verify
-from pipeloom.api import capture
+from pipeloom import Job, Plan, verify
+from pipeloom.api.captures import capture
 from pipeloom.cli import main
 from pipeloom.ir.action import B, F, Kind, W
 from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import OperationContext
-from pipeloom.schedules import Entry, Operation, Recipe, Shape, declare, phases
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.patterns import phases
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedules.library_entry import Entry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -52,7 +57,7 @@ def plan_for(recipe: Callable[[Shape], Recipe], *, stages: int = 2, microbatches
     own = [op.name for op in graph.ops if not op.cheap]
     cuts = cut(graph, {name: i * stages // len(own) for i, name in enumerate(own)})
     made = Entry(recipe=recipe).make(
-        replace(schedules.shape_of(stages, microbatches=microbatches), stages=cuts)
+        replace(registry.shape_of(stages, microbatches=microbatches), stages=cuts)
     )
     built = Schedule(
         name="mine",

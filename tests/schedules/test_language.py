@@ -10,18 +10,22 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, Kind, W
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
-from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.lowering import lower
-from pipeloom.schedules import Recipe, Shape, make, phases, turns
-from pipeloom.simulator import simulate
+from pipeloom.ir.stages import StageGraph, chain, replicate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import placements, registry
+from pipeloom.schedules.language.patterns import phases, turns
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape, path_clock
+from pipeloom.schedules.list_scheduler import choose_recipe
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.simulator.simulate import simulate
 
 # Whole schedules in at most five lines each.
 
@@ -69,7 +73,7 @@ def shape(
 )
 def test_terse_programs(recipe: Callable[[Shape], Recipe], chunks: int, step_s: float, peak: float) -> None:
     assert len(inspect.getsource(recipe).splitlines()) <= 5
-    s = schedules.shape_of(4, microbatches=8, chunks=chunks)
+    s = registry.shape_of(4, microbatches=8, chunks=chunks)
     made = make(s, recipe(s)).outcome
     assert (made.step_s, max(made.peak)) == (step_s, peak)
 
@@ -90,7 +94,7 @@ def gis_h(s: Shape) -> Recipe:
 
 
 def chimera(s: Shape) -> list[Recipe]:
-    clocks = [schedules.path_clock(s, (pace,), (pace,), kinds="FB") for pace in (1.0, 1.5, 2.0)]
+    clocks = [path_clock(s, (pace,), (pace,), kinds="FB") for pace in (1.0, 1.5, 2.0)]
     greedy = Recipe(priority=lambda a: (a.kind == F, a.microbatch, -a.stage), memory=s.ranks / 2)
     return [*(Recipe(clock=c, memory=s.ranks / 2, early=e) for c in clocks for e in ("all", "warm")), greedy]
 
@@ -142,10 +146,10 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
     """The same rows where the library has one pattern; where it tries several, a step as short within 2 %."""
     recipe, lines = SHORT[name]
     assert len(inspect.getsource(recipe).splitlines()) <= lines
-    stages, placement = schedules.default_placement(name, ranks)
+    stages, placement = registry.default_placement(name, ranks)
     s = replace(shape(placement, 2 * ranks), stages=stages)
-    made = schedules.best(s, recipe(s)).outcome  # type: ignore[operator]
-    built = schedules.build(name, stages, placement, 2 * ranks, times=schedules.Times(costs=s.costs))
+    made = choose_recipe.best(s, recipe(s)).outcome  # type: ignore[operator]
+    built = registry.build(name, stages, placement, 2 * ranks, times=registry.Times(costs=s.costs))
     found = {a.kind for row in built.rows for a in row}
     kinds = "".join(kind for kind in "FBIW" if kind in found)
     pairs = {*built.pairs}
@@ -166,7 +170,7 @@ def deepest_first(s: Shape) -> Callable[[Action], object]:
 
 
 def test_trap_a_limit_and_greed_block_a_v_and_it_is_said() -> None:
-    s = shape(schedules.wave(4), 8)
+    s = shape(placements.wave(4), 8)
     greedy = Recipe(kinds="FIW", priority=deepest_first(s), in_flight=lambda rank: 4)
     with pytest.raises(DeadlockError, match="rank 0 has 0F4 at hand but its limit is full") as caught:
         make(s, greedy)
@@ -174,13 +178,13 @@ def test_trap_a_limit_and_greed_block_a_v_and_it_is_said() -> None:
 
 
 def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
-    s = shape(schedules.wave(4), 8)
+    s = shape(placements.wave(4), 8)
     per_chunk = Recipe(
         kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3 if s.chunk[stage] == 0 else 3
     )
     make(s, per_chunk)
     for memory in (2, 2.5, 3, 4):
-        clock = schedules.path_clock(s)
+        clock = path_clock(s)
         assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).outcome.peak) <= memory
 
 
@@ -188,7 +192,7 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
     """Greed starts a long W just before an urgent I arrives: the bubble of a V goes from 3.5 % to 11 %."""
 
     def bubbles(transfer_s: float) -> tuple[float, float]:
-        s = shape(schedules.wave(8), 32, times=(5, 5, 5), transfer_s=transfer_s)
+        s = shape(placements.wave(8), 32, times=(5, 5, 5), transfer_s=transfer_s)
         greedy = Recipe(
             kinds="FIW",
             priority=deepest_first(s),
@@ -196,9 +200,9 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
             overlap=1.0,
             in_flight_stage=lambda stage: 8 if s.chunk[stage] else 15,
         )
-        recipe = schedules.entry("zb_v").recipe
+        recipe = registry.entry("zb_v").recipe
         assert recipe is not None
-        steps = make(s, greedy).outcome.step_s, schedules.best(s, recipe(s)).outcome.step_s
+        steps = make(s, greedy).outcome.step_s, choose_recipe.best(s, recipe(s)).outcome.step_s
         greed, ours = (1 - 32 * s.period_s / step_s for step_s in steps)
         return greed, ours
 
@@ -235,13 +239,13 @@ def test_exactly_one_order() -> None:
 
 def test_before_predicates() -> None:
     """GPipe as one predicate: no backward before any forward of its rank."""
-    s = schedules.shape_of(3, microbatches=4)
+    s = registry.shape_of(3, microbatches=4)
     made = make(s, Recipe(priority=lambda a: a.microbatch, before=lambda a, b: (a.kind, b.kind) == (F, B)))
-    assert made.outcome.rows == schedules.build("gpipe", s.stages, s.placement, 4).rows
+    assert made.outcome.rows == registry.build("gpipe", s.stages, s.placement, 4).rows
 
 
 def test_rows_as_given_and_what_they_lack() -> None:
-    s = schedules.shape_of(1, microbatches=1)
+    s = registry.shape_of(1, microbatches=1)
     row = (Action(0, F, 0), Action(0, B, 0))
     assert make(s, Recipe(rows=[row])).outcome.rows == (row,)
     with pytest.raises(ScheduleError, match="the rows never run 0B0"):
@@ -250,7 +254,7 @@ def test_rows_as_given_and_what_they_lack() -> None:
 
 def test_kinds_per_stage() -> None:
     """The first stage sends no gradient on, so it need not split its backward."""
-    s = schedules.shape_of(2, microbatches=2)
+    s = registry.shape_of(2, microbatches=2)
     recipe = Recipe(
         kinds=lambda stage: "FIW" if stage else "FB", priority=lambda a: (a.kind == F, a.microbatch)
     )
@@ -260,29 +264,29 @@ def test_kinds_per_stage() -> None:
 
 
 def test_slices_go_back_where_they_came_from() -> None:
-    stages, placement = schedules.default_placement("seq1f1b", 2)
-    made = schedules.build("seq1f1b:slices=2", stages, placement, 4)
+    stages, placement = registry.default_placement("seq1f1b", 2)
+    made = registry.build("seq1f1b:slices=2", stages, placement, 4)
     assert str(made).splitlines()[1] == "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2"
-    wrong = schedules.build("1f1b", stages, placement, 4)
+    wrong = registry.build("1f1b", stages, placement, 4)
     with pytest.raises(ScheduleError, match="another slice of the same micro-batch"):
         check(replace(wrong, slices=2), stages)
 
 
 def test_two_directions_tie_their_parameters() -> None:
     one = dag(2, [(0, 1)], params={0: ("a",), 1: ("b",)})
-    both = schedules.replicate(one)
+    both = replicate(one)
     assert dict(both.tied) == {"a": (0, 2), "b": (1, 3)}
-    made = schedules.build("chimera", both, schedules.both_ways(2), 2)
+    made = registry.build("chimera", both, placements.both_ways(2), 2)
     assert "0REDUCE" in str(lower(made, both))
 
 
 def test_bytes_limit_what_a_rank_holds() -> None:
     """Residuals of 34h + 5as and 32h kept until W: the published sizes, arXiv 2401.10241."""
-    stages, placement = schedules.default_placement("zb_2p", 4)
+    stages, placement = registry.default_placement("zb_2p", 4)
     cost = replace(equal_costs(1, residual_bytes=3)[0], carried_bytes=1)
     tight, loose = (
-        schedules.build("zb_2p", stages, placement, 16, times=times)
-        for times in (schedules.Times(costs=(cost,) * 4, limit_bytes=n) for n in (12, 24))
+        registry.build("zb_2p", stages, placement, 16, times=times)
+        for times in (registry.Times(costs=(cost,) * 4, limit_bytes=n) for n in (12, 24))
     )
     for made, limit in ((tight, 12), (loose, 24)):
         for row in made.rows:
@@ -294,11 +298,11 @@ def test_bytes_limit_what_a_rank_holds() -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    stages, placement = schedules.default_placement("zb_v", 2)
+    stages, placement = registry.default_placement("zb_v", 2)
     with pytest.raises(ScheduleError, match="no option 'groups'"):
-        schedules.build("zb_v:groups=2", stages, placement, 4)
+        registry.build("zb_v:groups=2", stages, placement, 4)
     with pytest.raises(ScheduleError, match="cannot read option 'memory'"):
-        schedules.build("zb_v:memory", stages, placement, 4)
+        registry.build("zb_v:memory", stages, placement, 4)
 
 
 def simulated(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], transfer_s: float) -> float:
@@ -308,7 +312,7 @@ def simulated(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], 
 
 
 DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-RECIPES = [n for n in schedules.names() if schedules.entry(n).recipe and n not in ("seq1f1b",)]
+RECIPES = [n for n in registry.names() if registry.entry(n).recipe and n not in ("seq1f1b",)]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -317,7 +321,7 @@ RECIPES = [n for n in schedules.names() if schedules.entry(n).recipe and n not i
 def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject) -> None:
     """Any number of ranks and micro-batches, uneven stages: complete and free of deadlock."""
     ranks, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
-    stages, placement = schedules.default_placement(name, ranks)
+    stages, placement = registry.default_placement(name, ranks)
     second = st.sampled_from([0.5, 1.0, 1.5, 3.0])
     costs = tuple(
         StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w)
@@ -325,25 +329,25 @@ def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject)
             st.lists(st.tuples(second, second, second), min_size=len(placement), max_size=len(placement))
         )
     )
-    schedules.build(name, stages, placement, m, times=schedules.Times(costs=costs))
+    registry.build(name, stages, placement, m, times=registry.Times(costs=costs))
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_2p", "eager_1f1b", "async_1f1b"])
 def test_a_dag_of_stages(name: str) -> None:
-    schedules.build(name, DIAMOND, (0, 1, 2, 3), 8)
+    registry.build(name, DIAMOND, (0, 1, 2, 3), 8)
 
 
 @pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "hanayo"])
 def test_a_dag_with_several_stages_per_rank(name: str) -> None:
-    schedules.build(name, DIAMOND, (0, 1, 1, 0), 8)
+    registry.build(name, DIAMOND, (0, 1, 1, 0), 8)
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
 def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
-    stages, placement = schedules.default_placement(name, 4)
+    stages, placement = registry.default_placement(name, 4)
     costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
-    made = schedules.build(name, stages, placement, 8, times=schedules.Times(costs=costs))
+    made = registry.build(name, stages, placement, 8, times=registry.Times(costs=costs))
     s = replace(shape(placement, 8), costs=costs)
-    recipe = schedules.entry(name).recipe
+    recipe = registry.entry(name).recipe
     assert recipe is not None
-    assert simulated(made, stages, costs, 0) == schedules.best(s, recipe(s)).outcome.step_s
+    assert simulated(made, stages, costs, 0) == choose_recipe.best(s, recipe(s)).outcome.step_s

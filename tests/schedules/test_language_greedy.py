@@ -14,13 +14,14 @@ from math import inf
 import pytest
 from plain_order import plain_order
 
-from pipeloom import schedules
 from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import Recipe, Shape, make
-from pipeloom.schedules.language import per_rank
+from pipeloom.schedules import placements, registry
+from pipeloom.schedules.language.recipe import Recipe, per_rank
+from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedules.list_scheduler.choose_recipe import make
 
 P, M = 4, 8
 
@@ -37,7 +38,7 @@ def shape(placement: tuple[int, ...], transfer_s: float = 0.0, seconds: float = 
     )
 
 
-LINE, LOOP, VEE = (shape(p) for p in (schedules.loop(P), schedules.loop(P, 2), schedules.wave(P)))
+LINE, LOOP, VEE = (shape(p) for p in (placements.loop(P), placements.loop(P, 2), placements.wave(P)))
 BEFORE = {I: 0, F: 1, W: 2}
 
 
@@ -148,7 +149,7 @@ def test_with_the_last_place_kept_for_the_last_chunk_it_finds_the_published_figu
 def test_the_order_of_gpipe_and_1f1b_is_the_librarys() -> None:
     for name, key in (("gpipe", "GPipe"), ("1f1b", "1F1B")):
         s, recipe, *_ = TABLE[key]
-        assert make(s, recipe).outcome.rows == schedules.build(name, s.stages, s.placement, M).rows
+        assert make(s, recipe).outcome.rows == registry.build(name, s.stages, s.placement, M).rows
 
 
 def test_trap_backward_first_alone_is_not_1f1b() -> None:
@@ -157,7 +158,7 @@ def test_trap_backward_first_alone_is_not_1f1b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("s", "memory"), [(VEE, P / 2 + 1), (shape(schedules.wave(P), transfer_s=0.5, seconds=10.0), P)]
+    ("s", "memory"), [(VEE, P / 2 + 1), (shape(placements.wave(P), transfer_s=0.5, seconds=10.0), P)]
 )
 def test_trap_limits_and_greed_block_a_v(s: Shape, memory: float) -> None:
     """Rank 0 spends all its room on forwards of its first chunk; the error names what each rank wants."""
@@ -170,7 +171,7 @@ def test_trap_limits_and_greed_block_a_v(s: Shape, memory: float) -> None:
 
 def test_trap_interleaving_needs_a_pattern() -> None:
     """The pattern gives Megatron's order, 28.5; no priority by rounds does."""
-    built = schedules.build("interleaved_1f1b", LOOP.stages, LOOP.placement, M)
+    built = registry.build("interleaved_1f1b", LOOP.stages, LOOP.placement, M)
     recipe = Recipe(rows=built.rows)
     assert make(LOOP, recipe).outcome.step_s == 28.5
     assert make(LOOP, TABLE["by rounds, not Megatron's order"][1]).outcome.step_s == 31.5

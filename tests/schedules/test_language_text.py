@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from pipeloom.cli import main
 from pipeloom.ir.action import B, parse_action, parse_instruction
 from pipeloom.ir.errors import ScheduleError
-from pipeloom.schedules import Operation, declare
-from pipeloom.schedules.formats import parse_text
+from pipeloom.ir.operation import Operation, declare
+from pipeloom.schedules.formats.text import parse_text
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.api import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
+from pipeloom.api.microbatch_times import MicrobatchTimes
+from pipeloom.api.schedules import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.ir.costs import equal_costs
-from pipeloom.schedules import Times, entry, loop, shape_of
-from pipeloom.schedules.list_scheduler import fastest
+from pipeloom.schedules.list_scheduler.choose_recipe import fastest
+from pipeloom.schedules.placements import loop
+from pipeloom.schedules.registry import Times, entry, shape_of
 
 PROFILES = [
     (1.0, 1.2, 0.9, 0.5),

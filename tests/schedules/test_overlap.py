@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.cli import main
 from pipeloom.ir.action import Action, B, F, Kind, schedule_kinds
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -21,10 +20,16 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.schedule import Pair, Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.schedules import Recipe, Shape, make, phases, shape_of
-from pipeloom.schedules.formats import parse_schedule, schedule_text
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import library_entry, placements
+from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
+from pipeloom.schedules.language import shape
+from pipeloom.schedules.language.patterns import phases
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.registry import build, default_placement, register, shape_of
+from pipeloom.simulator.simulate import simulate
 
 
 def by_hand(*lines: str) -> Schedule:
@@ -181,7 +186,7 @@ def recipes() -> dict[str, Callable[[Shape], Recipe]]:
 
     def clock(s: Shape) -> Recipe:
         return Recipe(
-            clock=schedules.path_clock(s, kinds="FB"), memory=s.ranks, together=lambda a, b: f_with_b(b, a)
+            clock=shape.path_clock(s, kinds="FB"), memory=s.ranks, together=lambda a, b: f_with_b(b, a)
         )
 
     return {"rows": rows, "greedy": greedy, "clock": clock}
@@ -204,10 +209,12 @@ def test_the_list_scheduler_and_the_simulator_agree(order: str, transfer_s: floa
 def test_dualpipe_with_pairs_is_faster_where_they_gain() -> None:
     """F and B of the two chunks of a V as one unit, at 80 % of the time of both."""
     cost = replace(equal_costs(1, forward_s=0.5, input_grad_s=0.5, weight_grad_s=0.5)[0], pair_factor=0.8)
-    s = replace(shape_of(4, microbatches=16), stages=chain(8), placement=schedules.wave(4), costs=(cost,) * 8)
+    s = replace(
+        shape_of(4, microbatches=16), stages=chain(8), placement=placements.wave(4), costs=(cost,) * 8
+    )
 
     def recipe(together: Callable[[Action, Action], bool] | None) -> Recipe:
-        return Recipe(clock=schedules.path_clock(s, kinds="FB"), memory=s.ranks, together=together)
+        return Recipe(clock=shape.path_clock(s, kinds="FB"), memory=s.ranks, together=together)
 
     def other_chunk(a: Action, b: Action) -> bool:
         return a.kind == F and b.kind == B and s.chunk[a.stage] != s.chunk[b.stage]
@@ -238,13 +245,13 @@ def test_pairs_in_files_of_torch() -> None:
 
 
 def test_a_split_backward_would_tear_pairs_apart() -> None:
-    entry = schedules.Entry(recipe=recipes()["rows"])
-    schedules.register("test_paired", entry)
+    entry = library_entry.Entry(recipe=recipes()["rows"])
+    register("test_paired", entry)
     try:
-        made = schedules.build("test_paired", chain(3), (0, 1, 2), 8)
+        made = build("test_paired", chain(3), (0, 1, 2), 8)
         assert made.pairs
         with pytest.raises(ScheduleError, match="a split backward would tear apart"):
-            schedules.build("test_paired", chain(3), (0, 1, 2), 8, split_backward=True)
+            build("test_paired", chain(3), (0, 1, 2), 8, split_backward=True)
     finally:
         from pipeloom.schedules import registry
 
@@ -256,8 +263,8 @@ def test_a_split_backward_would_tear_pairs_apart() -> None:
 def test_random_pairs_are_refused_or_run(data: st.DataObject) -> None:
     """Any neighbours of a good schedule as pairs: a rule refuses them, or the simulator comes to its end."""
     name = data.draw(st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "zb_v", "interleaved_1f1b"]))
-    stages, placement = schedules.default_placement(name, data.draw(st.integers(2, 3)))
-    made = schedules.build(name, stages, placement, data.draw(st.integers(1, 5)))
+    stages, placement = default_placement(name, data.draw(st.integers(2, 3)))
+    made = build(name, stages, placement, data.draw(st.integers(1, 5)))
     pairs: list[Pair] = []
     for row in made.rows:
         at = 0

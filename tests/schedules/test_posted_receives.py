@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, strategies as st
 from timed import shape
 
-from pipeloom import schedules
-from pipeloom.api import MicrobatchTimes, Scenario, simulate_file
-from pipeloom.schedules.language import Recipe
-from pipeloom.schedules.list_scheduler import make, make_problem, step_with_posted_receives
+from pipeloom.api.microbatch_times import MicrobatchTimes
+from pipeloom.api.schedules import Scenario, simulate_file
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler.posted_receives import step_with_posted_receives
+from pipeloom.schedules.list_scheduler.recipe_problem import make_problem
 
 Times = tuple[float, float, float]
 
@@ -45,7 +48,7 @@ def test_they_take_what_the_simulator_says(
 ) -> None:
     microbatches = rounds * ranks
     s = shape(name, ranks, microbatches, times=times, transfer_s=transfer_s)
-    family = schedules.entry(name).recipe
+    family = registry.entry(name).recipe
     assert family is not None
     recipes = family(s)
     recipe = recipes if isinstance(recipes, Recipe) else recipes[0]
@@ -65,7 +68,7 @@ def test_they_take_what_the_simulator_says(
 
 def test_where_messages_take_no_time_there_is_nothing_to_look_at() -> None:
     s = shape("looped_bfs", 3, 6)
-    family = schedules.entry("looped_bfs").recipe
+    family = registry.entry("looped_bfs").recipe
     assert family is not None
     recipe = family(s)
     assert isinstance(recipe, Recipe)

@@ -15,8 +15,8 @@ import pytest
 from timed import made_for, shape
 
 from pipeloom.ir.costs import equal_costs
-from pipeloom.schedules import Shape
-from pipeloom.schedules.list_scheduler import ScheduledRecipe
+from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedules.list_scheduler.problem import ScheduledRecipe
 
 LONG_CONTEXT = (1.0, 1.4, 0.6)
 """F, I, W: attention has no weights, so W takes less and I more."""

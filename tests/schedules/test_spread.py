@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api import stages_for
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.cli import main
 from pipeloom.ir.action import Action, F
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -18,20 +17,16 @@ from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import CutError, DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
-from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.lowering import lower
-from pipeloom.schedules import (
-    Entry,
-    Recipe,
-    Shape,
-    build,
-    default_placement,
-    make,
-    path_clock,
-    replicate,
-    spread,
-)
-from pipeloom.simulator import simulate
+from pipeloom.ir.stages import StageGraph, chain, replicate
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.placement import stages_for
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape, path_clock
+from pipeloom.schedules.library_entry import Entry
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.placements import spread
+from pipeloom.schedules.registry import build, default_placement
+from pipeloom.simulator.simulate import simulate
 
 TABLE = (0, 1, (2, 3), 4)
 ENTRY = """

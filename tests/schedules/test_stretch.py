@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from timed import shape
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules import Recipe, make, path_clock
-from pipeloom.schedules.list_scheduler import stretched
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import path_clock
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler.stretch import stretched
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])
@@ -21,7 +23,7 @@ from pipeloom.schedules.list_scheduler import stretched
 def test_a_longer_schedule_is_the_one_that_is_made_anew(name: str, times: tuple[float, float, float]) -> None:
     few = shape(name, 4, 16, times=times)
     many = replace(few, microbatches=31)
-    family = schedules.entry(name).recipe
+    family = registry.entry(name).recipe
     assert family is not None
     pairs = zip(list(family(few)), list(family(many)), strict=True)  # type: ignore[arg-type]
     compared = 0

@@ -9,17 +9,17 @@ from __future__ import annotations
 import pytest
 from timed import made_for, shape
 
-from pipeloom import schedules
 from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
+from pipeloom.schedules import registry
 
 SIZES = [(2, 4), (4, 16), (8, 16), (8, 5)]
 
 
 def built(name: str, p: int, m: int, chunks: int = 0) -> Schedule:
-    stages, placement = schedules.default_placement(name, p, chunks)
-    return schedules.build(name, stages, placement, m)
+    stages, placement = registry.default_placement(name, p, chunks)
+    return registry.build(name, stages, placement, m)
 
 
 def warm_up(row: tuple[Action, ...]) -> int:
@@ -31,7 +31,7 @@ def warm_up(row: tuple[Action, ...]) -> int:
 def test_eager_1f1b_has_twice_the_warm_up(p: int, m: int) -> None:
     made = built("eager_1f1b", p, m)
     assert [warm_up(row) for row in made.rows] == [min(2 * (p - 1 - r) + 1, m) for r in range(p)]
-    assert schedules.in_flight(made) == tuple(min(2 * (p - 1 - r) + 1, m) for r in range(p))
+    assert registry.in_flight(made) == tuple(min(2 * (p - 1 - r) + 1, m) for r in range(p))
 
 
 def test_eager_1f1b_hides_transfers() -> None:
@@ -48,9 +48,9 @@ def test_eager_1f1b_hides_transfers() -> None:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_async_1f1b_holds_as_many_micro_batches_as_pipedream_stashes_versions(p: int, m: int) -> None:
     made = built("async_1f1b", p, m)
-    assert schedules.in_flight(made) == tuple(min(p - r, m) for r in range(p))
+    assert registry.in_flight(made) == tuple(min(p - r, m) for r in range(p))
     assert made.rows == built("1f1b", p, m).rows
-    assert schedules.entry("async_1f1b").weights == "stash"
+    assert registry.entry("async_1f1b").weights == "stash"
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -58,7 +58,7 @@ def test_async_1f1b_holds_as_many_micro_batches_as_pipedream_stashes_versions(p:
 def test_seq1f1b_holds_slices_and_its_bubble_is_theirs(p: int, m: int, k: int) -> None:
     """p + k - 1 slices of a k-th; the bubble is that of 1F1B over k."""
     made = built(f"seq1f1b:slices={k}", p, m * k)
-    assert schedules.in_flight(made) == tuple(min(p - r + k - 1, m * k) for r in range(p))
+    assert registry.in_flight(made) == tuple(min(p - r + k - 1, m * k) for r in range(p))
     name = f"seq1f1b:slices={k}"
     outcome = made_for(name, shape(name, p, m * k, times=(1 / k, 1 / k, 1 / k))).outcome
     assert outcome.step_s == pytest.approx(3 * m + 3 * (p - 1) / k)
@@ -73,7 +73,7 @@ def both_ways(name: str, p: int, m: int) -> tuple[float, tuple[float, ...]]:
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_chimera_holds_two_replicas_and_as_much_on_every_rank(p: int) -> None:
-    stages, placement = schedules.default_placement("chimera", p)
+    stages, placement = registry.default_placement("chimera", p)
     assert all(placement.count(rank) == 2 for rank in range(p))
     assert [placement[s] for s in range(p)] == [placement[2 * p - 1 - s] for s in range(p)]
     bubble, held = both_ways("chimera", p, p // 2)

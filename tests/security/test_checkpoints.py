@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import TrainState, checkpoint, newest
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.files import newest
+from pipeloom.runtime.checkpoint.state import TrainState
 
 
 class Evil:

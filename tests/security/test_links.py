@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.text_files import write_whole
-from pipeloom.train import find_run, new_run
+from pipeloom.train.run_directory import find_run, new_run
 
 
 def test_a_name_that_can_be_foreseen_leads_nowhere(tmp_path: Path) -> None:

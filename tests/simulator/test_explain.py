@@ -8,7 +8,6 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.explanation import REASONS, Explanation, Idle
@@ -16,8 +15,10 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.lowering import lower
-from pipeloom.simulator import explain_idle_time, simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.idle_time.explain import explain_idle_time
+from pipeloom.simulator.simulate import simulate
 
 
 def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf")) -> Cluster:
@@ -33,8 +34,8 @@ def step(
     costs: tuple[StageCost, ...] = (),
     latency_s: float = 0.0,
 ) -> tuple[Program, Timeline, Explanation]:
-    stages, placement = schedules.default_placement(name, ranks)
-    built = schedules.build(name, stages, placement, microbatches)
+    stages, placement = registry.default_placement(name, ranks)
+    built = registry.build(name, stages, placement, microbatches)
     program = lower(built, stages)
     timeline = simulate(program, stages, costs or equal_costs(len(placement)), links(ranks, latency_s))
     return program, timeline, explain_idle_time(program, timeline, stages)
@@ -135,7 +136,7 @@ def test_a_busy_link_is_the_reason() -> None:
 
 def test_waits_for_the_sum_of_tied_gradients() -> None:
     stages = dag(2, [(0, 1)], params={0: ("x",), 1: ("x",)})
-    program = lower(schedules.build("1f1b", stages, (0, 1), 2), stages)
+    program = lower(registry.build("1f1b", stages, (0, 1), 2), stages)
     costs = tuple(replace(c, step_s=1.0, tied_bytes={"x": 8}) for c in equal_costs(2))
     timeline = simulate(program, stages, costs, links(2, bytes_per_s=2.0))
     found = explain_idle_time(program, timeline, stages)
@@ -211,7 +212,7 @@ def test_nothing_and_a_rank_that_does_nothing() -> None:
     assert [(i.rank, i.reason, i.duration_s) for i in found.idle] == [(1, "drain", 2.0)]
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", registry.names())
 @pytest.mark.parametrize("latency_s", [0.0, 0.25])
 def test_laws_hold_for_the_library(name: str, latency_s: float) -> None:
     program, timeline, found = step(name, microbatches=4, latency_s=latency_s)
@@ -255,7 +256,7 @@ def test_laws_hold_for_random_graphs_and_times(data: st.DataObject) -> None:
     count = len(stages.stages)
     ranks = data.draw(st.integers(1, count))
     placement = tuple(data.draw(st.permutations([s % ranks for s in range(count)])))
-    built = schedules.build(
+    built = registry.build(
         data.draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])),
         stages,
         placement,
@@ -293,5 +294,5 @@ def test_laws_hold_for_disturbed_timelines(data: st.DataObject) -> None:
             at = start + dice.randint(0, 6)
             events.append(replace(e, start_s=start, end_s=at))
     noisy = replace(timeline, source="measured", events=tuple(events))
-    stages, _ = schedules.default_placement(name, 3)
+    stages, _ = registry.default_placement(name, 3)
     obey_the_laws(noisy, explain_idle_time(program, noisy, stages))

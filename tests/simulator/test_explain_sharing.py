@@ -10,13 +10,15 @@ from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
-from pipeloom.api import Scenario, explain as drawn_reasons, simulate_schedule
+from pipeloom.api.schedules import Scenario, explain as drawn_reasons, simulate_schedule
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
-from pipeloom.simulator import explain_idle_time, simulate
-from pipeloom.viewer import fold, sentence, sources
+from pipeloom.simulator.idle_time.explain import explain_idle_time
+from pipeloom.simulator.simulate import simulate
+from pipeloom.viewer.path import fold
+from pipeloom.viewer.reasons import sentence, sources
 
 SECOND = Link(bandwidth_bytes_per_s=4.0)
 """A message of the tests below takes one second of it."""

@@ -7,16 +7,17 @@ from math import inf
 
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.lowering import lower
-from pipeloom.simulator import check_memory_limit, simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.memory_limit import check_memory_limit
+from pipeloom.simulator.simulate import simulate
 
 MiB = 2**20
 COST = StageCost(
@@ -31,7 +32,7 @@ COST = StageCost(
 
 
 def one_f_one_b(ranks: int = 4) -> Schedule:
-    return schedules.build("1f1b", chain(ranks), tuple(range(ranks)), 8)
+    return registry.build("1f1b", chain(ranks), tuple(range(ranks)), 8)
 
 
 def refused(made: Schedule, cost: StageCost, caps: list[float]) -> str:
@@ -56,7 +57,7 @@ def test_the_message_says_which_action_to_move() -> None:
         "rank 0 needs 4.0 MiB at 0F3: 1.0 MiB above its cap of 3.0 MiB\n"
         "hint: keep fewer in flight: move 0B0 in front of 0F3, or use smaller micro-batches or more stages"
     )
-    made = schedules.build("gpipe", chain(2), (0, 1), 6)
+    made = registry.build("gpipe", chain(2), (0, 1), 6)
     hint = refused(made, replace(COST, transient_bytes={"F": 2 * MiB}), [inf, 3.0 * MiB])
     assert hint.startswith("rank 1 needs 4.0 MiB at 1F1: 1.0 MiB above its cap of 3.0 MiB\n")
     assert "move 1B0 in front of 1F1" in hint
@@ -64,7 +65,7 @@ def test_the_message_says_which_action_to_move() -> None:
 
 def test_a_move_that_would_block_is_not_advised() -> None:
     """In GPipe the last rank runs its backwards after all forwards, so rank 0 cannot go first."""
-    made = schedules.build("gpipe", chain(2), (0, 1), 6)
+    made = registry.build("gpipe", chain(2), (0, 1), 6)
     with pytest.raises(ScheduleError) as caught:
         check_memory_limit(made, chain(2), [COST] * 2, [3.1 * MiB, inf])
     assert caught.value.hint == (
@@ -111,12 +112,12 @@ def simulated(made: Schedule, stages: StageGraph, costs: list[StageCost]) -> lis
     return [timeline.peak_bytes(rank) for rank in range(made.ranks)]
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_the_least_limit_that_passes_is_the_simulated_peak(name: str) -> None:
-    usual, placement = schedules.default_placement(name, 4)
+    usual, placement = registry.default_placement(name, 4)
     empty = tuple(replace(c, value=replace(c.value, shape=(0,))) for c in usual.crossings)
     stages = replace(usual, crossings=empty)
-    made = schedules.build(name, stages, placement, 8)
+    made = registry.build(name, stages, placement, 8)
     costs = [replace(COST, residual_bytes=1000 * (s + 3)) for s in range(made.stages)]
     peaks = simulated(made, stages, costs)
     check_memory_limit(made, usual, costs, peaks)

@@ -12,14 +12,14 @@ import networkx as nx
 from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 
-from pipeloom.checks import check, check_program
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import StageAction, Transfer
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.simulator.simulate import simulate
 
 SEEDS = st.integers(0, 1000)
 

@@ -14,7 +14,7 @@ from slow_check import rule_of
 from slow_program_check import broken_program_rule
 from slow_simulator import Slow
 
-from pipeloom.checks import check_program
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir.action import Action, Kind, Transfer
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -22,9 +22,11 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import MemoryCurve, Timeline
-from pipeloom.lowering import lower
-from pipeloom.simulator import explain_idle_time, simulate
-from pipeloom.viewer import chrome_trace, timelines_figure
+from pipeloom.lowering.passes import lower
+from pipeloom.simulator.idle_time.explain import explain_idle_time
+from pipeloom.simulator.simulate import simulate
+from pipeloom.viewer.blocks import timelines_figure
+from pipeloom.viewer.chrome import chrome_trace
 
 COST = StageCost(
     forward_s=1.0,

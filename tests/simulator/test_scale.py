@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeloom import schedules
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir import kernels
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.columns import Columns, Rows
@@ -21,8 +20,10 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate, summarise
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
+from pipeloom.simulator.summary import summarise
 
 LINK = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, overhead_s=0.125)
 
@@ -54,7 +55,7 @@ def odd_timeline() -> Timeline:
         )
         for s in range(5)
     )
-    made = schedules.build("1f1b", stages, (0, 1, 2, 0, 3), 12, split_backward=True)
+    made = registry.build("1f1b", stages, (0, 1, 2, 0, 3), 12, split_backward=True)
     return simulate(lower(made, stages), stages, costs, cluster(4), begin_s=(0.0, 3.0, 0.0, 1.0))
 
 
@@ -81,7 +82,7 @@ def test_totals_of_arrays_are_those_of_the_events() -> None:
 
 def test_a_deadlock_in_a_large_schedule_is_found_and_named() -> None:
     ranks, microbatches = 20, 1000
-    made = schedules.build("1f1b", chain(ranks), tuple(range(ranks)), microbatches).columns
+    made = registry.build("1f1b", chain(ranks), tuple(range(ranks)), microbatches).columns
     order = np.arange(len(made))
     low = int(made.offsets[7])
     first_back = low + int(np.argmax(made.kind[low:] == 1))
@@ -108,7 +109,7 @@ def test_no_object_is_made_for_an_action_of_a_large_schedule(monkeypatch: pytest
     ranks, microbatches = 16, 1024
     stages = chain(ranks)
     for name in ("1f1b", "gpipe", "forward_only"):
-        made = schedules.build(name, stages, tuple(range(ranks)), microbatches)
+        made = registry.build(name, stages, tuple(range(ranks)), microbatches)
         summary = summarise(simulate(lower(made, stages), stages, equal_costs(ranks), cluster(ranks)))
         assert len(summary.ranks) == ranks
 

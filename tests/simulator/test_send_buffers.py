@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 STAGES = chain(2)
 
@@ -20,7 +20,7 @@ def run(microbatches: int, *, small_bytes: int | None, caps: tuple[int, ...] = (
     device = Device(name="any", memory_bytes=1)
     link = Link(bandwidth_bytes_per_s=8.0, latency_s=0.0)
     cluster = Cluster(devices=(device, device), within_node=link)
-    program = lower(schedules.build("gpipe", STAGES, (0, 1), microbatches), STAGES)
+    program = lower(registry.build("gpipe", STAGES, (0, 1), microbatches), STAGES)
     return simulate(program, STAGES, equal_costs(2), cluster, caps=caps, small_bytes=small_bytes)
 
 

@@ -12,8 +12,7 @@ from residuals import treated, uneven
 from shared_links import INSTANT, nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 from slow_simulator import Slow
 
-from pipeloom import schedules
-from pipeloom.checks import check_program
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir import kernels
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -21,8 +20,10 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.simulator import all_reduce_s, simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.all_reduce import all_reduce_s
+from pipeloom.simulator.simulate import simulate
 
 
 def times(timeline: Timeline, *streams: str) -> dict[str, tuple[float, float]]:
@@ -70,7 +71,7 @@ def test_a_group_across_nodes_has_links_of_its_own() -> None:
     link = Link(bandwidth_bytes_per_s=4.0)
     devices = tuple(Device(name="any", memory_bytes=1, node=n, group="rack") for n in (0, 1))
     where = Cluster(devices=devices, within_node=link, node_link=link, groups={"rack": INSTANT})
-    program = lower(schedules.build("gpipe", chain(2), (0, 1), 1), chain(2))
+    program = lower(registry.build("gpipe", chain(2), (0, 1), 1), chain(2))
     assert simulate(program, chain(2), equal_costs(2), where).step_s == 6.0
 
 
@@ -228,7 +229,7 @@ def test_shared_links_that_take_no_time_change_nothing(case: Case, seed: int, ah
 def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = Random(3)
     stages = dag(6, [(a, b) for a in range(6) for b in range(a + 1, 6)])
-    made = schedules.build("1f1b", stages, (0, 1, 2, 3, 0, 1), 8, split_backward=True)
+    made = registry.build("1f1b", stages, (0, 1, 2, 3, 0, 1), 8, split_backward=True)
     program = treated(lower(made, stages), dice)
     costs = uneven(6, dice)
     devices = tuple(Device(name="any", memory_bytes=1, node=r // 2, switch=f"s{r // 2}") for r in range(4))

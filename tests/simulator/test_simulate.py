@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, PlanError
@@ -12,8 +11,11 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.simulator import all_reduce_s, describe, simulate, summarise
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules import registry
+from pipeloom.simulator.all_reduce import all_reduce_s
+from pipeloom.simulator.simulate import simulate
+from pipeloom.simulator.summary import describe, summarise
 
 
 def cluster(ranks: int, bandwidth: float = float("inf"), latency: float = 0.0) -> Cluster:
@@ -23,7 +25,7 @@ def cluster(ranks: int, bandwidth: float = float("inf"), latency: float = 0.0) -
 
 def built(name: str, stages: StageGraph, microbatches: int, *, split: bool = False) -> Program:
     placement = tuple(range(len(stages.stages)))
-    return lower(schedules.build(name, stages, placement, microbatches, split_backward=split), stages)
+    return lower(registry.build(name, stages, placement, microbatches, split_backward=split), stages)
 
 
 def drawn(timeline: Timeline, width: int = 1) -> str:
@@ -217,7 +219,7 @@ def test_memory_of_messages() -> None:
 
 def test_neighbours_on_one_rank_share_one_copy() -> None:
     stages = chain(2)
-    program = lower(schedules.build("gpipe", stages, (0, 0), 1), stages)
+    program = lower(registry.build("gpipe", stages, (0, 0), 1), stages)
     timeline = simulate(program, stages, equal_costs(2), cluster(1))
     assert memory(0, timeline) == [
         (0.0, 4),  # 0F0 makes the value

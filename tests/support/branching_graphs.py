@@ -11,7 +11,12 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner import PLANNERS, BranchOrdered, Candidate, PlanOptions, Request, least_share, make_plan
+from pipeloom.planner.branches import BranchOrdered
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.infeasible import least_share
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions, Request
 
 Reads = list[list[int]]
 """Of each op those that it reads, all earlier ones."""

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from pipeloom.planner.search import Evaluation, Memoised, Partition, Problem, all_bands, best_cuts_within
+from pipeloom.planner.search.bands import all_bands, best_cuts_within
+from pipeloom.planner.search.evaluation import Evaluation, Memoised
+from pipeloom.planner.search.problem import Partition, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipeloom.ir.stages import StageGraph
-from pipeloom.profiler import CompiledRatio, Timer
-from pipeloom.tracer import Captured
+from pipeloom.profiler.compiled_pieces import CompiledRatio
+from pipeloom.profiler.measure_op import Timer
+from pipeloom.tracer.captured import Captured
 
 
 class KnownRatios:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import B, F
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
-from pipeloom.profiler import roofline
-from pipeloom.runtime import crossing_bytes
-from pipeloom.tracer import Captured
-from pipeloom.tracer.stage import stage_functions
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.profiler.roofline import roofline
+from pipeloom.runtime.ledger import crossing_bytes
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 class Bytes(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from runs import Batch, assert_same, capture_of, pipelined, plain, plan_for
 
 from pipeloom import Job
-from pipeloom.tracer import Captured
+from pipeloom.tracer.captured import Captured
 
 ROWS = 2
 """Of a micro-batch."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.runtime.transports import LocalChannel, local_channels
-from pipeloom.schedules import build_steady
+from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
+from pipeloom.schedules.steady import build_steady
 
 STEPS = 7
 WIDTH = 6

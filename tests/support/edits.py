@@ -10,13 +10,13 @@ from typing import Any
 from hypothesis import strategies as st
 from slow_check import TREATED, makes, stuck, wants
 
-from pipeloom import schedules
 from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Pair, Program, Schedule
 from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.schedules import placements, registry
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Case:
 @cache
 def from_library(name: str, ranks: int, chunks: int, microbatches: int, split: bool) -> Case | None:
     """A schedule of the library in its usual placement; None if it does not fit this shape."""
-    stages, placement = schedules.default_placement(name, ranks, chunks)
+    stages, placement = registry.default_placement(name, ranks, chunks)
     try:
-        return Case(stages, schedules.build(name, stages, placement, microbatches, split_backward=split))
+        return Case(stages, registry.build(name, stages, placement, microbatches, split_backward=split))
     except ScheduleError as error:
         assert error.hint
         return None
 
 
 @st.composite
-def library_cases(draw: st.DrawFn, names: tuple[str, ...] = schedules.names()) -> Case:
+def library_cases(draw: st.DrawFn, names: tuple[str, ...] = registry.names()) -> Case:
     """Any family, on a chain; those that do not fit the shape drawn give way to GPipe on it."""
     name = draw(st.sampled_from(names))
-    place = schedules.entry(name).place
+    place = registry.entry(name).place
     ranks = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if place in ("loop", "wave") else 1
     count = draw(st.integers(1, 5))
@@ -80,7 +80,7 @@ def dag_cases(draw: st.DrawFn) -> Case:
     )
     ranks = draw(st.integers(1, count))
     placement = tuple(draw(st.permutations([stage % ranks for stage in range(count)])))
-    schedule = schedules.build(
+    schedule = registry.build(
         draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])),
         stages,
         placement,
@@ -99,10 +99,10 @@ def shard_cases(draw: st.DrawFn) -> Case:
     for both in wide:
         table.append((ranks, ranks + 1) if both else ranks)
         ranks += 1 + both
-    stages, placement = schedules.spread(chain(len(wide)), table)
+    stages, placement = placements.spread(chain(len(wide)), table)
     name = draw(st.sampled_from(["gpipe", "1f1b"]))
     count, split = draw(st.integers(1, 4)), draw(st.booleans())
-    return Case(stages, schedules.build(name, stages, placement, count, split_backward=split))
+    return Case(stages, registry.build(name, stages, placement, count, split_backward=split))
 
 
 ADDED = (

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from runs import capture_of, even, plan_for
 
-from pipeloom import Job, schedules
-from pipeloom.api import place, stages_for
+from pipeloom import Job
 from pipeloom.ir.plan import Plan
-from pipeloom.train import GPT
+from pipeloom.planner.placement import place, stages_for
+from pipeloom.schedules import registry
+from pipeloom.train.model import GPT
 
 CONTEXT = 16
 SYNCHRONOUS = tuple(
-    name for name in schedules.names() if not schedules.entry(name).lacks and name != "forward_only"
+    name for name in registry.names() if not registry.entry(name).lacks and name != "forward_only"
 )
-LACKING = tuple(name for name in schedules.names() if schedules.entry(name).lacks)
+LACKING = tuple(name for name in registry.names() if registry.entry(name).lacks)
 
 
 def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:

@@ -30,23 +30,20 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from pipeloom.planner.stage_cost import (
+from pipeloom.planner.stage_cost.arrays import Array, Indices
+from pipeloom.planner.stage_cost.recompute_liveness import (
     AGAIN,
     BACKWARD,
     EDGE,
     FORWARD,
     HELD,
-    KEEP,
     KEPT_UNTIL,
     MESSAGE,
-    OFFLOAD,
     OTHERS,
-    RECOMPUTE,
-    Array,
-    Indices,
     of_others,
 )
-from pipeloom.planner.treatments import TreatmentChoice, TreatmentProblem, choose_greedily, seconds_of
+from pipeloom.planner.stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
+from pipeloom.planner.treatments.greedy import TreatmentChoice, TreatmentProblem, choose_greedily, seconds_of
 
 LIMIT_S = 30.0
 

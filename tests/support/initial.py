@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeloom.tracer import Blueprint, make_blueprint
+from pipeloom.tracer.blueprint import Blueprint, make_blueprint
 
 
 def made(build: Callable[[], nn.Module]) -> Blueprint:

@@ -11,23 +11,27 @@ from unittest.mock import patch
 from runs import capture_of, even, plan_for, threads
 from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline, schedules
-from pipeloom.api import forecast, passes
-from pipeloom.clusters import cpu_cluster
+from pipeloom import Job, Options, Pipeline
+from pipeloom.api import captures, forecast
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
-from pipeloom.lowering import lower
-from pipeloom.planner.search import Evaluation
-from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage, static_memory
-from pipeloom.planner.treatments import treat_interval
-from pipeloom.profiler import roofline
-from pipeloom.runtime import CompletedTransfer, PendingTransfer, posted_channel as posting
-from pipeloom.runtime.transports import LocalChannel, LocalTransport
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.search.evaluation import Evaluation
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.treatments.choose import treat_interval
+from pipeloom.profiler.roofline import roofline
+from pipeloom.runtime import posted_channel as posting
+from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
+from pipeloom.runtime.transports.transport import CompletedTransfer, PendingTransfer
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
 MICROBATCHES, SIZE = 4, 2
 
@@ -86,12 +90,12 @@ def compare(
     Of a schedule that splits its backwards the peaks are those of the simulated step.
     """
     captured = capture_of(job, SIZE)
-    graph = passes.with_updates(captured.graph, job)
+    graph = captures.with_updates(captured.graph, job)
     stage_of = (even if evenly else calm)(graph, stages)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, microbatch_size=SIZE, schedule=schedule)
 
     model, cut = _model(graph, stages), plan.stage_graph(graph)
-    in_flight = schedules.in_flight(plan.as_schedule)
+    in_flight = registry.in_flight(plan.as_schedule)
     treatments: list[dict[str, Treatment]] = [{} for _ in range(stages)]
     if share is not None:
         treatments = [_recomputed(model, cut, stage, q, share) for stage, q in enumerate(in_flight)]

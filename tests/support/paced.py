@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipeloom.api import SteadyRun
+from pipeloom.api.steady_run import SteadyRun
 from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W, parse_action
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.graph import Value
@@ -23,24 +23,20 @@ from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.lowering import SteadyRows
-from pipeloom.runtime import (
-    HostClock,
-    Ledger,
-    Microbatch,
-    PendingTransfer,
-    PostedChannel,
-    Recorder,
-    SumGroup,
-    Tier,
-    Variant,
-    Watch,
-    Weights,
-    Worker,
-    shared_by,
-)
-from pipeloom.runtime.offload import FileCopy, FileTier
-from pipeloom.tracer import Sink, Slot, StageFunctions, Tensors, zeros_like_value
+from pipeloom.lowering.steady import SteadyRows
+from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.ledger import Ledger
+from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
+from pipeloom.runtime.offload.tier import Tier
+from pipeloom.runtime.posted_channel import PostedChannel
+from pipeloom.runtime.recorder import HostClock, Recorder
+from pipeloom.runtime.reduce_and_step import shared_by
+from pipeloom.runtime.step_state import Microbatch, Variant
+from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.weights import Weights
+from pipeloom.runtime.worker import Worker
+from pipeloom.tracer.layout import zeros_like_value
+from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
 
 _LOSS, _KEPT = "loss", "kept"
 

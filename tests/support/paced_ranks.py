@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from paced import PacedRank
 
-from pipeloom import schedules
 from pipeloom.ir.action import parse_action
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.dependencies import needs, produces
@@ -17,19 +16,20 @@ from pipeloom.ir.memory_policy import KEEP_ALL, MemoryPolicy
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering import lower
-from pipeloom.runtime.launch import connect, watch_ranks
-from pipeloom.runtime.transports import DistChannel
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.launch.connect import connect, watch_ranks
+from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.schedules import registry
 
 SECONDS = 1e-4
 
 
 def program_of(name: str, policy: MemoryPolicy = KEEP_ALL) -> tuple[Program, StageGraph]:
-    shape, placement = schedules.default_placement(name, 2)
+    shape, placement = registry.default_placement(name, 2)
     count = len(placement) // shape.replicas
     one = dag(count, [(s, s + 1) for s in range(count - 1)], value_bytes=1024)
     stages = replicate(one, shape.replicas)
-    return lower(schedules.build(name, stages, placement, 4), stages, policy=policy), stages
+    return lower(registry.build(name, stages, placement, 4), stages, policy=policy), stages
 
 
 def costs_of(stages: StageGraph) -> tuple[StageCost, ...]:

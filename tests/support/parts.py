@@ -6,15 +6,18 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage, find_residuals
-from pipeloom.profiler import roofline
-from pipeloom.runtime import crossing_bytes
-from pipeloom.tracer import Captured
-from pipeloom.tracer.stage import stage_functions
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.planner.stage_cost.residuals import find_residuals
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.profiler.roofline import roofline
+from pipeloom.runtime.ledger import crossing_bytes
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner.strategies import Layer
+from pipeloom.planner.strategies.pipedream import Layer
 
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 

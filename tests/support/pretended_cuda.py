@@ -101,8 +101,9 @@ def _is_cuda(value: Any) -> bool:
 def pretended_cuda() -> Iterator[PretendedCuda]:
     """Let this thread have a CUDA device, for which stages are traced as for the CPU."""
     from pipeloom.api import rank_stages
+    from pipeloom.tracer.stage import trace
 
-    traced, device = rank_stages.stage_functions, PretendedCuda()
+    traced, device = trace.stage_functions, PretendedCuda()
 
     def traced_for_cpu(*args: Any, **how: Any) -> Any:
         return traced(*args, **how | {"device": "cpu"})

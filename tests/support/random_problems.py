@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from pipeloom.schedules import SearchProblem, SearchStage
+from pipeloom.schedules.search.problem import SearchProblem, SearchStage
 
 
 def random_case(seed: int) -> SearchProblem:

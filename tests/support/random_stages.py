@@ -7,7 +7,8 @@ import random
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner.stage_cost import CostModel, CostOptions
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
 
 
 def random_model(

@@ -15,18 +15,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline, schedules
-from pipeloom.api import passes
+from pipeloom import Job, Options, Pipeline
+from pipeloom.api import captures
 from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
-from pipeloom.runtime import rows_of, signature_of, split_batch
-from pipeloom.runtime.transports import LocalChannel, local_channels
-from pipeloom.tracer import Captured, capture, one_thread_at_a_time, scalar_loss
-from pipeloom.tracer.export import capture_evaluation
-from pipeloom.tracer.stage import StageFunctions, stage_functions, stage_residuals
+from pipeloom.runtime.batches import rows_of, signature_of, split_batch
+from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
+from pipeloom.schedules import registry
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.export.evaluation import capture_evaluation
+from pipeloom.tracer.job_calls import scalar_loss
+from pipeloom.tracer.stage.functions import StageFunctions
+from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
+from pipeloom.tracer.tracing_lock import one_thread_at_a_time
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""
@@ -101,7 +106,7 @@ def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
 
 def graph_of(job: Job, microbatch_size: int = 2) -> OpGraph:
     """The graph of that capture, with what the job's optimizer takes."""
-    return passes.with_updates(capture_of(job, microbatch_size).graph, job)
+    return captures.with_updates(capture_of(job, microbatch_size).graph, job)
 
 
 def even(graph: OpGraph, stages: int) -> dict[str, int]:
@@ -130,7 +135,7 @@ def plan_for(
     graph = captured.graph
     stages = cut(graph, stage_of)
     where = tuple(placement or range(len(stages.stages)))
-    made = schedules.build(schedule, stages, where, microbatches, split_backward=split)
+    made = registry.build(schedule, stages, where, microbatches, split_backward=split)
     return Plan(
         graph=graph.fingerprint,
         planner="test",

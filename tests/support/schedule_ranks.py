@@ -17,8 +17,8 @@ from torch import Tensor
 from pipeloom import Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
-from pipeloom.runtime.launch import connect
-from pipeloom.tracer import Job
+from pipeloom.runtime.launch.connect import connect
+from pipeloom.tracer.job import Job
 
 STEPS = 2
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
-from pipeloom.schedules import SearchProblem, SearchStage, default_placement
+from pipeloom.schedules.registry import default_placement
+from pipeloom.schedules.search.problem import SearchProblem, SearchStage
 
 
 def _stage(name: str, after: list[int], ranks: list[int], *, split: bool, wide: bool = False) -> SearchStage:

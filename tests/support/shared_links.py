@@ -13,7 +13,7 @@ from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph
-from pipeloom.lowering import lower
+from pipeloom.lowering.passes import lower
 
 INSTANT = Link(bandwidth_bytes_per_s=float("inf"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeloom.planner.stage_cost import CostModel
+from pipeloom.planner.stage_cost.model import CostModel
 
 
 @dataclass(frozen=True)

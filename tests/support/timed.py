@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pipeloom import schedules
 from pipeloom.ir.costs import equal_costs
-from pipeloom.schedules import Shape
-from pipeloom.schedules.list_scheduler import ScheduledRecipe, fastest
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedules.list_scheduler.choose_recipe import fastest
+from pipeloom.schedules.list_scheduler.problem import ScheduledRecipe
 
 
 def shape(
@@ -17,7 +18,7 @@ def shape(
     times: tuple[float, float, float] = (1.0, 1.0, 1.0),
     transfer_s: float = 0.0,
 ) -> Shape:
-    stages, placement = schedules.default_placement(name, ranks, chunks)
+    stages, placement = registry.default_placement(name, ranks, chunks)
     f, i, w = times
     costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
     options = dict(o.split("=") for o in filter(None, name.partition(":")[2].split(",")))
@@ -32,6 +33,6 @@ def shape(
 
 
 def made_for(name: str, s: Shape) -> ScheduledRecipe:
-    recipe = schedules.entry(name).recipe
+    recipe = registry.entry(name).recipe
     assert recipe is not None
     return fastest(s, recipe)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 from torch.nn import functional
 
-from pipeloom import Job, Options, Pipeline, schedules
+from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
-from pipeloom.lowering import lower
-from pipeloom.runtime.launch import connect
-from pipeloom.schedules.formats import program_text, read_schedule, write_schedule
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.launch.connect import connect
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats.csv import program_text, read_schedule, write_schedule
 
 BLOCKS, WIDTH, CLASSES = 8, 6, 5
 
@@ -69,8 +70,8 @@ def ours_in_torch(names: list[str], microbatches: int, folder: Path) -> None:
     expected = plain(job(), [data], microbatches)
     found = {}
     for name in names:
-        stages, placement = schedules.default_placement(name, ranks)
-        made = schedules.build(name, stages, placement, microbatches)
+        stages, placement = registry.default_placement(name, ranks)
+        made = registry.build(name, stages, placement, microbatches)
         file = folder / f"{name}.csv"
         for form in ("compute_only", "compute_comms"):
             if rank == 0 and form == "compute_only":

@@ -9,16 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeloom.runtime import Gradients
-from pipeloom.tracer.stage import (
-    add_gradient,
-    add_in_place,
-    add_product,
-    add_products,
-    compile_graph,
-    predict_memory,
-    run_measured,
-)
+from pipeloom.runtime.weights import Gradients
+from pipeloom.tracer.stage.accumulate import add_gradient, add_in_place, add_product, add_products
+from pipeloom.tracer.stage.compile_graph import compile_graph, predict_memory, run_measured
 
 aten = torch.ops.aten
 SHAPE = (8, 16)

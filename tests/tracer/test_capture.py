@@ -17,7 +17,7 @@ from pipeloom.ir.errors import CaptureError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.stages import cut
-from pipeloom.tracer import capture
+from pipeloom.tracer.capture import capture
 
 HERE = Path(__file__).parent
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")

@@ -13,15 +13,15 @@ from runs import capture_of
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir import json_codec
 from pipeloom.ir.errors import CaptureError, CutError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.stages import cut
-from pipeloom.planner import make_plan
-from pipeloom.profiler import roofline
-from pipeloom.tracer import capture
-from pipeloom.tracer.fallback import TrialParameters
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.profiler.roofline import roofline
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.fallback.trial import TrialParameters
 
 
 def picture(graph: OpGraph) -> str:

@@ -18,9 +18,11 @@ from pipeloom import Job
 from pipeloom.ir.errors import CaptureError, CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
-from pipeloom.tracer import capture
-from pipeloom.tracer.fallback import ForwardPath, ModuleFunctions, encode_path
-from pipeloom.tracer.stage import Sink, activation_bytes, stage_functions
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.fallback.forward_path import ForwardPath, encode_path
+from pipeloom.tracer.fallback.module_functions import ModuleFunctions
+from pipeloom.tracer.stage.functions import Sink, activation_bytes
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 class Sums(dict[str, Tensor], Sink):

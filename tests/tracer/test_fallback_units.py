@@ -8,7 +8,7 @@ import zoo
 from torch import nn
 
 from pipeloom.ir.errors import CutError
-from pipeloom.tracer.fallback import derive_units, listed_units
+from pipeloom.tracer.fallback.units import derive_units, listed_units
 
 
 def small() -> nn.Module:

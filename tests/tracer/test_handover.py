@@ -12,19 +12,15 @@ from runs import even_plan, threads
 from torch import nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api import HandedModel, hand_over_model, take_over_early, take_over_model
+from pipeloom.api.handed_model import HandedModel, hand_over_model, take_over_early, take_over_model
 from pipeloom.ir.errors import CaptureError
-from pipeloom.runtime import LocalChannel
-from pipeloom.tracer import (
-    Captured,
-    capture,
-    capture_evaluation,
-    hand_over,
-    hand_over_evaluation,
-    take_over,
-    take_over_evaluation,
-)
-from pipeloom.tracer.stage import stage_functions, trace
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.export.evaluation import capture_evaluation
+from pipeloom.tracer.handover import hand_over, hand_over_evaluation, take_over, take_over_evaluation
+from pipeloom.tracer.stage import trace
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 class Attributes(nn.Module):
@@ -125,7 +121,7 @@ def test_what_a_rank_takes_over_early_is_neither_taken_over_nor_traced_again(
     for rank in range(2):
         take_over_early(early[0], job, plan, rank=rank)
         with monkeypatch.context() as taken:
-            taken.setattr("pipeloom.tracer.take_over", refuse_to_export)
+            taken.setattr("pipeloom.tracer.handover.take_over", refuse_to_export)
             found = take_over_model(given, job)
         assert found is not None and found.evaluation is not None
         assert (found.graph, found.evaluation.graph) == (expected.graph, expected.evaluation.graph)

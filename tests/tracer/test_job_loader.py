@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.tracer import load_job
+from pipeloom.tracer.job_loader import load_job
 
 GOOD = """
 from pipeloom import Job

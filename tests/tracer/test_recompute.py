@@ -14,8 +14,9 @@ from pipeloom import Job
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import cut
-from pipeloom.tracer import Captured
-from pipeloom.tracer.stage import Sink, Tensors, activation_bytes, stage_functions, stage_residuals
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.stage.functions import Sink, Tensors, activation_bytes
+from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 Policy = dict[str, Treatment]
 

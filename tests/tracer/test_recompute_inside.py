@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from pipeloom import Job
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph, cut
-from pipeloom.tracer import Captured
-from pipeloom.tracer.stage import Sink, StageFunctions, stage_functions, stage_residuals
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.stage.functions import Sink, StageFunctions
+from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 
 class Nowhere(Sink):

@@ -11,9 +11,9 @@ from runs import capture_of, even
 from pipeloom.ir.memory_policy import residual_names
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import Stage, cut
-from pipeloom.profiler import measure
-from pipeloom.tracer import Captured
-from pipeloom.tracer.stage import stage_functions
+from pipeloom.profiler.measure_ops import measure
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.stage.trace import stage_functions
 
 Sizes = dict[str, int]
 

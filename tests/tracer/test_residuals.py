@@ -10,8 +10,9 @@ from runs import capture_of, even
 
 from pipeloom import Job
 from pipeloom.ir.stages import cut
-from pipeloom.tracer import scalar_loss
-from pipeloom.tracer.stage import activation_bytes, stage_functions
+from pipeloom.tracer.job_calls import scalar_loss
+from pipeloom.tracer.stage.functions import activation_bytes
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 def eager(job: Job, batch: zoo.Batch) -> Counter[int]:

@@ -14,7 +14,7 @@ from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
 
 from pipeloom.ir.errors import CutError
-from pipeloom.tracer import capture
+from pipeloom.tracer.capture import capture
 
 
 class Objects(Stack):

@@ -9,17 +9,10 @@ import pytest
 import torch
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.runtime.checkpoint import TrainState, checkpoint
-from pipeloom.train import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    Workload,
-    gpt_workload,
-    rate_scheduler,
-)
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from pipeloom.train.workload import Workload, gpt_workload, rate_scheduler
 
 
 class PlainPipeline:

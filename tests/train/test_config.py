@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    PipelineConfig,
-    known_keys,
-    read_config,
-    write_config,
-)
+from pipeloom.train.config import Config, DataConfig, ModelConfig, PipelineConfig
+from pipeloom.train.config_text import known_keys, read_config, write_config
 
 
 def written(tmp_path: Path, text: str) -> Path:

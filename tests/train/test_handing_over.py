@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeloom.train import (
-    BenchSettings,
-    Config,
-    TrainRequest,
-    benchmark,
-    run,
-    run_bench,
-    write_config,
-)
+from pipeloom.train import benchmark
+from pipeloom.train.benchmark import BenchSettings, run_bench
+from pipeloom.train.config import Config
+from pipeloom.train.config_text import write_config
+from pipeloom.train.run import TrainRequest, run
 
 
 def refuse_to_export(*_: object, **__: object) -> None:

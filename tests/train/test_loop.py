@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from pipeloom.ir.errors import CheckpointError, PipeloomError
-from pipeloom.train import Config, Metrics, TrainOutcome, train
+from pipeloom.train.config import Config
+from pipeloom.train.loop import TrainOutcome, train
+from pipeloom.train.run_directory import Metrics
 
 
 def console(terminal: bool = False) -> Console:

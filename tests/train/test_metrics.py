@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train import Metrics
+from pipeloom.train.run_directory import Metrics
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:

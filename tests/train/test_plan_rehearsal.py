@@ -15,12 +15,13 @@ from compiled import KnownRatios
 from tests.support import zoo
 
 from pipeloom import plan as plan_job
-from pipeloom.api import make_request, plan_size
+from pipeloom.api.passes import make_request, plan_size
 from pipeloom.cli import main
 from pipeloom.commands.plan_step import PlannedStep
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.units import parse_bytes
-from pipeloom.train import LONG_STEP_S, rehearse_plan, why_not_rehearsed
+from pipeloom.train.loop import LONG_STEP_S
+from pipeloom.train.plan_rehearsal import rehearse_plan, why_not_rehearsed
 
 rehearsals = sys.modules[rehearse_plan.__module__]
 
@@ -49,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rehearsed_job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("pipeloom.train.start_ranks", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipeloom.train.early_ranks.start_ranks", lambda *_, **__: nullcontext())
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
     monkeypatch.delenv("RANK", raising=False)
     return tmp_path
@@ -80,7 +81,7 @@ def test_a_plan_for_this_machine_is_rehearsed(folder: Path, monkeypatch: pytest.
 def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeloom.profiler.measure_piece", KnownRatios())
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", KnownRatios())
     seen: list[bool] = []
 
     def rank(ranks_do: Any, ranks: int, *, args: tuple[Any, ...]) -> int:
@@ -100,7 +101,9 @@ def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
 def test_a_plan_says_why_it_is_not_rehearsed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    monkeypatch.setattr("pipeloom.train.rehearse_plan", lambda *_, **__: pytest.fail("it was rehearsed"))
+    monkeypatch.setattr(
+        "pipeloom.train.plan_rehearsal.rehearse_plan", lambda *_, **__: pytest.fail("it was rehearsed")
+    )
     figures = json.loads(plan("--json", *words))
     assert figures["predicted_by"] == ("roofline" if "--cluster" in words else "profile")
     assert figures["predicted_step_s"] == figures["profiled_step_s"]

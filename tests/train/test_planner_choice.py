@@ -11,7 +11,10 @@ from compiled import KnownRatios
 
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import load_plan
-from pipeloom.train import Config, PipelineConfig, TrainRequest, follow_plan, prepare_run, write_config
+from pipeloom.train.config import Config, PipelineConfig
+from pipeloom.train.config_text import write_config
+from pipeloom.train.follow_plan import follow_plan
+from pipeloom.train.run import TrainRequest, prepare_run
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def test_an_unknown_planner_is_refused_before_any_work(
 def test_a_run_that_compiles_is_planned_with_compiled_times(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeloom.profiler.measure_piece", KnownRatios())
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", KnownRatios())
     for compile in ("true", "false"):
         out = tmp_path / compile
         prepare_run(TrainRequest(file=file, out=out, overrides=(f"pipeline.compile={compile}",)))

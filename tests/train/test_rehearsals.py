@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.train import (
+from pipeloom.train.rehearsals import (
     AFTER,
     BEFORE,
     RehearsalComparison,

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from runs import even_plan
 
-from pipeloom.train import Config, PlannedRun, TrainRequest, Workload, prepare_run, run, write_config
+from pipeloom.train.config import Config
+from pipeloom.train.config_text import write_config
+from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run, run
+from pipeloom.train.workload import Workload
 
 MODULE = sys.modules[run.__module__]
 REPORT = ("summary.json", "report.html", "trace.json")

@@ -8,7 +8,9 @@ import pytest
 
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
-from pipeloom.train import Config, TrainRequest, prepare_run, write_config
+from pipeloom.train.config import Config
+from pipeloom.train.config_text import write_config
+from pipeloom.train.run import TrainRequest, prepare_run
 
 
 class PlannedAnew(PipeloomError):

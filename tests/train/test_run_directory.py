@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train import STARTED, DirectorySnapshot, find_run, new_run
+from pipeloom.train.run_directory import STARTED, DirectorySnapshot, find_run, new_run
 
 
 @pytest.fixture(autouse=True)

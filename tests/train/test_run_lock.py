@@ -12,17 +12,11 @@ import pytest
 from runs import even_plan
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train import (
-    LOCK,
-    Config,
-    PlannedRun,
-    RunLock,
-    TrainRequest,
-    Workload,
-    prepare_run,
-    run,
-    write_config,
-)
+from pipeloom.train.config import Config
+from pipeloom.train.config_text import write_config
+from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run, run
+from pipeloom.train.run_lock import LOCK, RunLock
+from pipeloom.train.workload import Workload
 
 MODULE = sys.modules[run.__module__]
 ME = f"process {os.getpid()} on {socket.gethostname()}"

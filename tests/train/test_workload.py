@@ -9,17 +9,10 @@ import torch
 from torch import nn
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.tracer import Job
-from pipeloom.train import (
-    GPT,
-    Config,
-    DataConfig,
-    ModelConfig,
-    default_job,
-    derive_seed,
-    gpt_workload,
-    job_workload,
-)
+from pipeloom.tracer.job import Job
+from pipeloom.train.config import Config, DataConfig, ModelConfig
+from pipeloom.train.model import GPT
+from pipeloom.train.workload import default_job, derive_seed, gpt_workload, job_workload
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 

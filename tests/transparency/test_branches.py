@@ -12,14 +12,18 @@ import torch
 from delayed import delayed, trained
 
 from pipeloom import Job, verify
-from pipeloom.api import estimate
-from pipeloom.clusters import find_cluster
+from pipeloom.api.profiles import estimate
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.planner import PlanCosts, PlanOptions, make_plan, with_searched_order
-from pipeloom.schedules import build, build_steady
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.search_order import with_searched_order
+from pipeloom.schedules.registry import build
+from pipeloom.schedules.steady import build_steady
 
 MICROBATCHES = 4
 TOLERANCE = 1e-12

@@ -15,14 +15,15 @@ from runs import Numbers, capture_of, even, pipelined, plan_for, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api import verify
+from pipeloom.api.verify import verify
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload import FileCopy, FileTier
-from pipeloom.runtime.transports import LocalChannel
-from pipeloom.tracer.stage import Tensors, stage_residuals
+from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.tracer.stage.functions import Tensors
+from pipeloom.tracer.stage.trace import stage_residuals
 
 WIDTH, ROWS = 6, 2
 LAYERS = (

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, Phase, event, given, settings, strategies as
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline, Plan, plan
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import Treatment
-from pipeloom.planner import PLANNERS
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 WIDTH, ROWS, MICROBATCHES = 16, 64, 6
 KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads", "halves", "dropout")

@@ -8,7 +8,7 @@ from runs import assert_same, pipelined, plain, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.api import capture
+from pipeloom.api.captures import capture
 from pipeloom.ir.graph import OpGraph
 
 WIDTH, ROWS = 6, 2

@@ -7,13 +7,14 @@ import zoo
 from every_schedule import LACKING, SYNCHRONOUS, gpt_job, plan_of
 from runs import Numbers, assert_same, pipelined, plain
 
-from pipeloom import Job, Pipeline, schedules, verify
+from pipeloom import Job, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan
+from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12
 """In float64: what remains is the order of additions."""
-BOTH_WAYS = [name for name in SYNCHRONOUS if schedules.entry(name).place == "both ways"]
+BOTH_WAYS = [name for name in SYNCHRONOUS if registry.entry(name).place == "both ways"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_what_the_runtime_lacks_is_said_before_anything_starts(gpt: Job, name: s
         schedule_rows=("", ""),
         microbatches=4,
     )
-    reason = f"schedule {name} cannot be run: it needs {schedules.entry(name).lacks}, which the runtime"
+    reason = f"schedule {name} cannot be run: it needs {registry.entry(name).lacks}, which the runtime"
     with pytest.raises(ScheduleError, match=reason):
         Pipeline(unmade, plan)
     with pytest.raises(ScheduleError, match=reason):

@@ -7,7 +7,7 @@ import pytest
 from every_schedule import SYNCHRONOUS
 from schedule_ranks import compare_each, resume_elsewhere
 
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
 
 pytestmark = pytest.mark.slow
 

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from torch_pipelining import ours_in_torch, torchs_in_ours
 
-from pipeloom import schedules
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
+from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12
 ONE_WAY = [
     name
-    for name in schedules.names()
+    for name in registry.names()
     if name != "forward_only"
-    and not schedules.entry(name).lacks
-    and schedules.entry(name).place != "both ways"
+    and not registry.entry(name).lacks
+    and registry.entry(name).place != "both ways"
     and name not in ("po_h", "po_f")  # torch knows no copies to the host
 ]
 THEIRS = [

@@ -17,20 +17,21 @@ from hypothesis import Phase, given, settings, strategies as st
 from runs import assert_same, capture_of, even, graph_of, pipelined, plain, plan_for, threads
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline, schedules
-from pipeloom.api import CapturedModel, PlanRequest
-from pipeloom.clusters import cpu_cluster
+from pipeloom import Job, Options, Pipeline
+from pipeloom.api.plan_request import CapturedModel, PlanRequest
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import COPYING, OFFLOAD
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.planner import PlanOptions
-from pipeloom.profiler import roofline
-from pipeloom.runtime.launch import launch
-from pipeloom.runtime.offload import FileTier
-from pipeloom.runtime.transports import LocalChannel
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.planner.request import PlanOptions
+from pipeloom.profiler.roofline import roofline
+from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.schedules import registry
+from pipeloom.tracer.stage.trace import stage_residuals
 
 WIDTH, ROWS, DEPTH = 8, 64, 12
 CAP_SHARE = 0.7
@@ -59,7 +60,7 @@ JOB = Job(model=lambda: Deep().double(), batch=batch, optimizer=zoo.sgd, name="d
 
 def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
     """All residuals of every stage leave where the schedule says so."""
-    _, placement = schedules.default_placement(name, ranks, chunks)
+    _, placement = registry.default_placement(name, ranks, chunks)
     captured = capture_of(JOB, ROWS)
     plan = plan_for(
         captured,

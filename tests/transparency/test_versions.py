@@ -15,10 +15,10 @@ import torch
 from delayed import OPTIMIZERS, STEPS, Trained, assert_equal, delayed, job_of, steady_plan, trained
 
 from pipeloom import Pipeline, plan
-from pipeloom.clusters import cpu_cluster
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import PipeloomError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 QUICK = ((2, 1, "momentum"), (3, 2, "adamw"), (3, 3, "sgd"), (4, 12, "adamw"))
 DEPTHS = ((2, 1), (2, 2), (3, 2), (3, 3), (4, 12))

@@ -11,8 +11,8 @@ import torch
 from delayed import STEPS, assert_equal, delayed, job_of, stashed, steady_plan, trained
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeloom.checks import versions
-from pipeloom.runtime import Weights
+from pipeloom.checks.weight_versions import versions
+from pipeloom.runtime.weights import Weights
 
 
 @pytest.mark.sampled(2)

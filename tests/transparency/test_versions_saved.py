@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from version_ranks import RANKS, SHAPES, Script, Segment, ends_at, walk
 
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
 
 EACH_ONCE: Script = tuple(
     Segment(shape, steps, frozenset({steps.start}), spoils=True)

@@ -20,10 +20,11 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import chain
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.lowering import lower
-from pipeloom.runtime import StepContext
-from pipeloom.schedules import build_steady, in_flight
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.step_state import StepContext
+from pipeloom.schedules.registry import in_flight
+from pipeloom.schedules.steady import build_steady
+from pipeloom.simulator.simulate import simulate
 
 TABLE = (
     "F1/0@0 F2/0@1 F3/0@2 F4/0@3 B1/0@10 F5/0@12 B2/0@13 F6/0@15 B3/0@16 F7/0@18 B4/0@19 F8/0@21 B5/0@22 "

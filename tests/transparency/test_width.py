@@ -15,8 +15,10 @@ from torch import Tensor
 from pipeloom import Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
-from pipeloom.runtime import LocalChannel, PendingSum, PendingTransfer, PostedChannel, SumGroup
-from pipeloom.runtime.transports import LocalTransport
+from pipeloom.runtime.posted import PendingSum
+from pipeloom.runtime.posted_channel import PostedChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
+from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
 
 TOLERANCE = 1e-12
 ONE_WAY = [

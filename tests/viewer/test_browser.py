@@ -8,7 +8,9 @@ import pytest
 from pipeloom.ir.explanation import Explanation, Idle, PathStep
 from pipeloom.ir.flow import dag
 from pipeloom.ir.timeline import Timeline
-from pipeloom.viewer import StageRow, stage_edges, write_report
+from pipeloom.viewer.html import write_report
+from pipeloom.viewer.report_facts import StageRow
+from pipeloom.viewer.stage_graph import stage_edges
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

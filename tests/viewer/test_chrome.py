@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.ir.timeline import Timeline
-from pipeloom.viewer import chrome_trace, write_trace
+from pipeloom.viewer.chrome import chrome_trace, write_trace
 
 
 def of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.ir.timeline import MemoryCurve, Timeline
-from pipeloom.viewer import (
+from pipeloom.viewer.report_facts import (
     Comparison,
     StageRow,
     facts,

@@ -11,15 +11,11 @@ import pytest
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.explanation import Explanation, Idle
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
-from pipeloom.viewer import (
-    Comparison,
-    SizeUnit,
-    StageRow,
-    legend,
-    memory_figure,
-    timelines_figure,
-    write_report,
-)
+from pipeloom.viewer.blocks import legend, timelines_figure
+from pipeloom.viewer.curves import memory_figure
+from pipeloom.viewer.html import write_report
+from pipeloom.viewer.report_facts import Comparison, StageRow
+from pipeloom.viewer.units import SizeUnit
 
 MiB = 1024**2
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeloom.ir.action import KINDS, ActionKind, Kind, register_kind
-from pipeloom.viewer import COLOURS, OTHER, colour, group_name, label
+from pipeloom.viewer.labels import COLOURS, OTHER, colour, group_name, label
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.viewer import PAIR, chrome_trace, gantt, timelines_figure, write_report
+from pipeloom.viewer.blocks import PAIR, timelines_figure
+from pipeloom.viewer.chrome import chrome_trace
+from pipeloom.viewer.html import write_report
+from pipeloom.viewer.terminal import gantt
 
 
 def step(*at: tuple[int, str, float, float], pairs: tuple[tuple[str, str], ...]) -> Timeline:

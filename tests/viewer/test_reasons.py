@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.explanation import REASONS, Explanation, Idle, PathStep
-from pipeloom.viewer import fold, merged, sentence, sources
+from pipeloom.viewer.path import fold
+from pipeloom.viewer.reasons import merged, sentence, sources
 
 
 def idle(reason: str, start_s: float = 0.0, end_s: float = 1.0, **more: object) -> Idle:

@@ -3,15 +3,8 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.viewer import (
-    Comparison,
-    StageRow,
-    gantt,
-    memory_table,
-    print_report,
-    stage_table,
-    summary_table,
-)
+from pipeloom.viewer.report_facts import Comparison, StageRow
+from pipeloom.viewer.terminal import gantt, memory_table, print_report, stage_table, summary_table
 
 ROWS = [
     StageRow(stage=0, rank=0, ops=12, parameters=1_250_000, contents="blocks.0 .. blocks.3"),

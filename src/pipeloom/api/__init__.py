@@ -1,5 +1,1 @@
 """Where passes are joined: every public function, and Pipeline. Nothing is imported before it is used."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

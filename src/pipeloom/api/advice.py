@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 
-from .. import schedules
 from ..ir.cluster import MOST_BYTES, Cluster, Device
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.units import enough_bytes, parse_bytes
-from ..planner import NoCutFits, ProfiledModel, planner
+from ..planner.infeasible import NoCutFits
+from ..planner.microbatch_sizes import ProfiledModel
+from ..planner.registry import planner
+from ..schedules import registry
 from .plan_request import PlanRequest
 
 MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
@@ -216,7 +218,7 @@ def _as_many(request: PlanRequest, stages: int) -> tuple[Device, ...]:
 def _stages_sentence(request: PlanRequest, stages: int) -> str:
     """The advice to use more stages, in ranks where the schedule puts several on each. Processes of this
     machine are there; other devices may have to be found."""
-    line = schedules.entry(request.schedule).place == "line"
+    line = registry.entry(request.schedule).place == "line"
     flag = f" (--stages {stages})" if request.local or not line else ""
     devices = stages * request.width
     there = request.local or devices <= len(request.cluster.devices)

@@ -11,7 +11,7 @@ from math import inf
 
 from ..ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
-from ..planner import ProfiledModel, interpolate_sample
+from ..planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .advice import plan_with_advice
 from .largest_batch import CapturableSizes, ModelAt, sizes_of
 from .plan_request import PlanRequest

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ..ir.errors import BatchError, PeerError, PipeloomError
-from ..runtime import Watch, Worker, out_of_memory_told
+from ..runtime.failure.watch import Watch
+from ..runtime.out_of_memory import out_of_memory_told
+from ..runtime.worker import Worker
 from .steady_run import SteadyRun
 
 

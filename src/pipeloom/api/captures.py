@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..ir.graph import OpGraph
-from ..tracer import Job
+from ..tracer.job import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from ..tracer import Captured
-
-__all__ = ["capture", "with_updates"]
+    from ..tracer.captured import Captured
 
 
 def capture(
@@ -46,7 +44,7 @@ def capture(
     >>> [op.name for op in graph.ops][:3], [f"{p.name} {p.shape}" for p in graph.parameters][:2]
     (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
     """
-    from ..tracer import capture as trace
+    from ..tracer.capture import capture as trace
     from .options import require_autocast
 
     require_autocast(autocast)
@@ -61,7 +59,7 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
     parameters at once.
     Raises: PlanError if the optimizer cannot train the model.
     """
-    from ..runtime import stand_ins, update_bytes
+    from ..runtime.optimizer_bytes import stand_ins, update_bytes
 
     kind = "cpu" if all(name.startswith("cpu") for name in devices) else "cuda"
     return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))

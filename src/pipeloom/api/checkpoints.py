@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..runtime import export_safetensors, newest, read_index, verify_sizes
-
-__all__ = ["checkpoint_step", "export_safetensors"]
+from ..runtime.checkpoint.files import newest, read_index, verify_sizes
 
 
 def checkpoint_step(directory: Path) -> int:

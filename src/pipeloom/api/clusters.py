@@ -7,30 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..clusters import BuiltIn, Figure, built_in_devices, cpu_cluster, find_cluster, save_cluster
 from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
-from ..planner import pair_low_with_high
-from ..profiler import Measurement, connected_components, summarise_runs, usable_cores
+from ..profiler.cores import usable_cores
+from ..profiler.measurement import Measurement, connected_components, summarise_runs
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "BuiltIn",
-    "Detected",
-    "Figure",
-    "below_switches",
-    "built_in_devices",
-    "cpu_cluster",
-    "detect",
-    "disk_speed",
-    "find_cluster",
-    "pair_low_with_high",
-    "grouped",
-    "save_cluster",
-    "with_files",
-]
 
 ALIKE = 1.5
 """Pairs of devices whose links differ by less than this factor count as joined alike."""
@@ -71,8 +55,9 @@ def detect(
 def _processes(count: int, directory: Path | None, progress: Callable[[str], None]) -> Detected:
     import torch
 
-    from ..profiler import detect_device
-    from ..runtime import keep_freed_memory, local_links
+    from ..profiler.detect import detect_device
+    from ..runtime.allocator import keep_freed_memory
+    from ..runtime.calibration.link import local_links
 
     progress("messages between two processes")
     links = local_links()
@@ -95,7 +80,7 @@ def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measure
     directory: made if it is not there.
     Raises: ConfigError if it takes no file.
     """
-    from ..profiler import file_tier, free_disk
+    from ..profiler.host_copies import file_tier, free_disk
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -137,7 +122,7 @@ def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
 def _gpus(count: int | None, directory: Path | None, progress: Callable[[str], None]) -> Detected:
     import torch
 
-    from ..profiler import gpu_links, shared_uplinks
+    from ..profiler.host_copies import gpu_links, shared_uplinks
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < (count or 1):
@@ -175,7 +160,8 @@ def _distinct(
     """Each kind of GPU measured once; what each has free, and its share of the host's memory, by itself."""
     import torch
 
-    from ..profiler import detect_device, free_memory, pinned_copies
+    from ..profiler.detect import detect_device, free_memory
+    from ..profiler.host_copies import pinned_copies
 
     kinds: dict[str, Device] = {}
     rows: list[Measurement] = []

@@ -16,8 +16,12 @@ from ..ir.errors import PeerError, VerifyError
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
 from ..ir.weight_policy import FLUSH
-from ..runtime import LocalChannel, local_channels, loss_shares, split_batch
-from ..tracer import Captured, DrawRecorder, Job, OtherDraws
+from ..runtime.batches import split_batch
+from ..runtime.loss_scaling import loss_shares
+from ..runtime.transports.local_channel import LocalChannel, local_channels
+from ..tracer.captured import Captured
+from ..tracer.draws import DrawRecorder, OtherDraws
+from ..tracer.job import Job
 from .options import Options
 from .plain_step import copies, plain_step, rounding
 from .runnable import require_runnable_plan, require_training

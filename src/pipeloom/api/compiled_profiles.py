@@ -21,13 +21,14 @@ from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph, cut
-from ..planner import Readers, borders, layer_names, layers
+from ..planner.search.layer_groups import borders, layer_names, layers
+from ..planner.stage_cost.readers import Readers
 from .kept import age_s, cache_folder, forget_old, keep
 from .kept_profiles import may_keep, times_key
 
 if TYPE_CHECKING:
-    from ..profiler import CompiledRatio
-    from ..tracer import Captured
+    from ..profiler.compiled_pieces import CompiledRatio
+    from ..tracer.captured import Captured
 
 MOST_OPS = 200
 """Ops of a piece; a longer one is taken apart further, since the time to compile it grows with them."""
@@ -60,7 +61,7 @@ def compiled_profile(captured: Captured, eager: Profile, *, device: str = "cpu")
         told = "not measured, as this model is cut between its modules; eager ones stand for them"
         _log.warning("times of %s stay %s", captured.graph.name, told)
         return replace(eager, compiled=told)
-    from ..profiler import compiled_costs
+    from ..profiler.compiled_pieces import compiled_costs
 
     pieces = pieces_of(captured.graph)
     ratios = _ratios(captured, eager, pieces, device)
@@ -92,7 +93,7 @@ def pieces_of(graph: OpGraph) -> StageGraph:
 def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
     """Those of the last day on this machine's CPU, and the others measured now. What could not be
     compiled, or not in time, is tried the next time."""
-    from ..profiler import piece_signatures
+    from ..profiler.compiled_pieces import piece_signatures
 
     path: Path | None = None
     known: dict[Hashable, CompiledRatio] = {}
@@ -125,7 +126,8 @@ def _measured(
     """known: by signature, from earlier today.  kept: whether these will be, for a day."""
     import torch
 
-    from ..profiler import Timer, measure_piece, measure_ratios, piece_signatures
+    from ..profiler.compiled_pieces import measure_piece, measure_ratios, piece_signatures
+    from ..profiler.measure_op import Timer
 
     distinct = len(set(piece_signatures(captured, pieces)) - known.keys())
     _log.warning(
@@ -177,7 +179,7 @@ def _told(eager: Profile, costs: Profile, pieces: StageGraph, ratios: list[Compi
 
 def _read(path: Path, count: int) -> list[CompiledRatio | None]:
     """By piece; None where nothing is kept, or it is too old or damaged: then it is measured again."""
-    from ..profiler import CompiledRatio
+    from ..profiler.compiled_pieces import CompiledRatio
 
     nothing: list[CompiledRatio | None] = [None] * count
     if age_s(path) is None:
@@ -188,6 +190,3 @@ def _read(path: Path, count: int) -> list[CompiledRatio | None]:
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return nothing
     return ratios if len(ratios) == count else nothing
-
-
-__all__ = ["compiled_profile", "pieces_of"]

@@ -22,6 +22,3 @@ def usable_device(name: str) -> torch.device:
             hint='use "cuda" or "cpu"' if count else 'use "cpu"',
         )
     return device
-
-
-__all__ = ["usable_device"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import schedules
 from ..ir.errors import ScheduleError
 from ..ir.flow import dag, flow_of
 from ..ir.stages import StageGraph
+from ..schedules import registry
 
 Edges = tuple[tuple[int, int], ...]
 """(from stage, to stage) of each message."""
@@ -41,7 +41,7 @@ def placed(name: str, edges: Edges) -> tuple[StageGraph, tuple[int, ...]]:
 
     Raises: ScheduleError if the schedule has several stages on a rank, or brings its own stages.
     """
-    place = schedules.entry(name).place
+    place = registry.entry(name).place
     if place == "table":
         raise ScheduleError(
             f"{name} has stages of its own, --edges gives it others",

@@ -25,8 +25,11 @@ from ..ir.graph import OpGraph, storages
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
-from ..profiler import torch_threads, usable_cores
-from ..tracer import Captured, Job, is_user_file
+from ..profiler.cores import usable_cores
+from ..profiler.measure_op import torch_threads
+from ..tracer.captured import Captured
+from ..tracer.job import Job
+from ..tracer.user_code import is_user_file
 from .comparison import MakePipeline, Verification, compare
 from .kept import cache_folder, keep
 from .options import Options
@@ -236,6 +239,3 @@ def _digest(name: str) -> str:
     if not is_user_file(name) or not Path(name).is_file():
         return name
     return hashlib.sha256(Path(name).read_bytes()).hexdigest()
-
-
-__all__ = ["compare_first", "require_equal_once"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..clusters import cpu_cluster
+from ..clusters.names import cpu_cluster
 from ..ir.action import StageAction
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
@@ -20,24 +20,18 @@ from ..ir.schedule import Program
 from ..ir.tied_gradients import names_for_owners
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
-from ..runtime import (
-    SMALL_BYTES,
-    ActionTimes,
-    Clock,
-    PostedChannel,
-    Rehearsal,
-    Tier,
-    Variant,
-    Watch,
-    Weights,
-    measure_link,
-    stage_memory,
-    table,
-    time_clipping,
-    time_optimizer,
-    with_times,
-)
-from ..simulator import all_gather_s, simulate
+from ..runtime.calibration.calibrate import stage_memory, time_clipping, time_optimizer
+from ..runtime.calibration.link import measure_link
+from ..runtime.calibration.rehearsal import ActionTimes, Rehearsal, with_times
+from ..runtime.failure.watch import Watch
+from ..runtime.ledger import table
+from ..runtime.offload.tier import Tier
+from ..runtime.posted_channel import SMALL_BYTES, PostedChannel
+from ..runtime.recorder import Clock
+from ..runtime.step_state import Variant
+from ..runtime.weights import Weights
+from ..simulator.all_reduce import all_gather_s
+from ..simulator.simulate import simulate
 
 ENOUGH_S = 1.0
 """A forecast is made from at least as many walks as fit into this time, ..."""

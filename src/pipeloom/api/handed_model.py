@@ -12,9 +12,8 @@ from ..ir.plan import Plan
 if TYPE_CHECKING:
     from torch import dtype
 
-    from ..tracer import Captured, Job
-
-__all__ = ["HandedModel", "hand_over_model", "take_over_early", "take_over_model"]
+    from ..tracer.captured import Captured
+    from ..tracer.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,10 @@ def hand_over_model(
     Returns: None where each rank has to capture it: a model that is cut between its modules.
     Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
     """
-    from ..tracer import capture, capture_evaluation, hand_over, hand_over_evaluation, sample_batch
+    from ..tracer.capture import capture
+    from ..tracer.export.evaluation import capture_evaluation
+    from ..tracer.handover import hand_over, hand_over_evaluation
+    from ..tracer.job_calls import sample_batch
 
     if captured is None:
         captured = capture(job, plan.microbatch_size, autocast=autocast)
@@ -73,7 +75,7 @@ def take_over_early(data: HandedModel, job: Job, plan: Plan, *, rank: int, compi
 
     Raises: CaptureError as `take_over_model`, which then raises it again.
     """
-    from ..tracer import take_over
+    from ..tracer.handover import take_over
     from .rank_stages import make_variant
 
     captured = take_over(data.training, job)
@@ -92,7 +94,7 @@ def take_over_early(data: HandedModel, job: Job, plan: Plan, *, rank: int, compi
 
 def take_over_model(data: HandedModel | None, job: Job) -> Captured | None:
     """What `hand_over_model` gave, in a rank. Raises: CaptureError if its job makes another model."""
-    from ..tracer import take_over, take_over_evaluation
+    from ..tracer.handover import take_over, take_over_evaluation
 
     if data is None:
         return None

@@ -16,7 +16,7 @@ from ..ir.profile import Profile, batch_text
 from .kept import age_s, cache_folder, forget_old, keep, machine_name
 
 if TYPE_CHECKING:
-    from ..tracer import Captured
+    from ..tracer.captured import Captured
 
 VARIABLE = "PIPELOOM_KEEP_PROFILES"
 """Environment: 0 measures each time, and keeps nothing."""
@@ -60,7 +60,7 @@ def times_key(captured: Captured, *more: str) -> str:
     """What the times hold for. more: that they depend on, besides."""
     import torch
 
-    from ..profiler import op_signatures
+    from ..profiler.measure_ops import op_signatures
 
     set_there = sorted(item for item in os.environ.items() if item[0].startswith(SPEED_VARIABLES))
     parts = [
@@ -100,6 +100,3 @@ def _read(path: Path, captured: Captured) -> Profile | None:
             VARIABLE,
         )
     return known
-
-
-__all__ = ["kept_profile", "may_keep", "times_key"]

@@ -21,14 +21,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread, Timer
 
-from ..clusters import find_cluster
+from ..clusters.names import find_cluster
 from ..ir.errors import InfeasibleError
 from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.kernels import code_is_kept, compile_at_once
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
-from ..planner import PlanOptions, make_plan, planner
-from ..profiler import roofline, usable_cores
+from ..planner.make_plan import make_plan
+from ..planner.registry import planner
+from ..planner.request import PlanOptions
+from ..profiler.cores import usable_cores
+from ..profiler.roofline import roofline
 from .kept import cache_folder, keep
 
 AFTER_S = 3.0

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from ..ir.errors import CaptureError, ConfigError
 from ..ir.plan import Plan
-from ..planner import ProfiledModel, interpolate_sample, largest_size
+from ..planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from .advice import plan_with_advice
 from .plan_request import PlanRequest
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from .. import schedules
 from ..ir import json_codec
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError
@@ -14,6 +13,7 @@ from ..ir.graph import Value
 from ..ir.plan import Plan, load_plan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
+from ..schedules import registry
 from .edges import between, seconds_by_edge
 
 Seconds: TypeAlias = float | tuple[float, ...]
@@ -65,7 +65,7 @@ def load_work(path: Path, ranks: int) -> MicrobatchTimes:
 
 
 def _work_of_plan(plan: Plan) -> MicrobatchTimes:
-    in_flight = schedules.in_flight(plan.as_schedule)
+    in_flight = registry.in_flight(plan.as_schedule)
     residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, in_flight, strict=False)]
     return MicrobatchTimes(
         forward_s=tuple(s.forward_s for s in plan.stages),

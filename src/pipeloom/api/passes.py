@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from ..clusters import cpu_cluster, find_cluster
+from ..clusters.names import cpu_cluster, find_cluster
 from ..ir.cluster import MOST_DEVICES, Cluster
 from ..ir.errors import CaptureError, ConfigError, PlanError, shown
 from ..ir.memory_policy import Treatment
@@ -17,9 +17,12 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.units import parse_bytes
 from ..ir.weight_policy import WEIGHT_POLICIES
-from ..planner import PlanOptions, ProfiledModel, SearchWatch, planner, shared_rows
-from ..schedules import with_chunks
-from ..tracer import Job, load_job
+from ..planner.microbatch_sizes import ProfiledModel, shared_rows
+from ..planner.registry import planner
+from ..planner.request import PlanOptions
+from ..planner.search_watch import SearchWatch
+from ..schedules.chunks import with_chunks
+from ..tracer.job import Job
 from .advice import plan_with_advice
 from .best_batch import best_plan
 from .captures import capture, with_updates
@@ -31,28 +34,11 @@ from .largest_batch import largest_below, largest_plan
 from .plan_request import CapturedModel, PlanRequest
 from .profiles import estimate, profile
 from .rank_contention import beside_ranks
-from .simulation import simulate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..tracer import Captured
-
-__all__ = [
-    "Job",
-    "capture",
-    "captured_model",
-    "estimate",
-    "load_job",
-    "plan",
-    "plan_best",
-    "plan_largest",
-    "make_request",
-    "plan_size",
-    "profile",
-    "simulate",
-    "with_updates",
-]
+    from ..tracer.captured import Captured
 
 
 def plan(
@@ -289,7 +275,7 @@ class _NoBatch(CaptureError):
 def _model_if_batch(request: PlanRequest, job: Job, size: int) -> ProfiledModel:
     """The model at a size that the user may not have asked for. Raises: CaptureError also where the job has
     no batch of that size, whatever it says then."""
-    from ..tracer import sample_batch
+    from ..tracer.job_calls import sample_batch
 
     try:
         batch = sample_batch(job, 0, size)

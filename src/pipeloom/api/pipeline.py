@@ -18,14 +18,13 @@ from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
-from ..runtime import (
-    LocalChannel,
-    Microbatch,
-    agree_on_shapes,
-    read_loss,
-    signature_of,
-)
-from ..tracer import Captured, Job, attributes_kept
+from ..runtime.batches import agree_on_shapes, signature_of
+from ..runtime.loss_scaling import read_loss
+from ..runtime.step_state import Microbatch
+from ..runtime.transports.local_channel import LocalChannel
+from ..tracer.attributes import attributes_kept
+from ..tracer.captured import Captured
+from ..tracer.job import Job
 from .calls import Calls
 from .first_comparison import require_equal_once
 from .forecast import Rehearsals

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..ir.graph import OpGraph
-from ..runtime import TrainState, Watch, Weights
 from ..runtime.checkpoint import checkpoint
+from ..runtime.checkpoint.state import TrainState
+from ..runtime.failure.watch import Watch
+from ..runtime.weights import Weights
 from .ranks import JoinedRanks
 from .rate_schedulers import RateSchedulers
 

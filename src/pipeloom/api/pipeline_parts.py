@@ -10,21 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.errors import PlanError
 from ..ir.plan import Plan, load_plan
 from ..ir.units import format_bytes
-from ..lowering import lower
-from ..runtime import (
-    CudaClock,
-    HostClock,
-    Ledger,
-    LocalChannel,
-    Recorder,
-    Tier,
-    Worker,
-    give_back_freed_memory,
-    keep_freed_memory,
-    open_tier,
-    out_of_memory_told,
-)
-from ..tracer import Captured, Job, capture, sample_batch
+from ..lowering.passes import lower
+from ..runtime.allocator import give_back_freed_memory, keep_freed_memory
+from ..runtime.ledger import Ledger
+from ..runtime.offload.open_tier import open_tier
+from ..runtime.offload.tier import Tier
+from ..runtime.out_of_memory import out_of_memory_told
+from ..runtime.recorder import CudaClock, HostClock, Recorder
+from ..runtime.transports.local_channel import LocalChannel
+from ..runtime.worker import Worker
+from ..tracer.capture import capture
+from ..tracer.captured import Captured
+from ..tracer.job import Job
+from ..tracer.job_calls import sample_batch
 from .forecast import Forecast
 from .options import Options
 from .pipeline_checkpoint import PipelineCheckpoint

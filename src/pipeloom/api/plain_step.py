@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..tracer import DrawReplay, Job, scalar_loss
+from ..tracer.draws import DrawReplay
+from ..tracer.job import Job
+from ..tracer.job_calls import scalar_loss
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Differences by rounding alone, relative to a tensor's largest entry: sums in another order, several ops

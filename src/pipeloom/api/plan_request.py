@@ -6,52 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
 from ..ir.weight_policy import FLUSH
-from ..planner import (
-    FOUND_BY,
-    ORDER_OF,
-    PLANNERS,
-    Change,
-    PlanCosts,
-    PlanOptions,
-    ProfiledModel,
-    SearchWatch,
-    branch_figures,
-    divisors,
-    fastest_named,
-    first_way,
-    limits,
-    make_plan,
-    place,
-    plain_of,
-    plan_rows,
-    planner,
-    stages_for,
-    what_if,
-)
+from ..planner.ask_planners import FOUND_BY, fastest_named
+from ..planner.choose_schedule import plain_of
+from ..planner.make_plan import first_way, make_plan
+from ..planner.microbatch_sizes import ProfiledModel
+from ..planner.plan_costs import PlanCosts
+from ..planner.registry import planner
+from ..planner.request import PlanOptions
+from ..planner.search_order import ORDER_OF
+from ..planner.search_watch import SearchWatch
+from ..planner.shape_search import divisors
+from ..planner.what_if import Change, what_if
+from ..schedules import registry
 from .side_by_side import first_of_each, plan_side_by_side, refuse_sharding, refuse_width, share_of
 
 if TYPE_CHECKING:
-    from ..tracer import Captured
+    from ..tracer.captured import Captured
 
-__all__ = [
-    "PLANNERS",
-    "CapturedModel",
-    "Change",
-    "PlanCosts",
-    "PlanRequest",
-    "ProfiledModel",
-    "branch_figures",
-    "limits",
-    "place",
-    "plan_rows",
-    "stages_for",
-    "times_of",
-]
 
 COMPILED = "compiled"
 """Note of a plan that was made with the times of compiled functions: how they compare with eager ones."""
@@ -196,7 +171,7 @@ class PlanRequest:
     def _runs_as_traced(self, captured: Captured) -> bool:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(device.name.startswith("cpu") for device in self.cluster.devices)
-        runs = self.options.weights in (None, FLUSH) and schedules.entry(self.schedule).weights == FLUSH
+        runs = self.options.weights in (None, FLUSH) and registry.entry(self.schedule).weights == FLUSH
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
     def microbatches_of(self, size: int) -> int:
@@ -220,7 +195,7 @@ class PlanRequest:
         if self.global_batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
         self.microbatches_of(1)
-        directions = schedules.default_placement(self.schedule, self.stages)[0].replicas * self.width
+        directions = registry.default_placement(self.schedule, self.stages)[0].replicas * self.width
         return [d for d in divisors(self.global_batch) if self.global_batch // d % directions == 0]
 
     def any_plan(self, model: ProfiledModel) -> Plan:

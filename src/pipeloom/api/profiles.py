@@ -9,13 +9,11 @@ from ..ir.cluster import Cluster, Device
 from ..ir.errors import ConfigError
 from ..ir.graph import OpGraph
 from ..ir.profile import Profile
-from ..profiler import roofline
+from ..profiler.roofline import roofline
 from .compiled_profiles import compiled_profile
 
 if TYPE_CHECKING:
-    from ..tracer import Captured
-
-__all__ = ["estimate", "profile"]
+    from ..tracer.captured import Captured
 
 
 def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) -> Profile:
@@ -47,10 +45,10 @@ def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
 
     usable_device(device)
     if captured.graph.fallback:
-        from ..profiler import measure_modules
+        from ..profiler.measure_modules import measure_modules
 
         return measure_modules(captured, device=device)
-    from ..profiler import measure
+    from ..profiler.measure_ops import measure
 
     # The thread's own time: what others take of the core, such as ranks that start, is none of an op.
     return measure(captured, device=device, clock=time.thread_time)

@@ -13,7 +13,7 @@ from ..ir.profile import Profile
 from .kept import age_s, cache_folder, keep, machine_name
 
 if TYPE_CHECKING:
-    from ..profiler import Contention
+    from ..profiler.contention import Contention
 
 VARIABLE = "PIPELOOM_CONTENTION"
 """Environment: a factor for all ops instead of measured ones, such as 1."""
@@ -35,7 +35,7 @@ def contention(ranks: int) -> Contention:
 
     Raises: ConfigError if the environment's factor is none.
     """
-    from ..profiler import Contention, measure_contention  # only now: they import torch
+    from ..profiler.contention import Contention, measure_contention  # only now: they import torch
 
     if given := os.environ.get(VARIABLE):
         try:
@@ -54,7 +54,7 @@ def contention(ranks: int) -> Contention:
 def _read(path: Path, ranks: int) -> Contention | None:
     """What was measured before; None where nothing was, it is too old, or the file is damaged: then it is
     measured again."""
-    from ..profiler import Contention
+    from ..profiler.contention import Contention
 
     if age_s(path) is None:
         return None
@@ -63,6 +63,3 @@ def _read(path: Path, ranks: int) -> Contention | None:
         return Contention(ranks=ranks, products=figures["products"], others=figures["others"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-__all__ = ["beside_ranks", "contention"]

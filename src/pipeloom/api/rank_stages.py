@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import schedules
-from ..checks import versions, weight_versions
+from ..checks.weight_versions import versions, weight_versions
 from ..ir.action import REDUCE
 from ..ir.errors import BatchError, CaptureError, CutError, PlanError
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
@@ -19,29 +18,20 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weight_policy import Updates
-from ..lowering import lower
-from ..runtime import (
-    PostedChannel,
-    Variant,
-    Weights,
-    agree_on_layouts,
-    agree_on_refusal,
-    rows_of,
-    shared_by,
-    signature_of,
-    stand_ins,
-)
-from ..tracer import (
-    Captured,
-    Job,
-    capture,
-    capture_evaluation,
-    cut_alike,
-    cut_evaluation,
-    sample_batch,
-    stage_functions,
-    stage_residuals,
-)
+from ..lowering.passes import lower
+from ..runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
+from ..runtime.optimizer_bytes import stand_ins
+from ..runtime.posted_channel import PostedChannel
+from ..runtime.reduce_and_step import shared_by
+from ..runtime.step_state import Variant
+from ..runtime.weights import Weights
+from ..schedules import registry
+from ..tracer.capture import capture
+from ..tracer.captured import Captured
+from ..tracer.export.evaluation import capture_evaluation, cut_alike, cut_evaluation
+from ..tracer.job import Job
+from ..tracer.job_calls import sample_batch
+from ..tracer.stage.trace import stage_functions, stage_residuals
 from .options import Options
 
 T = TypeVar("T")
@@ -273,7 +263,7 @@ class EvaluationVariants:
     def _lower(self, stages: StageGraph) -> Program:
         plan = self.rank.plan
         count = plan.microbatches // plan.replicas
-        return lower(schedules.build("forward_only", stages, plan.placement, count), stages)
+        return lower(registry.build("forward_only", stages, plan.placement, count), stages)
 
 
 def _exchanges(stages: StageGraph) -> dict[str, set[tuple[int, int]]]:

@@ -17,30 +17,13 @@ from ..ir.errors import CommunicationError, ConfigError, PipeloomError, PlanErro
 from ..ir.json_codec import to_json
 from ..ir.plan import Plan
 from ..ir.schedule import Program
-from ..runtime import (
-    DistChannel,
-    LocalChannel,
-    PostedChannel,
-    Watch,
-    connect,
-    gather_text,
-    launch,
-    local_channels,
-    terminate_as_exit,
-    watch_ranks,
-)
+from ..runtime.failure.watch import Watch
+from ..runtime.launch.connect import connect, gather_text, watch_ranks
+from ..runtime.posted_channel import PostedChannel
+from ..runtime.transports.dist_channel import DistChannel
+from ..runtime.transports.local_channel import LocalChannel, local_channels
 from .devices import usable_device
 from .options import Options
-
-__all__ = [
-    "JoinedRanks",
-    "connect",
-    "join_ranks",
-    "launch",
-    "rank_device",
-    "result_of_rank_0",
-    "terminate_as_exit",
-]
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..runtime import optimizers_of
+from ..runtime.optimizer_bytes import optimizers_of
 
 
 class RateSchedulers:

@@ -11,42 +11,10 @@ from ..ir.explanation import Explanation
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
-from ..lowering import lower
-from ..planner import layer_names
-from ..simulator import explain_idle_time
-from ..viewer import (
-    Comparison,
-    SizeUnit,
-    StageEdge,
-    StageRow,
-    fold,
-    gantt,
-    merged,
-    peak_of,
-    print_report,
-    sources,
-    stage_edges,
-    write_report,
-    write_trace,
-)
-
-__all__ = [
-    "Comparison",
-    "SizeUnit",
-    "StageEdge",
-    "StageRow",
-    "explain_steps",
-    "fold",
-    "gantt",
-    "merged",
-    "peak_of",
-    "print_report",
-    "sources",
-    "stage_edges",
-    "stage_rows",
-    "write_report",
-    "write_trace",
-]
+from ..lowering.passes import lower
+from ..planner.search.layer_groups import layer_names
+from ..simulator.idle_time.explain import explain_idle_time
+from ..viewer.report_facts import StageRow
 
 MOST_NAMES = 4
 """Of a stage, before only the first and the last of a container are shown."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from .. import schedules
-from ..checks import forwards_in_order
+from ..checks.schedules import forwards_in_order
 from ..ir.action import F
 from ..ir.errors import PlanError, ScheduleError, shown
 from ..ir.plan import Plan
-from ..planner import planner
-from ..tracer import Captured
+from ..planner.registry import planner
+from ..schedules import registry
+from ..schedules.language import user_files
+from ..tracer.captured import Captured
 
 
 def imports_file(schedule: str) -> bool:
@@ -19,7 +20,7 @@ def imports_file(schedule: str) -> bool:
     >>> imports_file("mine.py:zigzag"), imports_file("mine.csv"), imports_file("1f1b")
     (True, False, False)
     """
-    return schedules.names_user_file(schedule) and not schedule.endswith(schedules.LISTED)
+    return user_files.names_user_file(schedule) and not schedule.endswith(user_files.LISTED)
 
 
 def require_runnable(schedule: str) -> None:
@@ -57,12 +58,12 @@ def require_runnable_plan(plan: Plan) -> None:
 
 def _require_library_schedule(schedule: str) -> None:
     name = schedule.partition(":")[0].lower().replace("-", "_")
-    if name in schedules.names():
+    if name in registry.names():
         _refuse_lacking(name)
 
 
 def _refuse_lacking(name: str) -> None:
-    if lacks := schedules.entry(name).lacks:
+    if lacks := registry.entry(name).lacks:
         raise ScheduleError(
             f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
@@ -79,8 +80,8 @@ def names_to_plan_by(plan: Plan) -> dict[str, str]:
     if imports_file(plan.schedule):
         return names
     with suppress(ScheduleError):
-        if not schedules.names_user_file(plan.schedule):  # a list of actions is read when it is used
-            schedules.entry(plan.schedule)
+        if not user_files.names_user_file(plan.schedule):  # a list of actions is read when it is used
+            registry.entry(plan.schedule)
         names["schedule"] = plan.schedule
     return names
 

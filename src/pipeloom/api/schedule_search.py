@@ -9,32 +9,25 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ..checks import check
+from ..checks.schedules import check
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import ConfigError
+from ..ir.operation import Operation
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from ..lowering import lower
-from ..schedules import (
-    Operation,
-    Progress as SearchProgress,
-    SearchOptions,
-    SearchProblem,
-    SearchResult,
-    SearchStage,
-    found_text,
-    load_file,
-    search_orders,
-    search_placed,
-    solver_installed,
-)
-from ..simulator import simulate, summarise
+from ..lowering.passes import lower
+from ..schedules.language.user_files import load_file
+from ..schedules.search.choose_ranks import search_placed
+from ..schedules.search.engines.exact import solver_installed
+from ..schedules.search.found_file import found_text
+from ..schedules.search.problem import SearchProblem, SearchStage
+from ..schedules.search.search import Progress as SearchProgress, SearchOptions, SearchResult, search_orders
+from ..simulator.simulate import simulate
+from ..simulator.summary import summarise
 from .edges import between
 from .microbatch_times import with_transfers
 from .search_stages import StagesToSchedule, read_stages, stages_of, stages_of_plan
-
-__all__ = ["FoundSchedule", "SearchOptions", "SearchProgress", "prove_search", "search_schedule"]
 
 SHORTEST = ("step", "span")
 

@@ -14,10 +14,8 @@ from ..ir.dependencies import name_of, needs
 from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
 from ..ir.timeline import Event
-from ..simulator import simulate
+from ..simulator.simulate import simulate
 from .schedules import SimulatedSchedule, explain
-
-__all__ = ["Cause", "Divergence", "Sensitivity", "divergences", "idle_side_by_side", "sensitivity", "why"]
 
 LESS = 0.9
 """What is left of a time in `sensitivity`."""

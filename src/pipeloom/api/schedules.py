@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
-from .. import schedules
-from ..checks import StageVersions, check, versions, weight_versions
+from ..checks.schedules import check
+from ..checks.weight_versions import StageVersions, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -18,25 +18,17 @@ from ..ir.stages import StageGraph, chain, replicate
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
 from ..ir.weight_policy import Updates
-from ..lowering import lower
-from ..schedules import load_file, program_text, read_schedule, schedule_text
-from ..simulator import Summary, check_memory_limit, explain_idle_time, simulate, summarise
+from ..lowering.passes import lower
+from ..schedules import aliases, registry
+from ..schedules.copies import asked, uplinks
+from ..schedules.formats.csv import program_text, read_schedule, schedule_text
+from ..schedules.language.user_files import load_file
+from ..simulator.idle_time.explain import explain_idle_time
+from ..simulator.memory_limit import check_memory_limit
+from ..simulator.simulate import simulate
+from ..simulator.summary import Summary, summarise
 from .edges import Edges, between, graph_of_edges, placed, seconds_by_edge
-from .microbatch_times import UNIT, MicrobatchTimes, load_work, stage_costs, with_transfers
-
-__all__ = [
-    "UNIT",
-    "SimulatedSchedule",
-    "Scenario",
-    "MicrobatchTimes",
-    "csv_text",
-    "simulate_file",
-    "simulate_schedule",
-    "explain",
-    "library",
-    "updates_of",
-    "weights",
-]
+from .microbatch_times import MicrobatchTimes, load_work, stage_costs, with_transfers
 
 SLICES = 2
 """Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
@@ -70,7 +62,7 @@ class Scenario:
     memory: str = ""
     pair_factor: float = 1.0
     edges: Edges = ()
-    copy_ratio: float = schedules.USUAL_K
+    copy_ratio: float = uplinks.USUAL_K
     per_uplink: int = 1
     shortest: str = "step"
 
@@ -106,13 +98,13 @@ def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
     """What the library holds: name -> what it is about, where its stages go, what running it lacks, and under
     which other names it is known."""
     entries: dict[str, dict[str, str | tuple[str, ...]]] = {}
-    for name in schedules.names():
-        entry = schedules.entry(name)
+    for name in registry.names():
+        entry = registry.entry(name)
         entries[name] = {
             "about": entry.about,
             "place": entry.place,
             "lacks": entry.lacks,
-            "aliases": schedules.ALIASES.get(name, ()),
+            "aliases": aliases.ALIASES.get(name, ()),
         }
     return entries
 
@@ -127,22 +119,22 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     if scenario.edges:
         stages, placement = placed(name, scenario.edges)
     else:
-        stages, placement = schedules.default_placement(name, scenario.ranks, scenario.chunks)
+        stages, placement = registry.default_placement(name, scenario.ranks, scenario.chunks)
     _refuse_misfit(name, stages, scenario)
     slices = _slices(name)
     costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
     caps = _caps(scenario, costs, placement, stages.replicas, slices)
     transfer_s = scenario.transfer_s
-    times = schedules.Times(
+    times = registry.Times(
         costs=costs,
         limit_bytes=tuple(caps) if scenario.memory else None,
         transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
-        uplinks=schedules.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
+        uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
         shortest=scenario.shortest,
     )
     count = scenario.microbatches // stages.replicas * slices
     try:
-        schedule = schedules.build(name, stages, placement, count, times=times)
+        schedule = registry.build(name, stages, placement, count, times=times)
         return _simulate(schedule, stages, costs, scenario)
     except ScheduleError as error:
         if not scenario.memory:
@@ -209,7 +201,7 @@ def _runs_both_ways(schedule: Schedule) -> bool:
 
 def updates_of(name: str) -> Updates:
     """How weights are updated in a schedule of the library."""
-    return Updates(policy=schedules.entry(name).weights)
+    return Updates(policy=registry.entry(name).weights)
 
 
 def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersions, ...]:
@@ -235,8 +227,8 @@ def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
 
 def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
     plain, _, options = name.partition(":")
-    own = [option for option in options.split(",") if option.split("=")[0] not in schedules.COPY_OPTIONS]
-    if schedules.entry(name).family is not None and ":" in name and any(own):
+    own = [option for option in options.split(",") if option.split("=")[0] not in asked.COPY_OPTIONS]
+    if registry.entry(name).family is not None and ":" in name and any(own):
         raise ScheduleError(f"{plain} has no options, {name!r} gives some", hint=f"write {plain}")
     if stages.replicas > 1 and scenario.chunks > 1:
         raise ScheduleError(
@@ -252,7 +244,7 @@ def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
 
 def _slices(name: str) -> int:
     """Slices of a micro-batch, each an action of its own."""
-    if schedules.entry(name).lacks != "sequence slices":
+    if registry.entry(name).lacks != "sequence slices":
         return 1
     options = dict(part.split("=", 1) for part in name.partition(":")[2].split(",") if "=" in part)
     count = options.get("slices", str(SLICES))
@@ -266,7 +258,7 @@ def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> t
     share = stages.cuts * stages.replicas / len(stages.stages)  # below 1 if stages span several ranks
     costs = stage_costs(scenario.load_times(ranks), stages.cuts, ranks * share, slices=slices)
     each = [costs[stages.origin(s)] for s in range(len(stages.stages))]
-    copied = schedules.with_copies(each, scenario.copy_ratio)
+    copied = uplinks.with_copies(each, scenario.copy_ratio)
     return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in copied)
 
 

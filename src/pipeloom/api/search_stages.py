@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.errors import ConfigError
+from ..ir.operation import Operation
 from ..ir.plan import load_plan
 from ..ir.text_files import parse_toml
 from ..ir.units import parse_bytes
-from ..planner import branch_figures
-from ..schedules import Operation, SearchProblem, SearchStage
+from ..planner.plan_table import branch_figures
+from ..schedules.search.problem import SearchProblem, SearchStage
 from .microbatch_times import load_work
 
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")

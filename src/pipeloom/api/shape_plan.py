@@ -7,24 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
-from .. import schedules
 from ..ir.cluster import Cluster, Link
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.weight_policy import WEIGHT_POLICIES
-from ..planner import (
-    ProfiledModel,
-    RankedShape,
-    Shape,
-    ShapeRequest,
-    even_costs,
-    interpolate_sample,
-    planner,
-    rank_shapes,
-    throughput,
-)
-from ..tracer import Job
+from ..planner.block_costs import even_costs
+from ..planner.microbatch_sizes import ProfiledModel, interpolate_sample
+from ..planner.registry import planner
+from ..planner.shape_search import RankedShape, Shape, ShapeRequest, rank_shapes, throughput
+from ..schedules import registry
+from ..tracer.job import Job
 from .passes import captured_model
 from .plan_request import CapturedModel, PlanRequest
 from .shape_search import refuse_unshaped, sampled_models
@@ -64,7 +57,7 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
         fits; CaptureError.
     """
     refuse_unshaped(request)
-    if schedules.entry(request.schedule).place != "line":
+    if registry.entry(request.schedule).place != "line":
         raise PlanError(
             f"no shape is chosen for schedule {request.schedule}, which puts several stages on a rank",
             hint="use a schedule with one stage on each, such as 1f1b; or choose --stages by hand",
@@ -88,7 +81,7 @@ class _ShapeSearch:
         assert request.global_batch is not None, "see refuse_unshaped"
         self.request, self.first, self.second = request, first, second
         self.batch = request.global_batch
-        weights = request.options.weights or schedules.entry(request.schedule).weights
+        weights = request.options.weights or registry.entry(request.schedule).weights
         self.flushes = WEIGHT_POLICIES[weights].flushes
         self.ideal = ShapeRequest(
             costs=even_costs(first, second, request.cluster),

@@ -7,22 +7,15 @@ from itertools import islice
 
 from ..ir.errors import ConfigError, PlanError
 from ..ir.weight_policy import FLUSH
-from ..planner import (
-    PlanOptions,
-    ProfiledModel,
-    RankedShape,
-    ShapeRequest,
-    block_costs,
-    rank_shapes,
-    refuse_unlike_devices,
-)
-from ..schedules import entry
-from ..tracer import Job
+from ..planner.block_costs import block_costs
+from ..planner.microbatch_sizes import ProfiledModel
+from ..planner.request import PlanOptions
+from ..planner.shape_search import RankedShape, ShapeRequest, rank_shapes, refuse_unlike_devices
+from ..schedules.registry import entry
+from ..tracer.job import Job
 from .largest_batch import CapturableSizes, ModelAt
 from .passes import captured_model
 from .plan_request import PlanRequest
-
-__all__ = ["RankedShape", "closed_form_shapes", "pipelining_of", "sampled_models", "shape_request"]
 
 SAMPLED = (2, 8, 4, 3, 16, 6, 12)
 """Rows of the micro-batches that the model is captured with, the first two of them at which it can be."""

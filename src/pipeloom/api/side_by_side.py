@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, InfeasibleError, PlanError
 from ..ir.plan import Plan
 from ..ir.replicas import widened
 from ..ir.units import format_bytes
-from ..planner import PlanCosts
+from ..planner.plan_costs import PlanCosts
+from ..schedules import registry
 
 
 def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> None:
@@ -20,7 +20,7 @@ def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> No
         raise ConfigError(f"a width of {width}", hint="use at least 1")
     if width == 1:
         return
-    shape, _ = schedules.default_placement(schedule, stages)
+    shape, _ = registry.default_placement(schedule, stages)
     if shape.replicas > 1:
         raise PlanError(
             f"schedule {schedule} holds every stage on {shape.replicas} ranks by itself, so it cannot have "
@@ -37,7 +37,7 @@ def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> No
 
 def refuse_sharding(schedule: str, stages: int, width: int) -> None:
     """Raises: ConfigError if there are no replicas that could share out the optimizer's state."""
-    if width * schedules.default_placement(schedule, stages)[0].replicas == 1:
+    if width * registry.default_placement(schedule, stages)[0].replicas == 1:
         raise ConfigError(
             "the optimizer's state is to be shared out, but every stage has one replica",
             hint="add --width 2, or leave out --shard-optimizer",

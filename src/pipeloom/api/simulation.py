@@ -10,9 +10,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
-from ..planner import PlanCosts
-
-__all__ = ["simulate"]
+from ..planner.plan_costs import PlanCosts
 
 
 def simulate(

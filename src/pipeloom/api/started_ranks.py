@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from ..runtime import StartedRanks
-from ..tracer import Job
-
-__all__ = ["StartedRanks", "build_once"]
+from ..tracer.job import Job
 
 
 def build_once(job: Job) -> None:
     """Build a job's model on fake tensors and drop it: what its constructor imports is there from then on."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ..tracer import make_blueprint
+    from ..tracer.blueprint import make_blueprint
 
     make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))

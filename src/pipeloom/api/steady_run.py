@@ -21,18 +21,16 @@ from torch import Tensor
 from ..ir.errors import BatchError, ConfigError
 from ..ir.plan import Plan
 from ..ir.stages import StageGraph
-from ..lowering import SteadyRow, SteadyRows
-from ..runtime import (
-    Ledger,
-    Microbatch,
-    PendingSum,
-    PostedChannel,
-    Recorder,
-    SumGroup,
-    Worker,
-    norm_group,
-    read_scalars,
-)
+from ..lowering.steady import SteadyRow, SteadyRows
+from ..runtime.ledger import Ledger
+from ..runtime.loss_scaling import read_scalars
+from ..runtime.posted import PendingSum
+from ..runtime.posted_channel import PostedChannel
+from ..runtime.recorder import Recorder
+from ..runtime.reduce_and_step import norm_group
+from ..runtime.step_state import Microbatch
+from ..runtime.transports.transport import SumGroup
+from ..runtime.worker import Worker
 from .options import Options
 from .step_reports import StepReport, rank_figures, report_of
 

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ..ir.errors import BatchError
 from ..ir.plan import Plan
-from ..runtime import Microbatch, loss_shares, split_batch
-from ..tracer import Job, microbatch_seed
+from ..runtime.batches import split_batch
+from ..runtime.loss_scaling import loss_shares
+from ..runtime.step_state import Microbatch
+from ..tracer.job import Job
+from ..tracer.random import microbatch_seed
 from .rank_stages import EvaluationVariants, TrainingVariants
 
 

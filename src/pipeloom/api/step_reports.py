@@ -13,7 +13,10 @@ from torch import Tensor
 from ..ir.action import Action
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
-from ..runtime import Ledger, PostedChannel, Recorder, Round, read_loss
+from ..runtime.ledger import Ledger
+from ..runtime.loss_scaling import Round, read_loss
+from ..runtime.posted_channel import PostedChannel
+from ..runtime.recorder import Recorder
 from .steady_timeline import numbered_on
 
 

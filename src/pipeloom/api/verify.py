@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from ..ir.plan import Plan
-from ..tracer import Job
+from ..tracer.job import Job
 from .comparison import Verification, compare
 from .options import Options
 from .pipeline import Pipeline
-
-__all__ = ["Verification", "verify"]
 
 
 def verify(

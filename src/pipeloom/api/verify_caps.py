@@ -16,11 +16,12 @@ from ..ir.costs import StageCost
 from ..ir.errors import InfeasibleError
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
-from ..lowering import lower
-from ..planner import PlanCosts
-from ..runtime import SMALL_BYTES, graph_memory
-from ..simulator import simulate
-from ..tracer import Captured
+from ..lowering.passes import lower
+from ..planner.plan_costs import PlanCosts
+from ..runtime.calibration.calibrate import graph_memory
+from ..runtime.posted_channel import SMALL_BYTES
+from ..simulator.simulate import simulate
+from ..tracer.captured import Captured
 from .rank_stages import make_variant
 
 TRIES = 7

@@ -57,13 +57,10 @@ def bench(
     """
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded
-    from ..train import start_ranks
+    from ..train.early_ranks import start_ranks
 
     with start_ranks(plan_flags["stages"] * plan_flags["width"], model) as started:
-        from ..train import (
-            BenchSettings,
-            run_bench,
-        )  # all of torch is loaded here, while the ranks load it, too
+        from ..train.benchmark import BenchSettings, run_bench
 
         settings = BenchSettings(
             model=model,

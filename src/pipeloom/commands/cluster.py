@@ -10,7 +10,8 @@ import click
 from .common import NEW_FILE, console, json_option, new_table, print_json
 
 if TYPE_CHECKING:
-    from ..api import BuiltIn, Detected, Figure
+    from ..api.clusters import Detected
+    from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
 
 
@@ -26,7 +27,7 @@ def list_(*, as_json: bool) -> None:
 
     With --json: devices, a list of name, aliases, about, memory_bytes, memory_bytes_per_s and flops_per_s.
     """
-    from ..api import built_in_devices
+    from ..clusters.devices import built_in_devices
     from ..ir.units import format_bytes
 
     entries = list(built_in_devices().values())
@@ -63,7 +64,9 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     With --json: devices (a list of what ranks have), links, and sources: per built-in device and figure,
     its value and source.
     """
-    from ..api import built_in_devices, find_cluster, save_cluster
+    from ..clusters.devices import built_in_devices
+    from ..clusters.files import save_cluster
+    from ..clusters.names import find_cluster
 
     described = find_cluster(name)
     if output is not None:
@@ -97,7 +100,8 @@ def detect(
 
     With --json: devices, links, and measured: a list of name, value, low, high, unit, of.
     """
-    from ..api import detect as measure, save_cluster
+    from ..api.clusters import detect as measure
+    from ..clusters.files import save_cluster
 
     detected = measure(
         device,

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..api import Job
     from ..ir.cluster import Cluster
     from ..ir.profile import Profile
+    from ..tracer.job import Job
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -276,17 +276,18 @@ def json_option(command: Command) -> Command:
 def job_of(model: str | None) -> Job:
     """The job that MODEL names."""
     if model is not None:
-        from ..api import load_job
+        from ..tracer.job_loader import load_job
 
         return load_job(model)
-    from ..train import Config, default_job
+    from ..train.config import Config
+    from ..train.workload import default_job
 
     return default_job(Config())
 
 
 def cluster_of(text: str | None) -> Cluster | None:
     """The cluster that --cluster names: devices that pipeloom knows, or a file."""
-    from ..api import find_cluster
+    from ..clusters.names import find_cluster
 
     return None if text is None else find_cluster(text)
 

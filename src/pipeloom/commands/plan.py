@@ -39,9 +39,11 @@ from .plan_step import PlannedStep, made_of_ops, rehearsed_step, started_ranks, 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ..api import Change, PlanRequest, ProfiledModel
+    from ..api.plan_request import PlanRequest
     from ..ir.cluster import Cluster
     from ..ir.plan import Plan
+    from ..planner.microbatch_sizes import ProfiledModel
+    from ..planner.what_if import Change
 
 
 @click.command(epilog=MODEL_HELP)
@@ -143,10 +145,10 @@ def _plan(
         _refuse_pairs(cluster, options["width"])
     why_not = why_no_ranks(rehearse, cluster, profile_file)
     with started_ranks(0 if why_not else options["stages"] * options["width"], model) as started:
-        from .. import api  # torch is loaded here, while the ranks load it, too
+        from ..api import passes  # torch is loaded here, while the ranks load it, too
 
         job = job_of(model)
-        request = api.make_request(
+        request = passes.make_request(
             job,
             memory=device_memory,
             cluster=_paired(cluster_of(cluster), options["stages"]) if pair_nodes else cluster_of(cluster),
@@ -157,10 +159,10 @@ def _plan(
         with _watching() as watch:
             request = replace(request, watch=watch)
             if best_batch or max_batch:
-                search = api.plan_best if best_batch else api.plan_largest
+                search = passes.plan_best if best_batch else passes.plan_largest
                 plan, planned = search(request, job, microbatch_size)
             else:
-                plan, planned = api.plan_size(request, job, microbatch_size, profiled=profiled)
+                plan, planned = passes.plan_size(request, job, microbatch_size, profiled=profiled)
             if output is not None:
                 plan.save(output)
             changes = request.changes(plan, planned) if what_if else []
@@ -184,22 +186,28 @@ def _show(
     as_json: bool,
     offload_dir: Path | None,
 ) -> None:
-    from .. import api
+    from ..api import clusters, plan_request
+    from ..planner import plan_table
 
-    rows = api.plan_rows(plan, planned.graph, request.cluster)
+    rows = plan_table.plan_rows(plan, planned.graph, request.cluster)
     told, changes = step.told(plan), step.scaled(changes)
     if as_json:
         figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS}
         what_ifs = [vars(change) for change in changes]
         said = {
-            "compiled": plan.notes.get(api.COMPILED),
-            "limits": api.limits(told),
-            "branches": api.branch_figures(told) or None,
+            "compiled": plan.notes.get(plan_request.COMPILED),
+            "limits": plan_table.limits(told),
+            "branches": plan_table.branch_figures(told) or None,
         }
         print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
-        speed = [] if offload_dir is None else [api.disk_speed(request.cluster)]
-        _print(rows, told, [step.sentence, *api.times_of(plan), *speed, *api.limits(told)], changes)
+        speed = [] if offload_dir is None else [clusters.disk_speed(request.cluster)]
+        _print(
+            rows,
+            told,
+            [step.sentence, *plan_request.times_of(plan), *speed, *plan_table.limits(told)],
+            changes,
+        )
 
 
 def _refuse_pairs(cluster: str | None, width: int) -> None:
@@ -217,7 +225,7 @@ def _refuse_pairs(cluster: str | None, width: int) -> None:
 
 def _paired(cluster: Cluster | None, ranks: int) -> Cluster | None:
     """The devices of so many ranks, first and last ones together on nodes."""
-    from ..api import pair_low_with_high
+    from ..planner.host_memory import pair_low_with_high
 
     if cluster is None:
         return None
@@ -286,7 +294,7 @@ def _watching() -> Iterator[_Line]:
 
 
 def _list(as_json: bool) -> None:
-    from ..api import PLANNERS
+    from ..planner.registry import PLANNERS
 
     rows = [
         {

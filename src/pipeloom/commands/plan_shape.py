@@ -15,8 +15,11 @@ from .common import cluster_of, console, job_of, new_table, print_json
 from .plan_step import made_of_ops, why_no_ranks
 
 if TYPE_CHECKING:
-    from ..api import Change, PlanRequest, RankedShape, ShapedPlan
+    from ..api.plan_request import PlanRequest
+    from ..api.shape_plan import ShapedPlan
     from ..ir.plan import Plan
+    from ..planner.shape_search import RankedShape
+    from ..planner.what_if import Change
 
     Show: TypeAlias = Callable[[list[dict[str, Any]], Plan, list[str], list[Change]], None]
 
@@ -60,11 +63,12 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
             "--closed-form makes no plan that could be written",
             hint="leave it out, and plans are simulated",
         )
-    from .. import api
+    from ..api import passes, shape_plan, shape_search
+    from ..planner import plan_table
 
     job = job_of(options["model"])
     treat = options["treat"]
-    request = api.make_request(
+    request = passes.make_request(
         job,
         stages=1,
         schedule=options["schedule"],
@@ -76,17 +80,17 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
         strategy=options["planner"],
     )
     if closed_form:
-        _print_shapes(api.closed_form_shapes(request, job), request, as_json=as_json)
+        _print_shapes(shape_search.closed_form_shapes(request, job), request, as_json=as_json)
         return
-    shaped, model = api.plan_shape(request, job)
+    shaped, model = shape_plan.plan_shape(request, job)
     if output is not None:
         shaped.plan.save(output)
-    rows = api.plan_rows(shaped.plan, model.graph)
+    rows = plan_table.plan_rows(shaped.plan, model.graph)
     if as_json:
-        print_json({**_figures(shaped), "limits": api.limits(shaped.plan), "stages": rows})
+        print_json({**_figures(shaped), "limits": plan_table.limits(shaped.plan), "stages": rows})
     else:
         step = made_of_ops(shaped.plan, why_no_ranks(True, options["cluster"], None), roofline=True)
-        show(rows, shaped.plan, [step.sentence, *api.limits(shaped.plan), *_sentences(shaped)], [])
+        show(rows, shaped.plan, [step.sentence, *plan_table.limits(shaped.plan), *_sentences(shaped)], [])
 
 
 def _figures(shaped: ShapedPlan) -> dict[str, Any]:

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..api import Change, Job, PlanRequest, ProfiledModel, StartedRanks
+    from ..api.plan_request import PlanRequest
     from ..ir.plan import Plan
+    from ..planner.microbatch_sizes import ProfiledModel
+    from ..planner.what_if import Change
+    from ..runtime.launch.launch import StartedRanks
+    from ..tracer.job import Job
 
 
 STEPS_BESIDE = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s", "1f1b.step_s")
@@ -35,7 +39,7 @@ def started_ranks(ranks: int, model: str | None) -> AbstractContextManager[Start
     is made. None for 0 ranks, for more than there are cores, and in a process that is a rank itself."""
     if not ranks or "RANK" in os.environ:
         return nullcontext()
-    from ..train import start_ranks
+    from ..train.early_ranks import start_ranks
 
     return start_ranks(ranks, model, needed=False)
 
@@ -123,7 +127,7 @@ def rehearsed_step(
     planned: the job's model, as it was planned.  model: how the ranks find the job.  started: processes for
     them.
     """
-    from ..train import rehearse_plan
+    from ..train.plan_rehearsal import rehearse_plan
 
     found = rehearse_plan(
         request, plan, job, model=model, planned=planned, offload_dir=offload_dir, started=started

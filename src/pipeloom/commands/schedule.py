@@ -14,7 +14,7 @@ from .common import FILE, NEW_FILE, console, json_option, new_table, print_json
 from .schedule_options import TIMES_HELP, refuse_shape, shape_options, updates_options
 
 if TYPE_CHECKING:
-    from ..api import Scenario, SimulatedSchedule
+    from ..api.schedules import Scenario, SimulatedSchedule
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 MOST_LINES = 60
@@ -36,7 +36,7 @@ def list_them(*, as_json: bool) -> None:
 
     With --json: name -> about, place, lacks, aliases.
     """
-    from ..api import library
+    from ..api.schedules import library
 
     entries = library()
     if as_json:
@@ -78,7 +78,7 @@ def show(
     by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
     one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
     """
-    from ..api import simulate_schedule, updates_of
+    from ..api.schedules import simulate_schedule, updates_of
 
     simulated = simulate_schedule(name, scenario)
     _present(simulated, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
@@ -118,7 +118,7 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api import simulate_file, simulate_schedule, updates_of, weights
+    from ..api.schedules import simulate_file, simulate_schedule, updates_of, weights
 
     name = str(file)
     if file.name.partition(":")[0].endswith(".py"):
@@ -156,7 +156,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
     With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`; or error, hint.
     """
-    from ..api import simulate_schedule
+    from ..api.schedules import simulate_schedule
 
     by_name: dict[str, SimulatedSchedule] = {}
     refused: dict[str, PipeloomError] = {}
@@ -196,7 +196,8 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,
     start_s, end_s, waiting (what waits for the link that it holds); and path_text: the path as it is printed.
     """
-    from ..api import reports, schedules as scheduling
+    from ..api import schedules as scheduling
+    from ..viewer import path, reasons
 
     simulated = scheduling.simulate_schedule(name, scenario)
     explanation = scheduling.explain(simulated)
@@ -212,9 +213,9 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
             **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
             "idle_s": explanation.idle_s,
             "reasons": explanation.by_reason,
-            "sources": [{key: getattr(s, key) for key in parts} for s in reports.sources(explanation)],
+            "sources": [{key: getattr(s, key) for key in parts} for s in reasons.sources(explanation)],
             "path": [{key: getattr(p, key) for key in pieces} for p in explanation.path],
-            "path_text": [str(fold) for fold in reports.fold(explanation.path)],
+            "path_text": [str(fold) for fold in path.fold(explanation.path)],
         }
     )
 
@@ -229,7 +230,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..api import csv_text, simulate_schedule
+    from ..api.schedules import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)
     rows = output is not None and output.suffix == ".txt"
@@ -282,12 +283,14 @@ def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
 def _present(
     simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    from ..api import reports, schedules as scheduling
+    from ..api import microbatch_times, schedules as scheduling
+    from ..viewer import chrome, terminal, units
+    from ..viewer.html import write_report
 
     schedule, versions = simulated.schedule, _versions(simulated, updates)
     if html is not None:
-        unit = reports.SizeUnit(name="micro-batches", bytes=scheduling.UNIT)
-        reports.write_report(
+        unit = units.SizeUnit(name="micro-batches", bytes=microbatch_times.UNIT)
+        write_report(
             html,
             title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, "
             "simulated",
@@ -296,7 +299,7 @@ def _present(
             size_unit=None if simulated.peaks_bytes else unit,
         )
     if trace is not None:
-        reports.write_trace(trace, [simulated.timeline])
+        chrome.write_trace(trace, [simulated.timeline])
     s, by_rank = simulated.summary, _by_rank(simulated)
     if as_json:
         shape = {
@@ -313,7 +316,7 @@ def _present(
         "peak": [f"{r['peak']:.4g}" for r in by_rank],
     }
     out = console()
-    out.print(reports.gantt(simulated.timeline, columns=out.width, beside=beside, most_lines=MOST_LINES))
+    out.print(terminal.gantt(simulated.timeline, columns=out.width, beside=beside, most_lines=MOST_LINES))
     click.echo(
         f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
         f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(simulated, ' micro-batches')}"
@@ -327,7 +330,7 @@ def _present(
 
 
 def _versions(simulated: SimulatedSchedule, updates: Updates) -> dict[str, Any] | None:
-    from ..api import weights
+    from ..api.schedules import weights
 
     stages = weights(simulated, updates)
     if not stages:
@@ -341,8 +344,9 @@ def _versions(simulated: SimulatedSchedule, updates: Updates) -> dict[str, Any] 
 
 
 def _print_explanation(name: str, simulated: SimulatedSchedule) -> None:
-    from ..api import reports, schedules as scheduling
+    from ..api import schedules as scheduling
     from ..ir.explanation import REASONS
+    from ..viewer import path, reasons
 
     explanation, s = scheduling.explain(simulated), simulated.summary
     click.echo(
@@ -350,12 +354,12 @@ def _print_explanation(name: str, simulated: SimulatedSchedule) -> None:
         f"({explanation.idle_s:.6g} of {explanation.ranks} x {explanation.step_s:.6g}); "
         f"{_percent(s.span_bubble)} of the longest span of a rank"
     )
-    for reason, seconds, share, own in reports.merged(reports.sources(explanation)):
+    for reason, seconds, share, own in reasons.merged(reasons.sources(explanation)):
         click.echo(f"\n  {_percent(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}")
         for source in own[:SHOWN]:
             click.echo(f"          {_percent(source.share):>6}  {source.text}")
         if rest := own[SHOWN:]:
             click.echo(f"          {_percent(sum(r.share for r in rest)):>6}  {len(rest)} more")
     click.echo("\ncritical path: only what makes one of these shorter makes the step shorter")
-    for fold in reports.fold(explanation.path):
+    for fold in path.fold(explanation.path):
         click.echo(f"  from {fold.start_s:<8.6g} for {fold.end_s - fold.start_s:<8.6g} {fold}")

@@ -15,7 +15,8 @@ from .common import FILE, NEW_FILE, json_option, print_json
 from .schedule_options import SHORTEST
 
 if TYPE_CHECKING:
-    from ..api import FoundSchedule, SearchProgress
+    from ..api.schedule_search import FoundSchedule
+    from ..schedules.search.search import Progress as SearchProgress
 
 
 @click.command()
@@ -75,7 +76,8 @@ def search(
     that need OR-tools, if so), evaluations, seconds, peaks (residuals per rank), ranks, microbatches,
     placement, rows.
     """
-    from ..api import SearchOptions, search_schedule
+    from ..api.schedule_search import search_schedule
+    from ..schedules.search.search import SearchOptions
 
     if (stages is None) == (times is None):
         raise ConfigError("give a file of stages, or --times PLAN", hint="not both, not neither")

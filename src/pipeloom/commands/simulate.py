@@ -56,31 +56,34 @@ def simulate(
     With --json: step_s, bubble, and ranks: a list of rank, busy_s (of a step, where several are drawn their
     mean), peak_bytes, and peak (bytes by kind).
     """
-    from ..api import cpu_cluster, passes, reports
+    from ..api import reports, simulation
+    from ..clusters.names import cpu_cluster
     from ..ir.plan import load_plan
+    from ..viewer import chrome, stage_graph, terminal
+    from ..viewer.html import write_report
 
     plan = load_plan(plan_file)
     described = cluster_of(cluster)
     graph, costs = _costs(plan, model, graph_file, profile_file, described)
     devices = described or cpu_cluster(len(set(plan.placement)))
-    timeline = passes.simulate(plan, graph, costs, devices)
+    timeline = simulation.simulate(plan, graph, costs, devices)
     if html is not None:
         reasons = reports.explain_steps(plan, graph, [timeline], devices)
         title = f"{graph.name}: {plan.schedule}, simulated"
-        reports.write_report(
+        write_report(
             html,
             title=title,
             predicted=timeline,
             stages=reports.stage_rows(graph, plan),
-            edges=reports.stage_edges(plan.stage_graph(graph)),
+            edges=stage_graph.stage_edges(plan.stage_graph(graph)),
             explanations=reasons,
         )
     if trace is not None:
-        reports.write_trace(trace, [timeline])
+        chrome.write_trace(trace, [timeline])
     if as_json:
         print_json(summary(timeline))
     else:
-        reports.print_report(console(), predicted=timeline)
+        terminal.print_report(console(), predicted=timeline)
 
 
 def summary(timeline: Timeline) -> dict[str, object]:
@@ -107,7 +110,8 @@ def _costs(
     profile_file: Path | None,
     cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
-    from ..api import COMPILED, passes
+    from ..api import captures, passes, profiles
+    from ..api.plan_request import COMPILED
     from ..ir import json_codec
     from ..ir.graph import OpGraph
 
@@ -124,11 +128,13 @@ def _costs(
         captured, graph = None, json_codec.load(graph_file, OpGraph)
     else:
         job = job_of(model)
-        captured = passes.capture(job, plan.microbatch_size)
-        graph = passes.with_updates(captured.graph, job, {d.name for d in cluster.devices} if cluster else ())
+        captured = captures.capture(job, plan.microbatch_size)
+        graph = captures.with_updates(
+            captured.graph, job, {d.name for d in cluster.devices} if cluster else ()
+        )
     if profiled is not None:
         return graph, profiled
     if captured is None or cluster is not None:
         assert cluster is not None, "a saved graph comes with a profile or a cluster"
-        return graph, passes.estimate(graph, cluster)
-    return graph, passes.profile(captured, compiled=COMPILED in plan.notes)  # as it was planned
+        return graph, profiles.estimate(graph, cluster)
+    return graph, profiles.profile(captured, compiled=COMPILED in plan.notes)  # as it was planned

@@ -100,12 +100,13 @@ def train(
     (predicted less measured, as a share of measured), step_error_quartiles (of all rehearsals), rehearsals
     (of each: step, predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
-    from ..train import ranks_for, read_config
+    from ..train.config_text import read_config
+    from ..train.early_ranks import ranks_for
 
     changes = (*_as_overrides(settings), *overrides)
     asked = read_config(config, changes)
     with nullcontext() if resume else ranks_for(asked) as started:
-        from ..train import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
+        from ..train.run import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
 
         request = TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)
         status = run(request, started)

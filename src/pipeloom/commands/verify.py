@@ -21,7 +21,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..api import Verification
+    from ..api.comparison import Verification
 
 
 LINK = Link(bandwidth_bytes_per_s=1e9)
@@ -64,12 +64,10 @@ def verify(
 
     plan = None if plan_file is None else load_plan(plan_file)
     job = job_of(model)
-    from ..api import (
-        cpu_cluster,  # a missing file is said before torch's compiler is loaded
-        passes,
-        require_runnable,
-        verify as compare,
-    )
+    from ..api import passes
+    from ..api.runnable import require_runnable
+    from ..api.verify import verify as compare
+    from ..clusters.names import cpu_cluster
 
     require_runnable(plan_flags["schedule"])  # which loads the operations of a user's own
 

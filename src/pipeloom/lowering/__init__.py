@@ -1,5 +1,1 @@
 """Lowering: Schedule -> Program, one pass per file."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from ..checks import check, check_program
+from ..checks.schedules import check, check_program
 from ..ir.columns import Rows
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program, Schedule

@@ -11,7 +11,7 @@ from ..ir.units import format_bytes
 from .candidate import Candidate
 from .fit_caps import fit_caps
 from .request import Request, profile_of
-from .search import even_ranks
+from .search.even_ranks import even_ranks
 
 LINE = "1f1b"
 """The schedule with one stage on each rank, and what the notes on it begin with."""

@@ -15,8 +15,10 @@ from ..ir.cluster import Cluster
 from ..ir.errors import PlanError
 from .microbatch_sizes import ProfiledModel
 from .request import profile_of
-from .search import layers
-from .stage_cost import Array, CostModel, CostOptions, Indices
+from .search.layer_groups import layers
+from .stage_cost.arrays import Array, Indices
+from .stage_cost.model import CostModel
+from .stage_cost.peak_memory import CostOptions
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from itertools import accumulate, chain
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from .stage_cost import Array, Readers
+from .stage_cost.arrays import Array
+from .stage_cost.readers import Readers
 
 Edge: TypeAlias = tuple[int, int]
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from .. import schedules
 from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
 from ..ir.errors import ScheduleError
@@ -19,15 +18,18 @@ from ..ir.schedule import Schedule
 from ..ir.stages import chain, sequential
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
-from ..lowering import lower
-from ..simulator import simulate
+from ..lowering.passes import lower
+from ..schedules import registry
+from ..simulator.simulate import simulate
 from .host_memory import host_needs, host_shortage
 from .microbatch_sizes import shared_rows
 from .placement import residual_room
 from .plan_costs import count_once
 from .request import Request, unrolled
-from .search import Evaluation, Search
-from .stage_cost import StageEstimate, estimate_stage, offload_all
+from .search.cut_search import Search
+from .search.evaluation import Evaluation
+from .stage_cost.stage_estimate import StageEstimate, estimate_stage
+from .stage_cost.treated_stage import offload_all
 
 
 class _StageChoice(NamedTuple):
@@ -88,7 +90,7 @@ class Candidate:
         self.rows = self._order()
         self.schedule = unrolled(self.rows)
         self.updates = request.updates
-        held = schedules.in_flight(self.schedule)
+        held = registry.in_flight(self.schedule)
         self.in_flight = tuple(max(held[s :: self.layout.stages]) for s in range(self.layout.stages))
         self.search = search = replace(search, in_flight=self.in_flight) if search.by_depth else search
         columns = self.schedule.columns
@@ -117,7 +119,7 @@ class Candidate:
 
     def _order_by_time(self) -> Schedule | SteadyStep:
         """The rows; for schedules that order by time, for what the search takes the stages to need."""
-        if schedules.entry(self.request.schedule).recipe is None and not self.request.copies:
+        if registry.entry(self.request.schedule).recipe is None and not self.request.copies:
             return self.request.rows(self.stages)
         fits = self.request.fits_caps
         found = self._evaluations(self.treated if fits else range(self.layout.stages))

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
-from ..schedules import fits_caps
+from ..schedules.registry import fits_caps
 from .search_watch import SearchWatch
 
 POLISHES = "dawnpiper"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import ge, le
 
-from .search import Search
+from .search.cut_search import Search
 
 
 @dataclass

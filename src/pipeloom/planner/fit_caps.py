@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
-from .. import schedules
+from ..schedules import registry
 from .candidate import Candidate, Room
 from .request import Request
-from .search import Search
+from .search.cut_search import Search
 
 ROUNDS = 4
 """Simulations at most until caps are kept."""
@@ -50,7 +50,7 @@ def more_held(request: Request, search: Search) -> Iterator[Search]:
     copies beyond that, and all.
     """
     count, least = request.layout.stages, search.in_flight
-    without = schedules.in_flight(request.usual)
+    without = registry.in_flight(request.usual)
     most = [max(without[stage::count]) for stage in range(count)]
     halfway = tuple(ceil((low + high) / 2) for low, high in zip(least, most, strict=True))
     for held in dict.fromkeys((halfway, tuple(most))):

@@ -15,8 +15,8 @@ import numpy as np
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
 from ..ir.units import format_bytes
-from .search import Search
-from .strategies import filled
+from .search.cut_search import Search
+from .strategies.probe import filled
 
 
 class NoCutFits(InfeasibleError):

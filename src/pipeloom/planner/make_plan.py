@@ -38,10 +38,12 @@ from .infeasible import (
 from .plan_costs import PlanCosts
 from .registry import Planner, planner
 from .request import PlanOptions, Request
-from .search import Search, even_ranks, polish_cuts
+from .search.cut_search import Search
+from .search.even_ranks import even_ranks
+from .search.polish import polish_cuts
 from .search_watch import SearchWatch
 from .smaller_caps import faster_under_less
-from .stage_cost import Readers
+from .stage_cost.readers import Readers
 from .stage_counts import refuse_nonsense, too_many_stages
 from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates, with_slack
 

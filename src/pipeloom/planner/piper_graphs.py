@@ -23,7 +23,7 @@ from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import PlanError
 from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.profile import OpCost, Profile
-from .search import PieceGraph
+from .search.down_sets import PieceGraph
 
 MOST_BYTES = 256 * 1024**2
 """Size of a file beyond which it is refused unread."""

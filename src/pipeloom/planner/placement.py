@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .. import schedules
 from ..ir.action import AWAIT, RELOAD, B, F, I, W
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
@@ -16,7 +15,9 @@ from ..ir.plan import Plan
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep
-from ..simulator import transfer_s
+from ..schedules import registry, steady
+from ..schedules.copies import uplinks
+from ..simulator.shared_links import transfer_s
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def layout_of(schedule: str, ranks: int) -> Layout:
 
     Raises: ScheduleError if one of them is to span several ranks.
     """
-    shape, placement = schedules.default_placement(schedule, ranks)
+    shape, placement = registry.default_placement(schedule, ranks)
     if shape.shards:
         both = " and ".join(str(placement[s]) for s in shape.shards[0])
         raise ScheduleError(
@@ -113,7 +114,7 @@ def place(
     schedule: str,
     ranks: int,
     *,
-    times: schedules.Times | None = None,
+    times: registry.Times | None = None,
     split_backward: bool = False,
 ) -> Plan:
     """The same stages on `ranks` ranks, in the usual placement of another schedule.
@@ -133,7 +134,7 @@ def place(
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // layout.replicas
     if plan.updates is not None:
-        rows: Schedule | SteadyStep = schedules.build_steady(
+        rows: Schedule | SteadyStep = steady.build_steady(
             schedule,
             stages,
             layout.placement,
@@ -142,7 +143,7 @@ def place(
             split_backward=split_backward,
         )
     else:
-        rows = schedules.build(
+        rows = registry.build(
             schedule, stages, layout.placement, count, times=times, split_backward=split_backward
         )
     return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))
@@ -165,7 +166,7 @@ def message_seconds(
     return seconds
 
 
-def uplinks_of(costs: Sequence[StageCost], placement: tuple[int, ...], cluster: Cluster) -> schedules.Uplinks:
+def uplinks_of(costs: Sequence[StageCost], placement: tuple[int, ...], cluster: Cluster) -> uplinks.Uplinks:
     """The uplinks through which the ranks of stages copy, and what a copy of each stage takes of its."""
     names: dict[object, int] = {}
     of_rank = []
@@ -180,7 +181,7 @@ def uplinks_of(costs: Sequence[StageCost], placement: tuple[int, ...], cluster: 
         if switch is not None:
             shared = cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
         seconds.append(alone if switch is None else shared)
-    return schedules.Uplinks(of_rank=tuple(of_rank), seconds=tuple(seconds))
+    return uplinks.Uplinks(of_rank=tuple(of_rank), seconds=tuple(seconds))
 
 
 def residual_room(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from .. import schedules
 from ..ir.action import STEP
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
@@ -18,10 +17,14 @@ from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..ir.tied_gradients import names_for_owners
 from ..ir.timeline import Timeline
-from ..lowering import lower
-from ..simulator import all_gather_s, simulate
+from ..lowering.passes import lower
+from ..schedules import registry
+from ..simulator.all_reduce import all_gather_s
+from ..simulator.simulate import simulate
 from .request import are_alike, profile_of
-from .stage_cost import CostModel, CostOptions, estimate_stage
+from .stage_cost.model import CostModel
+from .stage_cost.peak_memory import CostOptions
+from .stage_cost.stage_estimate import estimate_stage
 
 Profiles: TypeAlias = Profile | Mapping[str, Profile]
 """One profile for all devices, or by device name."""
@@ -49,7 +52,7 @@ class PlanCosts:
         policies = plan.memory.stages
         treatments = [policies[s] if s < len(policies) else {} for s in range(len(plan.stages))]
         # Of what a StageCost says, only weight versions depend on how many micro-batches are in flight.
-        in_flight = schedules.in_flight(plan.as_schedule)
+        in_flight = registry.in_flight(plan.as_schedule)
         ahead = plan.memory.ahead
         known: dict[int, list[StageCost]] = {}
         costs: list[StageCost] = []

@@ -15,7 +15,7 @@ from ..ir.units import format_bytes
 from .ask_planners import planners_asked
 from .beside_line import slower_than_line
 from .offload_ratio import copy_loads
-from .search import layer_names
+from .search.layer_groups import layer_names
 
 FULL = 0.95
 """Share of its cap from which on a stage is called full."""

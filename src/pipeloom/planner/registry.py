@@ -8,24 +8,22 @@ from difflib import get_close_matches
 from typing import Literal, TypeAlias
 
 from ..ir.errors import PlanError
-from .search import Search
-from .strategies import (
+from .search.cut_search import Search
+from .strategies.balanced import balanced
+from .strategies.dawnpiper import dawnpiper
+from .strategies.equal import equal
+from .strategies.exact import exact
+from .strategies.graph_chains import (
     Arranged,
-    balanced,
-    dawnpiper,
-    equal,
-    exact,
-    graphpipe,
-    pipedream,
     pipedream_graph_layers,
     pipedream_graph_ops,
-    pipedream_repo,
     piper_layers,
     piper_ops,
-    probe,
-    shallow_cuts,
-    vpipe,
 )
+from .strategies.graphpipe import graphpipe, shallow_cuts
+from .strategies.pipedream import pipedream, pipedream_repo
+from .strategies.probe import probe
+from .strategies.vpipe import vpipe
 
 Granularity: TypeAlias = Literal["op", "module", "layer"]
 

@@ -9,7 +9,6 @@ from math import inf
 
 import numpy as np
 
-from .. import schedules
 from ..ir.cluster import Cluster, Device
 from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
@@ -21,14 +20,18 @@ from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
+from ..schedules import registry, steady
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
 from .deepen import deepen
 from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .registry import Planner
-from .search import Search, layers
+from .search.cut_search import Search
+from .search.layer_groups import layers
 from .search_watch import SearchWatch
 from .shared_costs import SharedCosts
-from .stage_cost import CostModel, CostOptions, Readers
+from .stage_cost.model import CostModel
+from .stage_cost.peak_memory import CostOptions
+from .stage_cost.readers import Readers
 
 MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 32
 """Orders of branches that are looked at; many while there are at most `SMALL` ops."""
@@ -93,7 +96,7 @@ class Request:
     @property
     def weights(self) -> str:
         """How weights are updated: as asked, or as the schedule does it."""
-        return self.options.weights or schedules.entry(self.schedule).weights
+        return self.options.weights or registry.entry(self.schedule).weights
 
     @cached_property
     def layout(self) -> Layout:
@@ -119,7 +122,7 @@ class Request:
     @cached_property
     def fits_caps(self) -> bool:
         """Whether it says so of as much as it takes to keep the caps."""
-        return self.copies and schedules.fits_caps(self.schedule)
+        return self.copies and registry.fits_caps(self.schedule)
 
     @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
@@ -284,17 +287,17 @@ class Request:
         if costs is not None:
             messages = message_seconds(stages, layout.placement, self.cluster)
             uplinks = uplinks_of(costs, layout.placement, self.cluster)
-            times = schedules.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks, room_bytes=room)
+            times = registry.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks, room_bytes=room)
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:
             stages = deepen(stages, self.slack)
         if self.updates is not None:
-            return schedules.build_steady(
+            return steady.build_steady(
                 self.schedule, stages, layout.placement, self.updates, split_backward=split, times=times
             )
         count = self.microbatches // layout.replicas
-        return schedules.build(
+        return registry.build(
             self.schedule, stages, layout.placement, count, split_backward=split, times=times
         )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .. import schedules
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.flow import flow_of
@@ -20,6 +19,9 @@ from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..ir.weight_policy import WEIGHT_POLICIES
+from ..schedules import registry
+from ..schedules.search import search
+from ..schedules.search.problem import SearchProblem, SearchStage
 from .placement import message_seconds
 from .plan_costs import PlanCosts
 
@@ -48,7 +50,7 @@ def with_searched_order(plan: Plan, costs: PlanCosts, *, effort: float = 0.5) ->
     best: Plan | None = None
     for problem in _problems(plan, stages, costs):
         try:
-            result = schedules.search_orders(problem, schedules.SearchOptions(effort=effort))
+            result = search.search_orders(problem, search.SearchOptions(effort=effort))
         except PlanError:
             continue  # the search's idea of the limits leaves no room for one micro-batch
         rows = problem.rows([int(entry) for entry in result.best.order])
@@ -65,7 +67,7 @@ def _may_be_searched(plan: Plan) -> bool:
     return WEIGHT_POLICIES[plan.weights].flushes and plan.replicas == 1 and small and not copies
 
 
-def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts) -> Iterator[schedules.SearchProblem]:
+def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts) -> Iterator[SearchProblem]:
     """What the search is asked: with backwards as a whole, and split in I and W."""
     each = costs.stages(plan)
     flow = flow_of(stages)
@@ -73,7 +75,7 @@ def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts) -> Iterator[sche
     edges = {(a, b): seconds(a, b) for b, before in enumerate(flow.reads_from) for a in before}
     limits = residual_limits(plan, costs.simulate(plan))
     for split in (False, True):
-        yield schedules.SearchProblem(
+        yield SearchProblem(
             stages=tuple(
                 _search_stage(cost, s, sorted(flow.reads_from[s]), plan.placement[s], split=split)
                 for s, cost in enumerate(each)
@@ -86,8 +88,8 @@ def _problems(plan: Plan, stages: StageGraph, costs: PlanCosts) -> Iterator[sche
 
 def _search_stage(
     cost: StageCost, number: int, after: Sequence[int], rank: int, *, split: bool
-) -> schedules.SearchStage:
-    return schedules.SearchStage(
+) -> SearchStage:
+    return SearchStage(
         name=str(number),
         forward_s=cost.forward_s,
         # What recomputes ahead does so while its gradient is on the way, but on the same device.
@@ -123,7 +125,7 @@ def _simulated(plan: Plan, order: Schedule, costs: PlanCosts) -> Plan | None:
     peaks = tuple(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
     if any(peak > cap for peak, cap in zip(peaks, plan.caps, strict=False)):
         return None
-    before, after = (schedules.in_flight(one) for one in (plan.as_schedule, order))
+    before, after = (registry.in_flight(one) for one in (plan.as_schedule, order))
     parts = tuple(
         replace(part, memory=replace(part.memory, residuals=part.memory.residuals * now // max(1, was)))
         for part, was, now in zip(plan.stages, before, after, strict=True)

@@ -38,7 +38,7 @@ from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError
 from ..ir.units import format_bytes
 from .block_costs import BlockCosts, PieceCost
-from .stage_cost import Array, Indices
+from .stage_cost.arrays import Array, Indices
 from .wide_links import WideLinks, wide_links
 
 

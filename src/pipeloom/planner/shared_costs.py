@@ -10,8 +10,9 @@ from itertools import pairwise
 from ..ir.graph import OpGraph
 from ..ir.stages import StageGraph, cut, replicate
 from .branches import BranchOrdered
-from .search import Known
-from .stage_cost import CostModel, Readers
+from .search.evaluation import Known
+from .stage_cost.model import CostModel
+from .stage_cost.readers import Readers
 
 MOST_CUTS = 200
 """Cuts that are remembered."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import PlanError, shown
 from ..ir.graph import OpGraph
+from ..schedules import registry
 from .placement import stages_for
-from .stage_cost import Readers
+from .stage_cost.readers import Readers
 
 
 class TooManyStages(PlanError):
@@ -23,7 +23,7 @@ def refuse_nonsense(graph: OpGraph, cluster: Cluster, ranks: int, schedule: str)
     ops = sum(not op.cheap for op in graph.ops)
     if ranks < 1:
         raise PlanError(f"{ranks} stages", hint="use at least 1")
-    placed = ranks <= len(cluster.devices) and schedules.entry(schedule).place != "line"
+    placed = ranks <= len(cluster.devices) and registry.entry(schedule).place != "line"
     stages = stages_for(schedule, ranks) if placed else ranks
     if stages > ops:
         places = len(Readers(graph).cut_points) - 1
@@ -31,7 +31,7 @@ def refuse_nonsense(graph: OpGraph, cluster: Cluster, ranks: int, schedule: str)
         raise too_many_stages(why, places, schedule, ranks, cluster)
     if ranks > len(cluster.devices):
         raise PlanError(
-            f"{ranks} {'ranks' if schedules.entry(schedule).place != 'line' else 'stages'} for "
+            f"{ranks} {'ranks' if registry.entry(schedule).place != 'line' else 'stages'} for "
             f"{len(cluster.devices)} devices",
             hint="use fewer stages, or add devices",
         )
@@ -43,7 +43,7 @@ def too_many_stages(why: str, places: int, schedule: str, ranks: int, cluster: C
 
     why: begins with how many it wants.  places: how many there can be.
     """
-    if schedules.entry(schedule).place == "line":
+    if registry.entry(schedule).place == "line":
         most = min(places, len(cluster.devices))
         hint = f"use at most {most} {'stages' if most > 1 else 'stage'}"
         return TooManyStages(why, hint=hint, places=places)

@@ -9,7 +9,9 @@ from itertools import islice
 from .candidate import Candidate
 from .infeasible import scale_caps
 from .request import Request
-from .search import Cuts, Search, polish_cuts
+from .search.cut_search import Search
+from .search.polish import polish_cuts
+from .search.problem import Cuts
 
 Propose = Callable[[Search], Iterator[Cuts]]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ir.cluster import Cluster
-from .stage_cost import Array, Indices
+from .stage_cost.arrays import Array, Indices
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from torch.nn import functional
 from ..ir.cluster import Device
 from ..ir.graph import Op
 from ..ir.profile import OpCost
-from ..tracer import Job, capture
+from ..tracer.capture import capture
+from ..tracer.job import Job
 from .measure_ops import measure
 from .measurement import Measurement
 from .roofline import roofline

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..tracer import tensors_of
+from ..tracer.tensors import tensors_of
 from .op_arguments import call_node
 
 _weak: Any = StorageWeakRef  # carries no types

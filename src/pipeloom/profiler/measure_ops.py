@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..ir.graph import Op, OpGraph, storages
 from ..ir.profile import OpCost, Profile, batch_text
-from ..tracer import Captured
+from ..tracer.captured import Captured
 from .gradient_order import gradient_order
 from .measure_op import OpMeasurement, Timer, autograd_overhead_s, measure_op, torch_threads
 from .op_arguments import OpArguments

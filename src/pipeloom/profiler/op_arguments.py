@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graph import views_of_state
-from ..tracer import Captured
+from ..tracer.captured import Captured
 
 DRAWN = 1 << 20
 """Random numbers drawn for one tensor; a larger one repeats them."""

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..ir.action import RECOMPUTE, Action, B, F, I, Kind, W
-from ..tracer import StageFunctions, activation_bytes, zeros_like_value
+from ..tracer.layout import zeros_like_value
+from ..tracer.stage.functions import StageFunctions, activation_bytes
 from .ledger import crossing_bytes
 from .loss_scaling import loss_gradient
-from .offload import wait_reload
+from .offload.handlers import wait_reload
 from .step_state import MicrobatchState, StepContext
 from .transfer_handlers import hand_back, hand_over
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
-from ..tracer import view_in_order
+from ..tracer.layout import view_in_order
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""

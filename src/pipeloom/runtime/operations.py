@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ir.action import KINDS, Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
-from ..tracer import Tensors
+from ..tracer.stage.functions import Tensors
 from .posted_channel import Channel
 from .step_state import MicrobatchState, StepContext
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .messages import Message
-from .transports import PendingTransfer, SumGroup
+from .transports.transport import PendingTransfer, SumGroup
 
 POLL_S = 1e-4
 """How often `HostWait` looks, in seconds."""

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import CommunicationError
-from ..tracer import has_order, permute_to_memory
-from .failure import Watch
+from ..tracer.layout import has_order, permute_to_memory
+from .failure.watch import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 from .posted import HostWait, PendingSum, PostedReceive, PostedSend, Source
-from .transports import CompletedTransfer, PendingTransfer, SumGroup, Transport
+from .transports.transport import CompletedTransfer, PendingTransfer, SumGroup, Transport
 
 SMALL_BYTES = 1 << 16
 """Sends up to this size are looked at only at the end of the step: to see whether one has ended takes longer

@@ -20,7 +20,7 @@ from ..ir.stages import StageGraph
 from ..ir.tied_gradients import Reduction, for_owners, reductions
 from .posted import PendingSum
 from .step_state import StepContext
-from .transports import SumGroup
+from .transports.transport import SumGroup
 from .weights import Gradients, Weights, clip_factor
 
 

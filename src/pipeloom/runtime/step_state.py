@@ -15,11 +15,11 @@ from torch import Tensor
 from ..ir.action import Action, Instruction, Transfer
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..tracer import StageFunctions, Tensors
-from .failure import Watch
+from ..tracer.stage.functions import StageFunctions, Tensors
+from .failure.watch import Watch
 from .ledger import Ledger
 from .messages import Message
-from .offload import AsyncCopy, Tier
+from .offload.tier import AsyncCopy, Tier
 from .posted_channel import Channel
 from .recorder import Recorder
 from .weights import Weights

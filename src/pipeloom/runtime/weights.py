@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..ir.graph import UpdateBytes, step_bytes
 from ..ir.optimizer_shares import OptimizerShares
 from ..ir.weight_policy import Updates
-from ..tracer import Sink
+from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
     MakeOptimizer,
     default_optimizer,

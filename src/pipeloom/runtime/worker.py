@@ -34,9 +34,17 @@ from ..ir.action import (
 )
 from ..ir.schedule import Program
 from .compute import PEAK_OF, Compute
-from .failure import Watch
+from .failure.watch import Watch
 from .ledger import Ledger
-from .offload import Tier, await_offload, count_copies, finish_oldest_offload, offload, reload, reload_bytes
+from .offload.handlers import (
+    await_offload,
+    count_copies,
+    finish_oldest_offload,
+    offload,
+    reload,
+    reload_bytes,
+)
+from .offload.tier import Tier
 from .operations import Operations
 from .out_of_memory import out_of_memory_told
 from .posted_channel import Channel

@@ -1,5 +1,1 @@
 """Schedules: (stage graph, placement, micro-batches) -> the order in which each rank computes."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

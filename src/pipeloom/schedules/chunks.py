@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..ir.errors import ScheduleError
 from .aliases import CHUNKS
-from .language import split_options
+from .language.user_files import split_options
 from .registry import entry, named_chunks
 
 

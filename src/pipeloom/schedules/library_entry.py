@@ -11,8 +11,9 @@ from ..ir.errors import DeadlockError, ScheduleError
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph
 from ..ir.weight_policy import FLUSH
-from .language import Recipe, Shape
-from .list_scheduler import fastest
+from .language.recipe import Recipe
+from .language.shape import Shape
+from .list_scheduler.choose_recipe import fastest
 from .placements import RankTable
 
 Rows: TypeAlias = Iterable[Iterable[Action]]

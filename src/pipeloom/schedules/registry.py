@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..checks import check
+from ..checks.schedules import check
 from ..ir.action import B, F, W
 from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
@@ -15,7 +15,9 @@ from ..ir.errors import DeadlockError, ScheduleError, shown
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from .aliases import ALIASES, CHUNKS, canonical
-from .copies import COPY_OPTIONS, FIT, Copies, Uplinks, copies_asked, place_copies
+from .copies.asked import COPY_OPTIONS, FIT, copies_asked
+from .copies.place import Copies, place_copies
+from .copies.uplinks import Uplinks
 from .families import (
     bidirectional as two_ways,
     forward_only,
@@ -26,8 +28,9 @@ from .families import (
     variants,
     zero_bubble as zb,
 )
-from .formats import read_schedule
-from .language import LISTED, Shape, load_user_schedule, names_user_file, split_options
+from .formats.csv import read_schedule
+from .language.shape import Shape
+from .language.user_files import LISTED, load_user_schedule, names_user_file, split_options
 from .library_entry import PLACES as PLACES, Entry as Entry, Family
 from .placements import RankTable, both_ways, loop, spread, wave
 

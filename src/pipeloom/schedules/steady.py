@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..checks import check, weight_versions
+from ..checks.schedules import check
+from ..checks.weight_versions import weight_versions
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep, steady_step
 from ..ir.weight_policy import Updates

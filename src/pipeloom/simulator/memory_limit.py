@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..checks import check
+from ..checks.schedules import check
 from ..ir.action import Action, B, F, I, W
 from ..ir.columns import AWAIT_, OFFLOAD_, RELOAD_, Longs
 from ..ir.costs import StageCost

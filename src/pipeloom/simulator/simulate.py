@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..checks import check_program, check_shape
+from ..checks.schedules import check_program, check_shape
 from ..ir.action import KINDS, Action
 from ..ir.cluster import Cluster
 from ..ir.columns import REDUCE_, STEP_

@@ -1,5 +1,1 @@
 """nn.Module -> OpGraph, and StageGraph -> stage functions. The only room that knows torch.export."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

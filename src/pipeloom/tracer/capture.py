@@ -20,8 +20,9 @@ from .attributes import AttributeWatch, attributes_kept
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
 from .checkpoints import statistics_in_checkpoints_refused
-from .export import captured_from_program, export_program
-from .fallback import ModuleCut, cut_modules
+from .export.program import captured_from_program
+from .export.torch_export import export_program
+from .fallback.module_cut import ModuleCut, cut_modules
 from .hooks import backward_hooks, refuse_parameter_hooks
 from .job import Job
 from .job_calls import ModelWithLoss, sample_batch

@@ -13,7 +13,7 @@ from ..ir.graph import OpGraph
 from .blueprint import Blueprint
 
 if TYPE_CHECKING:
-    from .fallback import ModuleCut
+    from .fallback.module_cut import ModuleCut
 
 
 @dataclass(eq=False)

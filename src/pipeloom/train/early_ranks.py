@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from ..api import StartedRanks, build_once, load_job
+from ..api.started_ranks import build_once
 from ..ir.plan import load_plan
+from ..runtime.launch.launch import StartedRanks
+from ..tracer.job_loader import load_job
 from .config import Config
 
 NEEDED = (

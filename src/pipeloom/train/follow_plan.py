@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..api import COMPILED, names_to_plan_by
+from ..api.plan_request import COMPILED
+from ..api.runnable import names_to_plan_by
 from ..ir.errors import ConfigError
 from ..ir.plan import Plan
 from .config import Config

@@ -6,16 +6,12 @@ import os
 
 import torch
 
-from ..api import (
-    CapturedModel,
-    HandedModel,
-    Job,
-    StartedRanks,
-    hand_over_model,
-    load_job,
-    take_over_early,
-)
+from ..api.handed_model import HandedModel, hand_over_model, take_over_early
+from ..api.plan_request import CapturedModel
 from ..ir.plan import Plan
+from ..runtime.launch.launch import StartedRanks
+from ..tracer.job import Job
+from ..tracer.job_loader import load_job
 from .config import Config
 from .workload import gpt_workload
 

@@ -15,25 +15,18 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..api import (
-    CapturedModel,
-    HandedModel,
-    Job,
-    Options,
-    Pipeline,
-    PlanRequest,
-    ProfiledModel,
-    StartedRanks,
-    hand_over_model,
-    launch,
-    load_job,
-    require_runnable_plan,
-    require_training,
-    take_over_model,
-)
+from ..api.handed_model import HandedModel, hand_over_model, take_over_model
+from ..api.options import Options
+from ..api.pipeline import Pipeline
+from ..api.plan_request import CapturedModel, PlanRequest
+from ..api.runnable import require_runnable_plan, require_training
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
+from ..planner.microbatch_sizes import ProfiledModel
+from ..runtime.launch.launch import StartedRanks, launch
+from ..tracer.job import Job
+from ..tracer.job_loader import load_job
 from .config import Config
 from .loop import LONG_STEP_S
 from .run import exit_rank
@@ -137,6 +130,3 @@ def _rank(model: str | None, path: Path, handed: HandedModel | None, options: Op
         raise  # the launcher knows that the cause is elsewhere
     except PipeloomError as error:
         exit_rank(error)
-
-
-__all__ = ["PlanRehearsal", "rehearse_plan", "why_not_rehearsed"]

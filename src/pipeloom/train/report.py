@@ -10,11 +10,15 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ..api import Comparison, StageEdge, StageRow, peak_of, print_report, write_report, write_trace
 from ..ir.explanation import Explanation
 from ..ir.plan import Plan
 from ..ir.text_files import write_whole
 from ..ir.timeline import Timeline
+from ..viewer.chrome import write_trace
+from ..viewer.html import write_report
+from ..viewer.report_facts import Comparison, StageRow, peak_of
+from ..viewer.stage_graph import StageEdge
+from ..viewer.terminal import print_report
 from .config import Config
 from .loop import TrainOutcome
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..api import checkpoint_step
+from ..api.checkpoints import checkpoint_step
 from ..ir.errors import CheckpointError
 from .config import Config
 from .run_directory import reported

@@ -19,35 +19,26 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from rich.console import Console
 
-from ..api import (
-    CapturedModel,
-    HandedModel,
-    Options,
-    Pipeline,
-    StartedRanks,
-    capture,
-    connect,
-    explain_steps,
-    launch,
-    load_job,
-    make_request,
-    plan_size,
-    profile,
-    rank_device,
-    require_runnable,
-    require_training,
-    result_of_rank_0,
-    stage_edges,
-    stage_rows,
-    take_over_model,
-    terminate_as_exit,
-    times_of,
-)
+from ..api.captures import capture
+from ..api.handed_model import HandedModel, take_over_model
+from ..api.options import Options
+from ..api.passes import make_request, plan_size
+from ..api.pipeline import Pipeline
+from ..api.plan_request import CapturedModel, times_of
+from ..api.profiles import profile
+from ..api.ranks import rank_device, result_of_rank_0
+from ..api.reports import explain_steps, stage_rows
+from ..api.runnable import require_runnable, require_training
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
+from ..runtime.launch.connect import connect
+from ..runtime.launch.launch import StartedRanks, launch
+from ..runtime.launch.processes import terminate_as_exit
+from ..tracer.job_loader import load_job
+from ..viewer.stage_graph import stage_edges
 from .config import Config
 from .config_text import read_config, write_config
 from .follow_plan import follow_plan

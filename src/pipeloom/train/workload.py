@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..api import Job
 from ..ir.errors import ConfigError
+from ..tracer.job import Job
 from .config import Config
 from .model import GPT
 from .text import Text, files_of, split, standard_library

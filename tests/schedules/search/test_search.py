@@ -11,29 +11,20 @@ import pytest
 from random_problems import random_case, random_chain
 from search_shapes import problem
 
-from pipeloom.checks import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.lowering import lower
-from pipeloom.schedules import SearchOptions, SearchProblem, SearchResult, search_orders
-from pipeloom.schedules.search import (
-    ENGINES,
-    Candidate,
-    Exact,
-    Progress,
-    all_bounds,
-    fitting,
-    library_order,
-    lower_bound,
-    one_by_one,
-    solve,
-    solve_period,
-    solver_installed,
-    timed,
-    whole_times,
-)
-from pipeloom.simulator import simulate
+from pipeloom.lowering.passes import lower
+from pipeloom.schedules.search.bounds import all_bounds, lower_bound
+from pipeloom.schedules.search.candidate import Candidate, one_by_one, timed
+from pipeloom.schedules.search.engines.exact import Exact, solve, solver_installed
+from pipeloom.schedules.search.engines.kernel import solve_period, whole_times
+from pipeloom.schedules.search.engines.library import fitting, library_order
+from pipeloom.schedules.search.problem import SearchProblem
+from pipeloom.schedules.search.registry import ENGINES
+from pipeloom.schedules.search.search import Progress, SearchOptions, SearchResult, search_orders
+from pipeloom.simulator.simulate import simulate
 
 QUICK = SearchOptions(effort=0.2)
 WITHOUT_EXACT = tuple(name for name in ENGINES if name != "exact")

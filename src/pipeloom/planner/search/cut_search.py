@@ -17,8 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
-from ..stage_cost import Array, CostModel, Footprint, Indices
-from ..treatments import TreatedStageEvaluator, choose_by_layers, choose_greedily
+from ..stage_cost.arrays import Array, Indices
+from ..stage_cost.model import CostModel
+from ..stage_cost.peak_memory import Footprint
+from ..treatments.choose import TreatedStageEvaluator
+from ..treatments.greedy import choose_greedily
+from ..treatments.layers import choose_by_layers
 from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .problem import Problem
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from ...ir.memory_policy import Treatment
-from ..stage_cost import CostModel
+from ..stage_cost.model import CostModel
 
 
 @dataclass(frozen=True, kw_only=True)

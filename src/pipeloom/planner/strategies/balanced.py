@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..search import Cuts, Search
+from ..search.cut_search import Search
+from ..search.problem import Cuts
 
 
 def balanced(search: Search) -> Cuts:

@@ -20,7 +20,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..search import Cuts, Key, Partition, Problem, Search, bands_around, best_cuts_within
+from ..search.bands import bands_around, best_cuts_within
+from ..search.cut_search import Search
+from ..search.problem import Cuts, Key, Partition, Problem
 from .probe import parametric_search
 
 WIDTH = 2

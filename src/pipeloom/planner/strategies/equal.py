@@ -9,7 +9,9 @@ assigned an equal number of layers).
 from __future__ import annotations
 
 from ...ir.errors import PlanError
-from ..search import Cuts, Search, layers
+from ..search.cut_search import Search
+from ..search.layer_groups import layers
+from ..search.problem import Cuts
 
 
 def equal(search: Search) -> Cuts:

@@ -12,7 +12,9 @@ interval is a problem of its own: the bound then comes from `probe`, and interva
 from __future__ import annotations
 
 from ...ir.errors import PlanError
-from ..search import Cuts, Partition, Problem, Search, all_bands, best_cuts_within
+from ..search.bands import all_bands, best_cuts_within
+from ..search.cut_search import Search
+from ..search.problem import Cuts, Partition, Problem
 from .probe import parametric_search
 
 MOST = 4_000_000

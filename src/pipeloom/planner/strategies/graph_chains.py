@@ -27,18 +27,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from ...ir.errors import PlanError
-from ..search import (
-    Cuts,
-    DownSets,
-    PieceGraph,
-    Search,
-    best_chain,
-    borders,
-    count_down_sets,
-    growing_part,
-    layers,
-)
-from ..stage_cost import Array, Indices
+from ..search.cut_search import Search, growing_part
+from ..search.down_sets import DownSets, PieceGraph, best_chain, count_down_sets
+from ..search.layer_groups import borders, layers
+from ..search.problem import Cuts
+from ..stage_cost.arrays import Array, Indices
 
 MOST = 40_000
 """Down-sets beyond which Piper refuses a graph."""

@@ -21,8 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..search import Cuts, DepthLabels, Frontier, Search
-from ..stage_cost import Array, Indices
+from ..search.cut_search import Search
+from ..search.depth_labels import DepthLabels, Frontier
+from ..search.problem import Cuts
+from ..stage_cost.arrays import Array, Indices
 
 PLACES = 128
 """Places of the first search."""

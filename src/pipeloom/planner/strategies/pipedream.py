@@ -26,8 +26,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..search import Cuts, Search, borders, calls
-from ..stage_cost import Array
+from ..search.cut_search import Search
+from ..search.layer_groups import borders, calls
+from ..search.problem import Cuts
+from ..stage_cost.arrays import Array
 
 Mode: TypeAlias = Literal["paper", "repo"]
 

@@ -23,18 +23,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 
-from ..search import (
-    Bands,
-    Cuts,
-    Partition,
-    Problem,
-    Search,
-    bands_around,
-    bands_below,
-    best_cuts_within,
-    count_intervals,
-    largest,
-)
+from ..search.bands import Bands, bands_around, bands_below, best_cuts_within, count_intervals
+from ..search.cut_search import Search
+from ..search.problem import Cuts, Partition, Problem, largest
 
 WINDOW = 8
 FOLLOW = 3

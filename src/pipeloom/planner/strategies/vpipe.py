@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..search import Cuts, Key, Partition, Problem, Search, borders, layers
+from ..search.cut_search import Search
+from ..search.layer_groups import borders, layers
+from ..search.problem import Cuts, Key, Partition, Problem
 from .pipedream import Rules, layers_between, partition
 
 ROUNDS = 10

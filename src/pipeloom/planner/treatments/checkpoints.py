@@ -20,7 +20,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost import KEEP, RECOMPUTE, Array, ForwardArrays, Indices, RecomputeLiveness, Rows
+from ..stage_cost.arrays import Array, Indices, Rows
+from ..stage_cost.liveness import ForwardArrays
+from ..stage_cost.recompute_liveness import RecomputeLiveness
+from ..stage_cost.residuals import KEEP, RECOMPUTE
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""

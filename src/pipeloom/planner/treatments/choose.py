@@ -15,22 +15,13 @@ from math import inf
 import numpy as np
 
 from ...ir.memory_policy import Treatment
-from ..search import Evaluation
-from ..stage_cost import (
-    OFFLOAD,
-    RECOMPUTE,
-    CostModel,
-    HostCopies,
-    Indices,
-    RecomputeLiveness,
-    Residuals,
-    cost_choice,
-    find_residuals,
-    host_copies,
-    peak_bytes,
-    peak_terms,
-    static_memory,
-)
+from ..search.evaluation import Evaluation
+from ..stage_cost.arrays import Indices
+from ..stage_cost.model import CostModel
+from ..stage_cost.peak_memory import peak_bytes, peak_terms, static_memory
+from ..stage_cost.recompute_liveness import RecomputeLiveness
+from ..stage_cost.residuals import OFFLOAD, RECOMPUTE, Residuals, find_residuals
+from ..stage_cost.treated_stage import HostCopies, cost_choice, host_copies
 from .greedy import TreatmentChoice, TreatmentProblem, choose_greedily
 
 BOTH: tuple[Treatment, ...] = ("recompute", "offload")

@@ -26,7 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, RecomputeLiveness
+from ..stage_cost.arrays import Indices
+from ..stage_cost.recompute_liveness import DROPPED, RecomputeLiveness
+from ..stage_cost.residuals import KEEP, OFFLOAD
 from .checkpoints import choose_checkpoints
 from .greedy_kernels import (
     BANNED,

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost import (
+from ..stage_cost.arrays import Array, Indices
+from ..stage_cost.recompute_liveness import (
     AGAIN,
     AT,
     AWAY,
@@ -25,21 +26,17 @@ from ..stage_cost import (
     FIRST_AT,
     FORWARD,
     HELD,
-    KEEP,
     LAST_IN,
     MESSAGE,
-    OFFLOAD,
     OTHERS,
     PENDING,
-    RECOMPUTE,
     SAVER,
     SEARCHED,
-    Array,
-    Indices,
     StageArrays,
     of_others,
     peak_of,
 )
+from ..stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
 
 CHOICE, STORAGE, TOP, MAY, OPTION, BANNED = range(6)
 """Rows of numbers by residual: its treatment, its storage, the last op that saves it, whether it may be

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..stage_cost import KEEP, OFFLOAD, RECOMPUTE, Indices
+from ..stage_cost.arrays import Indices
+from ..stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
 from .choose import Solver
 from .greedy import TreatmentChoice, TreatmentProblem, seconds_of
 

@@ -16,7 +16,7 @@ import torch
 from ...ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
 from ...ir.costs import StageCost
 from ...ir.stages import StageGraph
-from ...tracer import StageFunctions
+from ...tracer.stage.functions import StageFunctions
 from ..ledger import crossing_bytes
 from ..posted_channel import PostedChannel
 from ..recorder import Clock

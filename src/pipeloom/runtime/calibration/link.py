@@ -11,11 +11,12 @@ import torch
 from ...ir.cluster import Link, MiB
 from ...ir.errors import CommunicationError
 from ...ir.graph import Value
-from ..launch import connect, launch, watch_ranks
+from ..launch.connect import connect, watch_ranks
+from ..launch.launch import launch
 from ..messages import Message
 from ..posted_channel import PostedChannel
 from ..recorder import Clock, HostClock
-from ..transports import DistChannel
+from ..transports.dist_channel import DistChannel
 
 ECHOES = 25
 """Echoes of each size, of which the first warms up."""

@@ -20,15 +20,15 @@ from ...ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageActi
 from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.schedule import Program
-from ...tracer import view_in_order, zeros_like_value
-from ..failure import Watch
+from ...tracer.layout import view_in_order, zeros_like_value
+from ..failure.watch import Watch
 from ..ledger import Ledger
 from ..messages import Message
-from ..offload import Tier
+from ..offload.tier import Tier
 from ..posted import PendingSum
 from ..recorder import Clock, Recorder
 from ..step_state import Microbatch, Variant
-from ..transports import SumGroup
+from ..transports.transport import SumGroup
 from ..weights import Weights
 from ..worker import Worker
 

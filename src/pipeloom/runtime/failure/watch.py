@@ -26,7 +26,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from ...ir.errors import CommunicationError, PeerError
-from ..launch import PEER_FAILED
+from ..launch.child import PEER_FAILED
 from .ctrl_c import CtrlC
 from .noticeboard import Failure, Noticeboard
 from .rank_status import FINISHED, RankStatus, who_waits

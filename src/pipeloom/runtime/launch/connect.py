@@ -15,7 +15,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a docume
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ir.errors import CommunicationError, ConfigError, PipeloomError
-from ..failure import StoreBoard, Watch, call_within
+from ..failure.noticeboard import StoreBoard
+from ..failure.store_calls import call_within
+from ..failure.watch import Watch
 from .child import LAUNCHER_STORE
 
 _OURS = threading.Event()

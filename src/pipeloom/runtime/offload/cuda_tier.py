@@ -23,7 +23,7 @@ from torch import Tensor
 from ...ir.cluster import MiB
 from ...ir.errors import OffloadError
 from ...ir.units import format_bytes
-from ...tracer import Tensors
+from ...tracer.stage.functions import Tensors
 from .tier import AsyncCopy, TensorLayout, bytes_of
 
 ALIGNED = 512

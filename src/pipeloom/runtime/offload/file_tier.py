@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...ir.errors import ConfigError, OffloadError
 from ...ir.units import format_bytes
-from ...tracer import Tensors
+from ...tracer.stage.functions import Tensors
 from .file_allocator import FileAllocator
 from .tier import AsyncCopy, TensorLayout, TierOptions, bytes_of
 

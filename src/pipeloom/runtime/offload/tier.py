@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...tracer import Slot, Tensors
+from ...tracer.stage.functions import Slot, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)

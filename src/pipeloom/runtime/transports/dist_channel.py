@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from ..failure import Watch
+from ..failure.watch import Watch
 from ..posted_channel import PostedChannel
 from .gloo import GlooTransport
 from .nccl import NcclTransport

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..failure import LocalBoard, Watch, local_boards
+from ..failure.noticeboard import LocalBoard, local_boards
+from ..failure.watch import Watch
 from ..posted_channel import PostedChannel
 from .transport import PendingTransfer, SumGroup
 

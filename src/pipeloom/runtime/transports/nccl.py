@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ir.errors import ConfigError
-from ..failure import Watch
-from ..launch import NCCL_PATIENCE
+from ..failure.watch import Watch
+from ..launch.connect import NCCL_PATIENCE
 from .gloo import GlooTransport, opened
 from .transport import FailedTransfer, PendingTransfer, SumGroup
 

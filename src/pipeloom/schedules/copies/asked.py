@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ...ir.errors import ScheduleError
-from ..language import Shape
+from ..language.shape import Shape
 from .place import Copies
 
 OFFLOAD, LIMIT, FIT = "offload", "limit", "fit"

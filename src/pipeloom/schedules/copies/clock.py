@@ -14,7 +14,7 @@ import numpy as np
 
 from ...ir.columns import AWAIT_, B_, F_, I_, OFFLOAD_, RELOAD_, Codes, Columns, Ints, Longs, starts_of
 from ...ir.kernels import kernel
-from ..language import Shape
+from ..language.shape import Shape
 from .uplinks import Floats, Uplinks
 
 NOT_YET = -1.0

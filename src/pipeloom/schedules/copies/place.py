@@ -39,7 +39,7 @@ from ...ir.columns import (
 from ...ir.errors import ScheduleError
 from ...ir.kernels import kernel
 from ...ir.schedule import Pair
-from ..language import Shape
+from ..language.shape import Shape
 from .clock import run, walk_of
 from .rows import Lives, RankItems, RowInserts, Sizes, Work, find_inserts, find_reloads, held_bytes
 from .uplinks import USUAL_K, Floats, Uplinks, shared_uplinks, with_copies

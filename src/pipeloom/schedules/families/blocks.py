@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.action import F, I, Kind, W
-from ..language import Periodic, Shape
-from ..list_scheduler import EPS
+from ..language.periodic import Periodic
+from ..language.shape import Shape
+from ..list_scheduler.problem import EPS
 from ..placements import wave
 
 Floats = NDArray[np.float64]

@@ -23,7 +23,11 @@ from math import gcd
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import Rows
-from ..language import Periodic, Recipe, Shape, options, path_clock, phases, timings, turns
+from ..language.build import options, timings
+from ..language.patterns import phases, turns
+from ..language.periodic import Periodic
+from ..language.recipe import Recipe
+from ..language.shape import Shape, path_clock
 from .published import as_published
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..language import Recipe, Shape
-from ..list_scheduler import fastest
+from ..language.recipe import Recipe
+from ..language.shape import Shape
+from ..list_scheduler.choose_recipe import fastest
 
 
 def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[Recipe]:

@@ -15,7 +15,10 @@ from itertools import islice
 from typing import TypeAlias
 
 from ...ir.action import Action, F, I, W
-from ..language import Periodic, Recipe, Shape, options, path_clock, timings
+from ..language.build import options, timings
+from ..language.periodic import Periodic
+from ..language.recipe import Recipe
+from ..language.shape import Shape, path_clock
 from .blocks import block_clock
 from .published import as_published
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from ...ir.action import Action, B
 from ...ir.errors import ScheduleError
-from ..language import Recipe, Shape, options, phases
+from ..language.build import options
+from ..language.patterns import phases
+from ..language.recipe import Recipe
+from ..language.shape import Shape
 
 
 def eager_1f1b(s: Shape) -> Recipe:

@@ -14,8 +14,11 @@ from dataclasses import replace
 from math import inf
 
 from ...ir.action import F, I
-from ..language import Recipe, Shape, options, path_clock, phases
-from ..list_scheduler import EPS
+from ..language.build import options
+from ..language.patterns import phases
+from ..language.recipe import Recipe
+from ..language.shape import Shape, path_clock
+from ..list_scheduler.problem import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:

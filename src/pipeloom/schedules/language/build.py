@@ -20,28 +20,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...checks import check
+from ...checks.schedules import check
 from ...ir.errors import ScheduleError
 from ...ir.operation import Operation as Operation, declare as declare
 from ...ir.schedule import Schedule
-from ..list_scheduler import best, fastest, make
-from .patterns import phases, turns
+from ..list_scheduler.choose_recipe import best
 from .recipe import Recipe
-from .shape import Shape, path_clock
-
-__all__ = [
-    "Operation",
-    "Recipe",
-    "Shape",
-    "best",
-    "fastest",
-    "make",
-    "order",
-    "path_clock",
-    "phases",
-    "timings",
-    "turns",
-]
+from .shape import Shape
 
 
 def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:

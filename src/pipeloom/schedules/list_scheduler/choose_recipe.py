@@ -8,7 +8,8 @@ from math import inf
 
 from ...ir.action import B, F
 from ...ir.errors import DeadlockError, ScheduleError
-from ..language import Recipe, Shape
+from ..language.recipe import Recipe
+from ..language.shape import Shape
 from .engine import run
 from .insert_operations import insert_operations
 from .posted_receives import step_with_posted_receives

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...ir.action import Action
 from ...ir.operation import Operation
-from ..language import Shape
+from ..language.shape import Shape
 from .problem import Outcome
 
 Near = dict[Action, list[Action]]

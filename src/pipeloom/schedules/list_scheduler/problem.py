@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...ir.action import Action, Kind
 from ...ir.columns import Rows
 from ...ir.schedule import Pair
-from ..language import Recipe
+from ..language.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from ...ir.costs import pair_seconds
 from ...ir.dependencies import needs, produces
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
-from ..language import Recipe, Shape, per_rank
+from ..language.recipe import Recipe, per_rank
+from ..language.shape import Shape
 from .problem import SchedulingProblem, Stream
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from ...ir.action import F
 from ...ir.columns import F_, Columns, Rows, columns_of
-from ..language import Recipe, Shape, per_rank
+from ..language.recipe import Recipe, per_rank
+from ..language.shape import Shape
 from .problem import EPS, Outcome, ScheduledRecipe
 
 MOST = 4

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...ir.action import Action, F, Kind
 from ...ir.columns import CODE, CODED, Columns, Longs
 from ...ir.errors import ScheduleError
-from ..language import Periodic
+from ..language.periodic import Periodic
 from .inner_loop import ALL, NONE, WARM
 from .loop_tables import State, Tables
 from .problem import SchedulingProblem, Stream

@@ -21,7 +21,7 @@ from ...ir.flow import dag
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
 from ...ir.units import enough_bytes
-from ..language import Shape
+from ..language.shape import Shape
 from ..placements import spread
 from .arrays import Units
 

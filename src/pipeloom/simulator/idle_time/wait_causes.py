@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...checks import meeting_actions
+from ...checks.operations import meeting_actions
 from ...ir.action import (
     AWAIT,
     KINDS,

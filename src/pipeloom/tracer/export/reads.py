@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ..fallback import READS, function_name, sized_by_data
+from ..fallback.torch_functions import READS, function_name, sized_by_data
 from ..user_code import user_line
 
 READ_AT = "pipeloom_read_at"

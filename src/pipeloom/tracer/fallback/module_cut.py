@@ -19,7 +19,7 @@ from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
 from ..attributes import AttributeWatch, attributes_kept
 from ..blueprint import Blueprint
-from ..export import model_buffers, model_parameters
+from ..export.op_graph import model_buffers, model_parameters
 from ..hooks import backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode

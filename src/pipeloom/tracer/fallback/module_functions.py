@@ -18,7 +18,7 @@ from ..job import Job
 from ..job_calls import evaluation_mode
 from ..layout import ensure_unshared
 from ..random import seeded
-from ..stage import Sink, Slot, Tensors
+from ..stage.functions import Sink, Slot, Tensors
 from ..tensors import autocast_region, storage_ids
 from ..tracing_lock import one_thread_at_a_time
 from .absent_tensors import KEEP_TOGETHER

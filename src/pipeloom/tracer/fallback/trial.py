@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import CutError
 from ..attributes import attributes_kept
-from ..stage import DiscardSink, activation_bytes
+from ..stage.functions import DiscardSink, activation_bytes
 from .module_functions import ModuleFunctions
 from .skeleton import Skeleton
 

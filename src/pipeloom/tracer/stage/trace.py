@@ -17,7 +17,7 @@ from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..fallback import module_stage_functions
+from ..fallback.module_cut import module_stage_functions
 from ..layout import DimOrder, ensure_unshared
 from ..random import seed_draws
 from ..tensors import storage_ids, tensors_of
