@@ -38,8 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from paced import PacedRank, PacedSteadyRank  # noqa: E402
 
 from pipeloom import Pipeline, Plan, plan  # noqa: E402
-from pipeloom.api.captures import capture  # noqa: E402
-from pipeloom.api.profiles import profile  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Device  # noqa: E402
 from pipeloom.ir.costs import StageCost, equal_costs  # noqa: E402
 from pipeloom.ir.flow import dag  # noqa: E402
@@ -48,6 +46,10 @@ from pipeloom.ir.steady import SteadyStep  # noqa: E402
 from pipeloom.ir.timeline import Timeline  # noqa: E402
 from pipeloom.ir.weight_policy import Updates  # noqa: E402
 from pipeloom.lowering.passes import lower  # noqa: E402
+from pipeloom.passes import (
+    capture,  # noqa: E402
+    profile,  # noqa: E402
+)
 from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
 from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
 from pipeloom.runtime.launch.launch import launch  # noqa: E402

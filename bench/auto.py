@@ -18,8 +18,7 @@ import branching
 from machine import keep
 from pipeoffload_planner import gpt
 
-from pipeloom import Job
-from pipeloom.api import captures, plan_request, profiles
+from pipeloom import Job, passes, plan_request
 from pipeloom.clusters.names import find_cluster
 from pipeloom.planner.ask_planners import planners_asked
 from pipeloom.planner.microbatch_sizes import ProfiledModel
@@ -54,8 +53,8 @@ CASES = {
 def measure(case: Case) -> dict[str, Any]:
     """Seconds of the step of each planner that is asked, of the order that was searched, and of the plan."""
     cluster = find_cluster(case.cluster)
-    graph = captures.capture(case.job(), case.rows).graph
-    model = ProfiledModel(size=case.rows, graph=graph, profiles=profiles.estimate(graph, cluster))
+    graph = passes.capture(case.job(), case.rows).graph
+    model = ProfiledModel(size=case.rows, graph=graph, profiles=passes.estimate(graph, cluster))
     request = plan_request.PlanRequest(
         stages=len(cluster.devices),
         microbatches=MICROBATCHES,

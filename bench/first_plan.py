@@ -30,8 +30,8 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.api.kernel_compilation import kernels_compiled_beside
     from pipeloom.clusters.names import find_cluster
+    from pipeloom.kernel_compilation import kernels_compiled_beside
     from pipeloom.planner.make_plan import make_plan
     from pipeloom.planner.request import PlanOptions
     from pipeloom.profiler.roofline import roofline

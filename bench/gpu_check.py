@@ -48,13 +48,13 @@ from rich.table import Table
 from torch import Tensor
 
 from pipeloom import Options, Pipeline
-from pipeloom.api.clusters import detect
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.ir.units import format_bytes
+from pipeloom.machine import detect
 from pipeloom.profiler.host_copies import file_tier, free_disk
 
 RESULTS = Path(__file__).parent / "results" / "gpu_check.json"

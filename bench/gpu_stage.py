@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.api.captures import capture
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
@@ -18,6 +17,7 @@ from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering.passes import lower
+from pipeloom.passes import capture
 from pipeloom.planner.search.evaluation import Evaluation
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions

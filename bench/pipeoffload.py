@@ -37,12 +37,12 @@ from pipeoffload_optimal import optimality
 from pipeoffload_paper import paper
 from pipeoffload_planner import grid, lowest, offload_only, planner, ratio
 
-from pipeloom.api.microbatch_times import MicrobatchTimes
-from pipeloom.api.schedules import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.ir.action import AWAIT, COPYING, RELOAD, B, F, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.schedule import Schedule
 from pipeloom.lowering.passes import lower
+from pipeloom.schedule_times import MicrobatchTimes
+from pipeloom.schedule_views import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.schedules.copies import uplinks
 from pipeloom.simulator.simulate import simulate
 

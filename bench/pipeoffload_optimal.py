@@ -11,8 +11,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from pipeloom.api.microbatch_times import MicrobatchTimes
-from pipeloom.api.schedules import Scenario, simulate_schedule
 from pipeloom.ir.action import AWAIT, OFFLOAD, RELOAD, Action, B, F, I, W
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -20,6 +18,8 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering.passes import lower
+from pipeloom.schedule_times import MicrobatchTimes
+from pipeloom.schedule_views import Scenario, simulate_schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
 from pipeloom.simulator.simulate import simulate

@@ -23,14 +23,14 @@ from machine import commit, keep, load
 from torch import Tensor
 
 from pipeloom import Job
-from pipeloom.api.captures import capture
-from pipeloom.api.clusters import with_files
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
+from pipeloom.machine import with_files
+from pipeloom.passes import capture
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.offload_ratio import copy_loads, transformer_ratio
 from pipeloom.planner.request import PlanOptions

@@ -41,8 +41,7 @@ import branching
 import torch
 from machine import describe_machine
 
-from pipeloom import Job, PipeloomError
-from pipeloom.api import captures, passes, plan_request
+from pipeloom import Job, PipeloomError, passes, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES
@@ -131,12 +130,12 @@ def outcomes(
     """All cells of one model. slow: planners of many schedules are asked everywhere."""
     torch.set_num_threads(1)
     job = MODELS[name]()
-    captured = captures.capture(job, ROWS)
+    captured = passes.capture(job, ROWS)
     rows: list[tuple[Cell, Mapping[str, Outcome]]] = []
     for devices, schedule, width in product(DEVICES, schedules, WIDTHS):
         named = DEVICES[devices]
         cluster = None if named is None else find_cluster(named)
-        model = passes.captured_model(job, ROWS, cluster, captured=captured)
+        model = planning.captured_model(job, ROWS, cluster, captured=captured)
         cell = Cell(model=name, devices=devices, schedule=schedule, width=width, weights=weights)
         free = by_planners(cell, job, model, cluster, planners)
         rows.append((cell, free))
@@ -163,7 +162,7 @@ def by_planners(
 ) -> dict[str, Outcome]:
     found = {}
     for planner in planners:
-        request = passes.make_request(
+        request = planning.make_request(
             job,
             stages=ranks_of(cell),
             width=cell.width,

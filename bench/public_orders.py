@@ -27,8 +27,8 @@ from typing import Any
 
 from machine import commit, load, save
 
-from pipeloom.api.microbatch_times import MicrobatchTimes
-from pipeloom.api.schedules import Scenario, simulate_file, simulate_schedule
+from pipeloom.schedule_times import MicrobatchTimes
+from pipeloom.schedule_views import Scenario, simulate_file, simulate_schedule
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 PROFILES = [

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeloom import Job, capture
-from pipeloom.api.plan_request import PlanRequest
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
+from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.block_costs import BlockCosts, block_costs
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from pipeloom.planner.request import PlanOptions

@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipeloom import Pipeline, Plan, plan
-from pipeloom.api.captures import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
+from pipeloom.passes import capture
 from pipeloom.runtime.launch.launch import launch
 from pipeloom.schedules import registry
 

@@ -16,8 +16,8 @@ from branching_ranks import small_job, train_each
 from runs import capture_of, plain, plan_for, shared_captures
 
 from pipeloom import Job, Plan, verify
-from pipeloom.api.passes import plan
 from pipeloom.ir.graph import OpGraph
+from pipeloom.planning import plan
 from pipeloom.runtime.launch.launch import launch
 
 TOLERANCE = 1e-5

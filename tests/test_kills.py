@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.api.passes import plan
 from pipeloom.clusters.names import cpu_cluster
+from pipeloom.planning import plan
 from pipeloom.train.config_text import read_config
 from pipeloom.train.workload import gpt_workload
 

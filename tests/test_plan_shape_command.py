@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeloom.api import passes, plan_request, shape_search
+from pipeloom import plan_request, planning, shapes
 from pipeloom.cli import main
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
@@ -69,7 +69,7 @@ def run(*words: str) -> Result:
 
 def models(name: str = "job") -> tuple[plan_request.CapturedModel, plan_request.CapturedModel]:
     job, cluster = job_loader.load_job(f"shape_job.py:{name}"), find_cluster(CLUSTER)
-    return passes.captured_model(job, 2, cluster), passes.captured_model(job, 8, cluster)
+    return planning.captured_model(job, 2, cluster), planning.captured_model(job, 8, cluster)
 
 
 @pytest.mark.slow
@@ -77,10 +77,10 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
     names = ("width", "depth", "microbatch_size", "recompute")
     shape = Shape(**{name: figures[name] for name in names})
-    request = passes.make_request(
+    request = planning.make_request(
         job_loader.load_job("shape_job.py:job"), stages=1, cluster=find_cluster(CLUSTER), global_batch=32
     )
-    asked = shape_search.shape_request(request, "2bw", *models())
+    asked = shapes.shape_request(request, "2bw", *models())
     assert figures["rows_per_s"] == pytest.approx(throughput(asked, shape))
     assert figures["peak_bytes"] == round(memory(asked, shape)) <= asked.cap_bytes
     assert figures["microbatches"] == 32 // (shape.width * shape.microbatch_size) >= shape.depth
@@ -94,7 +94,7 @@ def test_a_model_is_its_front_its_blocks_and_its_rear(folder: Path) -> None:
     """At a size that was not captured, its pieces add up to what the whole is there."""
     first, second = models()
     costs = block_costs(first, second, find_cluster(CLUSTER))
-    whole = passes.captured_model(job_loader.load_job("shape_job.py:job"), 5, find_cluster(CLUSTER))
+    whole = planning.captured_model(job_loader.load_job("shape_job.py:job"), 5, find_cluster(CLUSTER))
     (profile,) = whole.profiles.values()
     assert costs.blocks == 4
     assert costs.block.parameter_bytes == 4 * (64 * 64 + 64)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api import passes
+from pipeloom import planning
 from pipeloom.cli import main
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import Plan, load_plan
@@ -81,7 +81,7 @@ def steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
     def estimated(captured: Captured, measure: object) -> object:
         return roofline(captured.graph, cpu_cluster(1).devices[0])
 
-    monkeypatch.setattr(passes, "kept_profile", estimated)
+    monkeypatch.setattr(planning, "kept_profile", estimated)
 
 
 def run(*words: str | Path) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api.schedule_tuning import why
-from pipeloom.api.schedules import Scenario, simulate_schedule
 from pipeloom.cli import main
+from pipeloom.schedule_views import Scenario, simulate_schedule, why
 
 
 def run(*words: object, code: int = 0) -> str:

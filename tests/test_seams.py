@@ -17,7 +17,6 @@ import zoo
 from rich.console import Console
 
 from pipeloom import Plan, load_plan, plan, simulate
-from pipeloom.api.profiles import estimate
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.checks.weight_versions import versions, weight_versions
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, register_kind
@@ -32,6 +31,7 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
 from pipeloom.lowering.passes import lower
+from pipeloom.passes import estimate
 from pipeloom.planner.registry import PLANNERS, Planner, register_planner
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.problem import Cuts

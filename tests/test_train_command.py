@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.api.passes import plan
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import load_plan
+from pipeloom.planning import plan
 from pipeloom.train.config_text import read_config
 from pipeloom.train.run import with_caps
 from pipeloom.train.workload import gpt_workload

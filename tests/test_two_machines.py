@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from two_machines import INTERFACE, CannotIsolate, TwoMachines, two_machines
 
-from pipeloom.api.passes import plan
 from pipeloom.clusters.names import cpu_cluster
+from pipeloom.planning import plan
 from pipeloom.train.config_text import read_config
 from pipeloom.train.workload import gpt_workload
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import zoo
 
-from pipeloom.api import captures, passes
-from pipeloom.api.advice import plan_with_advice
-from pipeloom.api.passes import captured_model, make_request
-from pipeloom.api.plan_request import PlanRequest
+from pipeloom import passes, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
+from pipeloom.plan_advice import plan_with_advice
+from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planning import captured_model, make_request
 from pipeloom.tracer.captured import Captured
 
 SIZE = 4
@@ -22,7 +22,7 @@ SIZE = 4
 
 @pytest.fixture(scope="module")
 def captured() -> Captured:
-    return captures.capture(zoo.job("gpt2"), SIZE)
+    return passes.capture(zoo.job("gpt2"), SIZE)
 
 
 def planning(cluster: str, **more: object) -> PlanRequest:
@@ -110,10 +110,10 @@ def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
 @pytest.mark.slow
 def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
     job, how = zoo.job("gpt2"), planning("2 x a100-40", strategy="equal")
-    most = max(passes.plan_size(how, job, 2)[0].peaks)
+    most = max(planning.plan_size(how, job, 2)[0].peaks)
     tight = planning(f"2 x a100-40 with {most + 50_000}B", strategy="equal")
     with pytest.raises(InfeasibleError) as caught:
-        passes.plan_size(tight, job, 16)
+        planning.plan_size(tight, job, 16)
     size = re.search(r"use micro-batches of (?:at most )?(\d+) row", str(caught.value.hint))
     assert size is not None
-    assert passes.plan_size(tight, job, int(size[1]))[0].microbatch_size == int(size[1]) >= 2
+    assert planning.plan_size(tight, job, int(size[1]))[0].microbatch_size == int(size[1]) >= 2

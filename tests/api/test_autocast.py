@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from deep import TANH
 
 from pipeloom import Options
-from pipeloom.api.captures import capture
 from pipeloom.cli import main
 from pipeloom.ir.errors import ConfigError
+from pipeloom.passes import capture
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])

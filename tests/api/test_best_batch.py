@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.api.best_batch import best_plan
-from pipeloom.api.plan_request import PlanRequest
-from pipeloom.api.profiles import estimate
+from pipeloom.batch_sizes import best_plan
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
 from pipeloom.ir.units import parse_bytes
+from pipeloom.passes import estimate
+from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.shape_search import divisors
 

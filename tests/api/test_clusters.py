@@ -6,11 +6,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipeloom.api.clusters import below_switches, detect, grouped
 from pipeloom.cli import main
 from pipeloom.clusters.files import load_cluster
 from pipeloom.ir.cluster import Device, Link
 from pipeloom.ir.errors import ConfigError
+from pipeloom.machine import below_switches, detect, grouped
 
 DEVICE = Device(name="card", memory_bytes=1)
 

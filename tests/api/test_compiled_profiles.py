@@ -15,15 +15,15 @@ from plain_net import WIDTH, PlainNet, job_of
 from runs import assert_same, capture_of, pipelined, plain
 from torch import Tensor, nn
 
-from pipeloom.api import passes
-from pipeloom.api.compiled_profiles import compiled_profile, pieces_of
-from pipeloom.api.kept_profiles import kept_profile
-from pipeloom.api.passes import plan as plan_job, plan_size
-from pipeloom.api.plan_request import times_of
+from pipeloom import planning
 from pipeloom.cli import main
+from pipeloom.compiled_profiles import compiled_profile, pieces_of
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.ir.units import parse_bytes
+from pipeloom.kept_profiles import kept_profile
+from pipeloom.plan_request import times_of
+from pipeloom.planning import plan as plan_job, plan_size
 from pipeloom.profiler.compiled_pieces import piece_signatures
 from pipeloom.tracer.captured import Captured
 
@@ -63,7 +63,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Puts known ratios in the place of the compiler. Nothing was measured before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
-    monkeypatch.setattr(passes, "kept_profile", lambda captured, measure: seconds(captured))
+    monkeypatch.setattr(planning, "kept_profile", lambda captured, measure: seconds(captured))
 
     def put(fails: str = "") -> KnownRatios:
         known = KnownRatios(fails)
@@ -151,7 +151,7 @@ def test_compiling_is_announced_and_bounded(
     install: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = install()
-    monkeypatch.setattr("pipeloom.api.compiled_profiles.BUDGET_S", 0.0)
+    monkeypatch.setattr("pipeloom.compiled_profiles.BUDGET_S", 0.0)
     captured = capture_of(job_of(Layered))
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         found = compiled_profile(captured, seconds(captured))
@@ -171,7 +171,7 @@ def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) ->
 
     graph = capture_of(job_of(Flat)).graph
     assert len(pieces_of(graph).stages) == 1
-    monkeypatch.setattr("pipeloom.api.compiled_profiles.MOST_OPS", 2)
+    monkeypatch.setattr("pipeloom.compiled_profiles.MOST_OPS", 2)
     assert [len(piece.ops) for piece in pieces_of(graph).stages] == [2] * (len(graph.ops) // 2)
 
 
@@ -247,15 +247,15 @@ def test_caps_are_kept_by_the_stages_that_are_compiled(
     """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
     install()
     job = job_of(Layered)
-    request = passes.make_request(job, stages=1, microbatches=2, memory="100MiB", compiled=True)
+    request = planning.make_request(job, stages=1, microbatches=2, memory="100MiB", compiled=True)
     seen: list[bool] = []
 
     def peaks(plan, captured, costs, *, compiled):  # type: ignore[no-untyped-def]
         seen.append(compiled)
         return plan.peaks
 
-    monkeypatch.setattr("pipeloom.api.verify_caps.FAR_BELOW", 0.0)
-    monkeypatch.setattr("pipeloom.api.verify_caps.traced_peaks", peaks)
+    monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
+    monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
     plan, _ = plan_size(request, job, 2, captured=capture_of(job))
     assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
 
@@ -271,7 +271,7 @@ def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
         seen.append(compiled)
         return seconds(captured)
 
-    monkeypatch.setattr(passes, "profile", profiled)
+    monkeypatch.setattr(planning, "profile", profiled)
     monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: job)
     for way in (False, True):
         plan_job(job, **asked, compiled=way).save(tmp_path / "plan.json")

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from tests.support import zoo
 
-from pipeloom.api.captures import capture
-from pipeloom.api.passes import make_request, plan_size
-from pipeloom.api.profiles import profile
-from pipeloom.api.rank_contention import beside_ranks, contention
 from pipeloom.ir.errors import ConfigError
+from pipeloom.passes import capture, profile
+from pipeloom.planning import make_request, plan_size
 from pipeloom.profiler.contention import Contention, measure_contention
+from pipeloom.rank_contention import beside_ranks, contention
 
 profiler = importlib.import_module("pipeloom.profiler.contention")
 

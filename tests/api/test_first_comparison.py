@@ -14,8 +14,7 @@ from plain_net import PlainNet, job_of
 from runs import capture_of, even, even_plan, plan_for, threads
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline, Plan
-from pipeloom.api import first_comparison
+from pipeloom import Job, Options, Pipeline, Plan, verification
 from pipeloom.ir.errors import BatchError, VerifyError
 from pipeloom.tracer.stage import joint, trace
 
@@ -62,13 +61,13 @@ def test_a_model_that_is_equal_is_remembered(
     cache: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[Plan] = []
-    compare = first_comparison.compare_first
+    compare = verification.compare_first
 
     def counted(make: object, job: Job, plan: Plan, *rest: object) -> object:
         compared.append(plan)
         return compare(make, job, plan, *rest)
 
-    monkeypatch.setattr(first_comparison, "compare_first", counted)
+    monkeypatch.setattr(verification, "compare_first", counted)
     job = job_of(PlainNet)
     plan = even_plan(job, 2, microbatches=4, schedule=schedule)
     first = train(job, plan)
@@ -110,10 +109,10 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     job = job_of(PlainNet)
     plan = replace(even_plan(job, 2, microbatches=4), caps=(3_000, 10_000_000))
-    need = first_comparison.needed_bytes(capture_of(job).graph)
-    assert need > 3_000 and first_comparison.limit_bytes(plan) == 3_000
+    need = verification.needed_bytes(capture_of(job).graph)
+    assert need > 3_000 and verification.limit_bytes(plan) == 3_000
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        first_comparison.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
+        verification.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
     assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
     assert not cache.exists()
 
@@ -122,24 +121,24 @@ def test_what_fits_with_fewer_rows_is_compared_with_these(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int | None] = []
-    compare = first_comparison.compare_first
+    compare = verification.compare_first
 
     def noted(*call: Any) -> object:
         seen.append(call[5])
         return compare(*call)
 
-    monkeypatch.setattr(first_comparison, "compare_first", noted)
+    monkeypatch.setattr(verification, "compare_first", noted)
     for model, message in ((PlainNet, ""), (CountsElsewhere, "does not train as in plain PyTorch")):
         job = job_of(model)
         plan = even_plan(job, 2, microbatches=2)
         captured = capture_of(job)
-        state = first_comparison.needed_bytes(captured.graph, 0.0)
-        row = (first_comparison.needed_bytes(captured.graph) - state) // plan.microbatch_size
+        state = verification.needed_bytes(captured.graph, 0.0)
+        row = (verification.needed_bytes(captured.graph) - state) // plan.microbatch_size
         assert plan.microbatch_size > 1
-        monkeypatch.setattr(first_comparison, "limit_bytes", lambda _, limit=state + row: limit)
+        monkeypatch.setattr(verification, "limit_bytes", lambda _, limit=state + row: limit)
         refused = pytest.raises(VerifyError, match=message) if message else contextlib.nullcontext()
         with refused, caplog.at_level(logging.WARNING, logger="pipeloom"):
-            first_comparison.require_equal_once(Pipeline, job, plan, captured, Options(compare=True))
+            verification.require_equal_once(Pipeline, job, plan, captured, Options(compare=True))
     assert seen == [1, 1]
     assert "PlainNet was compared with plain PyTorch in micro-batches of 1 row; with 2" in caplog.text
     assert len(list(cache.iterdir())) == 1
@@ -151,7 +150,7 @@ def test_what_takes_long_is_compared_with_fewer_rows(
 ) -> None:
     """By the plan's times; and with all its rows where the job has no smaller batches."""
     seen: list[int | None] = []
-    compare = first_comparison.compare_first
+    compare = verification.compare_first
 
     def noted(*call: Any) -> object:
         seen.append(call[5])
@@ -159,15 +158,15 @@ def test_what_takes_long_is_compared_with_fewer_rows(
             raise BatchError("no batch of 2 rows")
         return compare(*call)
 
-    monkeypatch.setattr(first_comparison, "compare_first", noted)
+    monkeypatch.setattr(verification, "compare_first", noted)
     job = job_of(PlainNet)
     plan = even_plan(job, 2, microbatches=2)
-    each_s = first_comparison.MOST_S / first_comparison.MICROBATCHES / len(plan.stages)
+    each_s = verification.MOST_S / verification.MICROBATCHES / len(plan.stages)
     slow = replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
-    assert first_comparison.quick_rows(plan) == plan.microbatch_size == 2
-    assert first_comparison.quick_rows(slow) == 1
+    assert verification.quick_rows(plan) == plan.microbatch_size == 2
+    assert verification.quick_rows(slow) == 1
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        first_comparison.require_equal_once(Pipeline, job, slow, capture_of(job), Options(compare=True))
+        verification.require_equal_once(Pipeline, job, slow, capture_of(job), Options(compare=True))
     assert seen == ([1, 2] if refused else [1])
     said = "in micro-batches of 1 row; with 2, as it is trained, that would take more than 20 s"
     assert (said in caplog.text) is not refused
@@ -204,11 +203,11 @@ def test_it_uses_all_cores_and_gives_them_back(fails: bool, monkeypatch: pytest.
         if fails:
             raise VerifyError("differs")
 
-    monkeypatch.setattr(first_comparison, "usable_cores", lambda: before + 2)
-    monkeypatch.setattr(first_comparison, "compare", compare)
+    monkeypatch.setattr(verification, "usable_cores", lambda: before + 2)
+    monkeypatch.setattr(verification, "compare", compare)
     job = job_of(PlainNet)
     with pytest.raises(VerifyError) if fails else contextlib.nullcontext():
-        first_comparison.compare_first(
+        verification.compare_first(
             Pipeline, job, even_plan(job, 2, microbatches=2), capture_of(job), Options()
         )
     assert inside == [before + 2] and torch.get_num_threads() == before
@@ -219,7 +218,7 @@ def test_replicas_are_compared_as_one() -> None:
     captured = capture_of(job)
     plan = plan_for(captured, even(captured.graph, 2), microbatches=4, placement=(0, 1))
     twice = replace(plan, placement=(0, 1, 1, 0))
-    assert first_comparison.compare_first(Pipeline, job, twice, captured, Options()).passed
+    assert verification.compare_first(Pipeline, job, twice, captured, Options()).passed
 
 
 def test_it_is_off_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from plain_net import PlainNet, job_of
 from runs import capture_of
 from torch import Tensor
 
-from pipeloom.api import passes, profiles
-from pipeloom.api.kept_profiles import kept_profile
+from pipeloom import passes, planning
 from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.kept_profiles import kept_profile
 from pipeloom.tracer.captured import Captured
 
 
@@ -148,9 +148,9 @@ def test_it_can_be_turned_off(measured: Measured, tmp_path: Path, monkeypatch: p
 def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(PlainNet)
     captured = capture_of(job)
-    real = profiles.profile
-    monkeypatch.setattr(passes, "profile", measured)
-    models = [passes.captured_model(job, 2, None, captured=captured) for _ in range(2)]
+    real = passes.profile
+    monkeypatch.setattr(planning, "profile", measured)
+    models = [planning.captured_model(job, 2, None, captured=captured) for _ in range(2)]
     assert measured.times == 1 and models[0].profiles == models[1].profiles
     assert real(captured).costs != models[0].profiles["cpu"].costs
 

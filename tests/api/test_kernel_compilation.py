@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeloom.api import kernel_compilation
+from pipeloom import kernel_compilation
 from pipeloom.ir.errors import InfeasibleError
 
 SMALL = kernel_compilation.small_model()
@@ -70,7 +70,7 @@ def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
         monkeypatch.setattr(kernel_compilation, "LARGE_OPS", len(SMALL.ops))
         wait(SMALL)
         assert started[0].waited_s == [kernel_compilation.LIMIT_S] and not started[0].ended
-    assert started[0].command[1:] == ["-P", "-m", "pipeloom.api.kernel_compilation", "dawnpiper", "recompute"]
+    assert started[0].command[1:] == ["-P", "-m", "pipeloom.kernel_compilation", "dawnpiper", "recompute"]
     assert started[0].ended
 
 
@@ -164,7 +164,7 @@ def test_a_large_search_finds_all_its_code(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, (bench, os.environ.get("PYTHONPATH"))))
     kept = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": path}
     env = {**os.environ, **kept}
-    command = [sys.executable, "-m", "pipeloom.api.kernel_compilation", "dawnpiper"]
+    command = [sys.executable, "-m", "pipeloom.kernel_compilation", "dawnpiper"]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
         assert process.wait(600) == 0
     made = set(tmp_path.rglob("*.nbc"))
@@ -174,7 +174,7 @@ def test_a_large_search_finds_all_its_code(tmp_path: Path) -> None:
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeloom.api.kernel_compilation", "dawnpiper"]
+    command = [sys.executable, "-m", "pipeloom.kernel_compilation", "dawnpiper"]
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
         process.communicate(timeout=60)  # closes the pipe

@@ -3,16 +3,15 @@
 import pytest
 import zoo
 
-from pipeloom import plan
-from pipeloom.api import passes
+from pipeloom import plan, planning
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.errors import InfeasibleError
 
 
 def largest(name: str, memory: str, **more):
     more.setdefault("cluster", cpu_cluster(2))
-    how = passes.make_request(zoo.job(name), stages=2, microbatches=2, memory=memory, **more)
-    return passes.plan_largest(how, zoo.job(name), 2)
+    how = planning.make_request(zoo.job(name), stages=2, microbatches=2, memory=memory, **more)
+    return planning.plan_largest(how, zoo.job(name), 2)
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ import runs
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.api.clusters import disk_speed, with_files
-from pipeloom.api.passes import make_request
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.machine import disk_speed, with_files
+from pipeloom.planning import make_request
 from pipeloom.profiler.host_copies import file_tier
 
 

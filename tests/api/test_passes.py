@@ -8,8 +8,7 @@ import pytest
 import zoo
 from runs import capture_of
 
-from pipeloom import plan
-from pipeloom.api import captures, passes, profiles, simulation
+from pipeloom import passes, plan, planning
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
@@ -37,19 +36,19 @@ def test_nonsense_is_refused(more: dict, said: str) -> None:
 
 def test_a_profile_of_another_size_is_refused() -> None:
     job, cluster = zoo.job("skips"), cpu_cluster(2)
-    large = captures.capture(job, 8)
-    profile = profiles.estimate(large.graph, cluster)["cpu"]
+    large = passes.capture(job, 8)
+    profile = passes.estimate(large.graph, cluster)["cpu"]
     with pytest.raises(PlanError, match=r"the profile is of micro-batches .*\[8"):
         plan(job, cluster=cluster, captured=capture_of(job), profiled=profile, **HOW)
     made = plan(job, cluster=cluster, captured=capture_of(job), **HOW)
     with pytest.raises(PlanError, match=r"the profile is of micro-batches .*\[8"):
-        simulation.simulate(made, capture_of(job).graph, profile, cluster)
+        passes.simulate(made, capture_of(job).graph, profile, cluster)
 
 
 def test_one_profile_stands_for_one_kind_of_device() -> None:
     job, mixed = zoo.job("skips"), find_cluster("1 x a100-40 + 1 x v100-32")
     graph = capture_of(job).graph
-    profile = profiles.estimate(graph, mixed)[mixed.devices[0].name]
+    profile = passes.estimate(graph, mixed)[mixed.devices[0].name]
     with pytest.raises(PlanError, match="for the kinds a100-40-sxm, v100-32"):
         plan(job, cluster=mixed, captured=capture_of(job), profiled=profile, **HOW)
 
@@ -60,9 +59,9 @@ def test_devices_of_one_name_compute_alike() -> None:
     first, second = two.devices
     other = replace(two, devices=(first, replace(second, memory_bytes_per_s=1e9)))
     with pytest.raises(ConfigError, match="named cpu that compute at different rates"):
-        profiles.estimate(graph, other)
+        passes.estimate(graph, other)
     unequal = replace(two, devices=(first, replace(second, memory_bytes=1)))
-    assert list(profiles.estimate(graph, unequal)) == ["cpu"]
+    assert list(passes.estimate(graph, unequal)) == ["cpu"]
 
 
 def test_a_plan_for_more_devices_than_there_are() -> None:
@@ -70,11 +69,9 @@ def test_a_plan_for_more_devices_than_there_are() -> None:
     made = plan(job, cluster=cpu_cluster(2), captured=capture_of(job), **HOW)
     graph = capture_of(job).graph
     with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 1"):
-        simulation.simulate(made, graph, profiles.estimate(graph, cpu_cluster(1)), cpu_cluster(1))
+        passes.simulate(made, graph, passes.estimate(graph, cpu_cluster(1)), cpu_cluster(1))
     with pytest.raises(PlanError, match="no profile for device cpu"):
-        simulation.simulate(
-            made, graph, {"gpu": profiles.estimate(graph, cpu_cluster(1))["cpu"]}, cpu_cluster(2)
-        )
+        passes.simulate(made, graph, {"gpu": passes.estimate(graph, cpu_cluster(1))["cpu"]}, cpu_cluster(2))
 
 
 def test_a_long_text_names_no_cluster() -> None:
@@ -99,7 +96,7 @@ def test_stages_of_one_rank_share_its_memory() -> None:
 
 def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
     job = zoo.job("gpt")
-    made = passes.plan(
+    made = planning.plan(
         job,
         cluster=cpu_cluster(2),
         schedule="interleaved_1f1b",

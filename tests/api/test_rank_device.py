@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pipeloom import Options, Pipeline
-from pipeloom.api.rank_stages import EvaluationVariants, RankStages, TrainingVariants
-from pipeloom.api.ranks import rank_device
 from pipeloom.ir.errors import ConfigError
+from pipeloom.rank_stages import EvaluationVariants, RankStages, TrainingVariants
+from pipeloom.ranks import rank_device
 from pipeloom.runtime.transports.local_channel import local_channels
 
 JOB = plain_net.two_linears()
@@ -83,7 +83,7 @@ def test_weights_and_stages_go_to_the_device_of_their_rank(monkeypatch: pytest.M
         used.append(device)
         return "made"
 
-    monkeypatch.setattr("pipeloom.api.rank_stages.stage_functions", stage_functions)
+    monkeypatch.setattr("pipeloom.rank_stages.stage_functions", stage_functions)
     plan = runs.even_plan(JOB, 1, microbatches=2)
     captured = runs.capture_of(JOB)
     rank = RankStages(

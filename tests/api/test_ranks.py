@@ -14,8 +14,8 @@ import torch.distributed as dist
 import zoo
 
 from pipeloom import Pipeline
-from pipeloom.api.ranks import result_of_rank_0
 from pipeloom.ir.errors import PlanError
+from pipeloom.ranks import result_of_rank_0
 from pipeloom.runtime.transports.local_channel import LocalChannel
 
 GATHER = """

@@ -9,12 +9,12 @@ import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, even_plan
 
-from pipeloom.api.reports import explain_steps, stage_rows
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.replicas import widened
 from pipeloom.lowering.passes import lower
+from pipeloom.reports import explain_steps, stage_rows
 from pipeloom.simulator.simulate import simulate
 
 

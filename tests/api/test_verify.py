@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Plan, verify
-from pipeloom.api.captures import capture
 from pipeloom.commands.verify import report
 from pipeloom.ir.errors import PlanError, VerifyError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
+from pipeloom.passes import capture
 from pipeloom.runtime.weights import Gradients, Weights
 from pipeloom.schedules import registry
 

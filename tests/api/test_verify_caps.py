@@ -14,12 +14,7 @@ import zoo
 from runs import assert_same, capture_of, even_plan, graph_of, pipelined, plain, shared_captures, threads
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline
-from pipeloom.api import profiles
-from pipeloom.api.advice import plan_with_advice
-from pipeloom.api.passes import make_request
-from pipeloom.api.plan_request import CapturedModel
-from pipeloom.api.verify_caps import TRIES, plan_within_caps, traced_peaks
+from pipeloom import Job, Options, Pipeline, passes
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
@@ -27,8 +22,11 @@ from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.units import parse_bytes
+from pipeloom.plan_advice import plan_with_advice
+from pipeloom.plan_request import TRIES, CapturedModel, plan_within_caps, traced_peaks
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planning import make_request
 from pipeloom.runtime.transports.local_channel import LocalChannel
 
 ROWS, COUNT = 4, 4
@@ -80,7 +78,7 @@ def peaks_as_traced(plan: Plan) -> tuple[int, ...]:
 def costs_of(job: Job, rows: int) -> Mapping[str, Profile]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="roofline profile .* estimated as elementwise")
-        return profiles.estimate(capture_of(job, rows).graph, cpu_cluster(2))
+        return passes.estimate(capture_of(job, rows).graph, cpu_cluster(2))
 
 
 def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:

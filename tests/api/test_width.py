@@ -8,13 +8,13 @@ import pytest
 import runs
 from every_schedule import gpt_job
 
-from pipeloom.api import passes
-from pipeloom.api.passes import make_request
+from pipeloom import planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planning import make_request
 from pipeloom.profiler.roofline import roofline
 from pipeloom.train.config import Config
 from pipeloom.train.follow_plan import follow_plan
@@ -24,7 +24,7 @@ JOB = gpt_job()
 
 def planned(cluster: str = "4 x cpu", **how: object) -> Plan:
     settings = {"stages": 2, "width": 2, "microbatches": 8, "microbatch_size": 2} | how
-    return passes.plan(JOB, cluster=cluster, captured=runs.capture_of(JOB), **settings)  # type: ignore[arg-type]
+    return planning.plan(JOB, cluster=cluster, captured=runs.capture_of(JOB), **settings)  # type: ignore[arg-type]
 
 
 def test_replicas_of_a_stage_are_neighbours_and_share_the_micro_batches() -> None:

@@ -9,13 +9,13 @@ import zoo
 from click.testing import CliRunner
 
 from pipeloom import plan
-from pipeloom.api.clusters import detect
 from pipeloom.cli import main
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.units import parse_bytes
+from pipeloom.machine import detect
 
 MANY = 10**10
 HUGE = 10**400

@@ -9,8 +9,7 @@ import zoo
 from runs import capture_of
 from torch import Tensor, nn
 
-from pipeloom import Job, plan
-from pipeloom.api import advice, passes, profiles
+from pipeloom import Job, passes, plan, plan_advice, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.planner.stage_cost.readers import Readers
@@ -78,7 +77,7 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
     """The hint was "use 4 stages on 4 devices", where nobody had named any."""
     job = zoo.job("gpt2")
     captured = capture_of(job)
-    costs = profiles.estimate(captured.graph, cpu_cluster(1))["cpu"]
+    costs = passes.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}
     free = plan(job, stages=2, **how)
     tight = how | {"memory": int(max(free.peaks) * share)}
@@ -99,17 +98,17 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
     ],
 )
 def test_how_more_stages_are_advised(schedule: str, local: bool, said: str) -> None:
-    how = replace(passes.make_request(zoo.job("gpt2"), stages=2, schedule=schedule), local=local)
-    assert advice._stages_sentence(how, 4) == said
+    how = replace(planning.make_request(zoo.job("gpt2"), stages=2, schedule=schedule), local=local)
+    assert plan_advice._stages_sentence(how, 4) == said
 
 
 def test_more_processes_of_this_machine_have_less_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cap, each has its share of the machine's; more stages were tried with as much each."""
     job = zoo.job("gpt2")
-    local = passes.make_request(job, stages=2)
+    local = planning.make_request(job, stages=2)
     described = replace(local, local=False)
     whole = sum(device.memory_bytes for device in local.cluster.devices)
-    assert sum(device.memory_bytes for device in advice._as_many(local, 8)) <= whole
-    assert sum(device.memory_bytes for device in advice._as_many(described, 8)) == 4 * whole
-    capped = passes.make_request(job, stages=2, memory="1GiB")
-    assert [device.memory_bytes for device in advice._as_many(capped, 3)] == [1 << 30] * 3
+    assert sum(device.memory_bytes for device in plan_advice._as_many(local, 8)) <= whole
+    assert sum(device.memory_bytes for device in plan_advice._as_many(described, 8)) == 4 * whole
+    capped = planning.make_request(job, stages=2, memory="1GiB")
+    assert [device.memory_bytes for device in plan_advice._as_many(capped, 3)] == [1 << 30] * 3

@@ -11,8 +11,7 @@ from plain_net import PlainNet, job_of
 from runs import even_plan
 from torch import Tensor, nn
 
-from pipeloom import Options, Pipeline, capture
-from pipeloom.api import first_comparison
+from pipeloom import Options, Pipeline, capture, verification
 
 
 class Dropping(PlainNet):
@@ -29,6 +28,6 @@ def test_smaller_micro_batches_with_dropout_are_compared(
     plan = even_plan(job, 2, microbatches=4)
     captured = capture(job, plan.microbatch_size)
     with caplog.at_level(logging.WARNING):
-        found = first_comparison.compare_first(Pipeline, job, plan, captured, Options(), rows=1)
+        found = verification.compare_first(Pipeline, job, plan, captured, Options(), rows=1)
     assert found.passed and found.independent and found.reference.endswith("with the same random numbers")
     assert not [record for record in caplog.records if record.name == "pipeloom"]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom import Job, plan
-from pipeloom.api import passes
+from pipeloom import Job, plan, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
 
@@ -51,8 +50,8 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
     own = job(multiples_of(number))
     few = plan(own, stages=2, microbatch_size=number, microbatches=2, cluster="2 x cpu")
     cluster = find_cluster(f"2 x cpu with {3 * max(few.peaks)}B")
-    how = passes.make_request(own, stages=2, microbatches=2, cluster=cluster)
-    found, sample = passes.plan_largest(how, own, number)
+    how = planning.make_request(own, stages=2, microbatches=2, cluster=cluster)
+    found, sample = planning.plan_largest(how, own, number)
     assert found.microbatch_size == sample.size > number
     with pytest.raises(InfeasibleError) as caught:
         plan(own, stages=2, microbatches=2, microbatch_size=4 * sample.size, cluster=cluster)
@@ -64,8 +63,8 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
 @pytest.mark.parametrize("start", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 7)])
 def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
     own = job(multiples_of(2))
-    how = passes.make_request(own, stages=2, cluster=find_cluster("2 x cpu with 64KiB"))
-    sizes = {passes.plan_largest(how, own, begin)[0].microbatch_size for begin in (start, 2)}
+    how = planning.make_request(own, stages=2, cluster=find_cluster("2 x cpu with 64KiB"))
+    sizes = {planning.plan_largest(how, own, begin)[0].microbatch_size for begin in (start, 2)}
     assert len(sizes) == 1
 
 
@@ -73,9 +72,9 @@ def test_a_batch_that_never_can_be_says_so_itself() -> None:
     def none(seed: int, rows: int) -> Batch:
         raise LookupError("no data")
 
-    how = passes.make_request(job(none), stages=2, cluster=find_cluster("2 x cpu"))
+    how = planning.make_request(job(none), stages=2, cluster=find_cluster("2 x cpu"))
     with pytest.raises(LookupError, match="no data"):
-        passes.plan_largest(how, job(none), 4)
+        planning.plan_largest(how, job(none), 4)
 
 
 @pytest.mark.parametrize(("schedule", "whole"), [("dualpipe", 12), ("chimera", 10)])
@@ -86,14 +85,14 @@ def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole:
         loss=lambda outputs, _: outputs.square().mean(),
     )
     cluster = find_cluster("2 x cpu with 1GiB")
-    how = passes.make_request(small, stages=2, cluster=cluster, schedule=schedule, global_batch=whole)
-    found, _ = passes.plan_largest(how, small, 4)
+    how = planning.make_request(small, stages=2, cluster=cluster, schedule=schedule, global_batch=whole)
+    found, _ = planning.plan_largest(how, small, 4)
     assert found.microbatch_size == whole // 2
     assert found.microbatches == 2
 
 
 def test_a_large_global_batch_is_divided_at_once() -> None:
-    how = passes.make_request(job(), stages=2, cluster=find_cluster("2 x cpu"), global_batch=10**15)
+    how = planning.make_request(job(), stages=2, cluster=find_cluster("2 x cpu"), global_batch=10**15)
     assert how.microbatches_of(1000) == 10**12
     with pytest.raises(ConfigError, match="no multiple of 7 rows"):
         how.microbatches_of(7)
@@ -101,6 +100,6 @@ def test_a_large_global_batch_is_divided_at_once() -> None:
 
 def test_a_batch_that_the_schedule_cannot_divide() -> None:
     cluster = find_cluster("2 x cpu")
-    how = passes.make_request(job(), stages=2, cluster=cluster, schedule="dualpipe", global_batch=9)
+    how = planning.make_request(job(), stages=2, cluster=cluster, schedule="dualpipe", global_batch=9)
     with pytest.raises(ConfigError, match="dualpipe cannot divide a global batch of 9 rows"):
-        passes.plan_largest(how, job(), 1)
+        planning.plan_largest(how, job(), 1)

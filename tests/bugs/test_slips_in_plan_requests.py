@@ -8,11 +8,11 @@ import zoo
 from click.testing import CliRunner
 
 from pipeloom import Job, plan
-from pipeloom.api.plan_request import PlanRequest
 from pipeloom.cli import main
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import CaptureError, ConfigError, InfeasibleError, PlanError
+from pipeloom.plan_request import PlanRequest
 from pipeloom.tracer.job_loader import load_job
 
 

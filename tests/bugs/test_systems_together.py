@@ -12,9 +12,9 @@ import zoo
 from click.testing import CliRunner, Result
 
 import pipeloom
-from pipeloom.api.schedules import Scenario
 from pipeloom.cli import main
 from pipeloom.ir.plan import Plan
+from pipeloom.schedule_views import Scenario
 
 MIB = 1 << 20
 

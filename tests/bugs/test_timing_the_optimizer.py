@@ -36,7 +36,7 @@ class Restless(torch.optim.AdamW):
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
     return replace(zoo.job("skips"), optimizer=lambda params: Restless(params, lr=1e-2))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from branching_graphs import cluster_of, random_graph
 
-from pipeloom.api import plan_request
+from pipeloom import plan_request
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.request import PlanOptions
 

@@ -24,7 +24,6 @@ from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 from torch import nn
 
-from pipeloom.api.checkpoints import checkpoint_step
 from pipeloom.checks.schedules import check
 from pipeloom.clusters.files import load_cluster, save_cluster
 from pipeloom.clusters.names import cpu_cluster
@@ -33,6 +32,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
+from pipeloom.ranks import checkpoint_step
 from pipeloom.runtime.checkpoint import checkpoint
 from pipeloom.runtime.checkpoint.state import TrainState
 from pipeloom.schedules.formats.csv import read_schedule

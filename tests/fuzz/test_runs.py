@@ -133,7 +133,7 @@ def prove_program(data: st.DataObject) -> None:
         assert policy == MemoryPolicy() and updates == {"updates": None, "clips": False}
         return edited
 
-    with patch("pipeloom.api.pipeline_parts.lower", ours):
+    with patch("pipeloom.pipeline.lower", ours):
         assert_same(trained(job, plan), expected, tolerance=TOLERANCE)
 
 

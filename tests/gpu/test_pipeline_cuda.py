@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
-from pipeloom.api.captures import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
+from pipeloom.passes import capture
 from pipeloom.schedules import registry
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512

@@ -9,8 +9,7 @@ import torch
 from every_schedule import gpt_job
 from runs import capture_of
 
-from pipeloom import Job, verify
-from pipeloom.api import passes
+from pipeloom import Job, planning, verify
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
@@ -36,7 +35,7 @@ def larger_job() -> Job:
 def planned(schedule: str, memory: str | None, cluster: str = "4 x a100-40", **how: object) -> Plan:
     """Without advice where nothing fits, which takes long to find."""
     job, devices = larger_job(), find_cluster(cluster)
-    request = passes.make_request(
+    request = planning.make_request(
         job,
         stages=4,
         microbatches=8,
@@ -45,7 +44,7 @@ def planned(schedule: str, memory: str | None, cluster: str = "4 x a100-40", **h
         memory=memory,
         **how,  # type: ignore[arg-type]
     )
-    model = passes.captured_model(job, 4, devices, captured=capture_of(job, 4))
+    model = planning.captured_model(job, 4, devices, captured=capture_of(job, 4))
     return request.plan(model, explained=False)
 
 
@@ -67,7 +66,7 @@ def test_a_plan_just_above_its_simulated_peak_runs() -> None:
     job = gpt_job(layers=2)
 
     def plan(memory: int | None) -> Plan:
-        return passes.plan(
+        return planning.plan(
             job,
             stages=2,
             microbatches=4,

@@ -9,7 +9,7 @@ import torch
 import zoo
 from runs import capture_of
 
-from pipeloom.api.compiled_profiles import pieces_of
+from pipeloom.compiled_profiles import pieces_of
 from pipeloom.profiler.compiled_pieces import piece_signatures, time_piece
 from pipeloom.profiler.measure_op import Timer
 

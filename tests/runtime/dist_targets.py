@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom import Job, Pipeline
-from pipeloom.api.passes import plan
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
+from pipeloom.planning import plan
 from pipeloom.runtime.checkpoint import files
 from pipeloom.runtime.failure.watch import Watch
 from pipeloom.runtime.launch.connect import connect, watch_ranks

@@ -16,7 +16,7 @@ from deep import ACTIVATION, ROWS, TANH
 from ledgers import sends_are_through_at_once
 
 from pipeloom import Options, Pipeline
-from pipeloom.api.forecast import by_stage
+from pipeloom.forecast import by_stage
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.memory_policy import MemoryPolicy
@@ -41,7 +41,7 @@ def one_capture() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies follow each other: the end of one is the end of those before it."""
-    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
     order: dict[int, list[AsyncCopy]] = {}
     ended: set[int] = set()
@@ -115,7 +115,7 @@ def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Rehearsal, "time_actions", evenly)
     link = Link(bandwidth_bytes_per_s=1e15)
-    monkeypatch.setattr("pipeloom.api.forecast.measure_link", lambda *_: link)
+    monkeypatch.setattr("pipeloom.forecast.measure_link", lambda *_: link)
 
 
 @pytest.mark.usefixtures("even_pace")

@@ -73,7 +73,7 @@ def test_of_one_micro_batch_memory_is_saved_too() -> None:
 
 def test_rehearsed_are_the_actions_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the stage that recomputes ahead; the other one's take their time within B."""
-    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
     plan = plan_of(microbatches=2, ahead=(1,))
 

@@ -14,7 +14,7 @@ from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.forecast import Forecast
+from pipeloom.forecast import Forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
@@ -30,7 +30,7 @@ from pipeloom.schedules.registry import shape_of
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
-    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from pipeloom.api.schedules import Scenario, SimulatedSchedule, csv_text, simulate_schedule
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import AWAIT, COPYING, OFFLOAD, RELOAD, Action, B, F, W
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -15,6 +14,7 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
+from pipeloom.schedule_views import Scenario, SimulatedSchedule, csv_text, simulate_schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
 from pipeloom.schedules.formats.csv import parse_schedule

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from pipeloom import Job, Plan, verify
-from pipeloom.api.captures import capture
 from pipeloom.cli import main
 from pipeloom.ir.action import B, F, Kind, W
 from pipeloom.ir.errors import ScheduleError
@@ -23,6 +22,7 @@ from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
+from pipeloom.passes import capture
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases

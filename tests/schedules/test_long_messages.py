@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.api.microbatch_times import MicrobatchTimes
-from pipeloom.api.schedules import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.ir.costs import equal_costs
+from pipeloom.schedule_times import MicrobatchTimes
+from pipeloom.schedule_views import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.schedules.list_scheduler.choose_recipe import fastest
 from pipeloom.schedules.placements import loop
 from pipeloom.schedules.registry import Times, entry, shape_of

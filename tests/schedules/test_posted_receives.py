@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 from timed import shape
 
-from pipeloom.api.microbatch_times import MicrobatchTimes
-from pipeloom.api.schedules import Scenario, simulate_file
+from pipeloom.schedule_times import MicrobatchTimes
+from pipeloom.schedule_views import Scenario, simulate_file
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.list_scheduler.choose_recipe import make

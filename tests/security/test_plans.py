@@ -11,14 +11,14 @@ from runs import even_plan
 from torch import nn
 
 from pipeloom import Job, Pipeline
-from pipeloom.api.runnable import require_runnable_plan
-from pipeloom.api.verify import verify
 from pipeloom.cli import main
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
+from pipeloom.runnable import require_runnable_plan
 from pipeloom.train.config_text import read_config
 from pipeloom.train.run import TrainRequest, prepare_run
 from pipeloom.train.workload import gpt_workload
+from pipeloom.verification import verify
 
 EVIL = "from pathlib import Path\nPath('ran').touch()\nz = lambda shape: None\n"
 JOB = Job(

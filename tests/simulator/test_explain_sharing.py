@@ -10,11 +10,11 @@ from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
-from pipeloom.api.schedules import Scenario, explain as drawn_reasons, simulate_schedule
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
+from pipeloom.schedule_views import Scenario, explain as drawn_reasons, simulate_schedule
 from pipeloom.simulator.idle_time.explain import explain_idle_time
 from pipeloom.simulator.simulate import simulate
 from pipeloom.viewer.path import fold

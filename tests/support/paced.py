@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipeloom.api.steady_run import SteadyRun
 from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W, parse_action
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.graph import Value
@@ -35,6 +34,7 @@ from pipeloom.runtime.step_state import Microbatch, Variant
 from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
 from pipeloom.runtime.weights import Weights
 from pipeloom.runtime.worker import Worker
+from pipeloom.steady_run import SteadyRun
 from pipeloom.tracer.layout import zeros_like_value
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
 

@@ -100,7 +100,7 @@ def _is_cuda(value: Any) -> bool:
 @contextmanager
 def pretended_cuda() -> Iterator[PretendedCuda]:
     """Let this thread have a CUDA device, for which stages are traced as for the CPU."""
-    from pipeloom.api import rank_stages
+    from pipeloom import rank_stages
     from pipeloom.tracer.stage import trace
 
     traced, device = trace.stage_functions, PretendedCuda()

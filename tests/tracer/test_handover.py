@@ -12,8 +12,8 @@ from runs import even_plan, threads
 from torch import nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.handed_model import HandedModel, hand_over_model, take_over_early, take_over_model
 from pipeloom.ir.errors import CaptureError
+from pipeloom.ranks import HandedModel, hand_over_model, take_over_early, take_over_model
 from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured

@@ -37,7 +37,7 @@ def launch_here(rank: Callable[..., None], ranks: int, *, args: tuple[Any, ...])
 def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Starts a run of one rank, as `launch_here` does."""
     monkeypatch.setattr(sys.modules[run.__module__], "launch", launch_here)
-    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, stages=1))
     (tmp_path / "config.toml").write_text(write_config(config))
 

@@ -15,11 +15,11 @@ from compiled import KnownRatios
 from tests.support import zoo
 
 from pipeloom import plan as plan_job
-from pipeloom.api.passes import make_request, plan_size
 from pipeloom.cli import main
 from pipeloom.commands.plan_step import PlannedStep
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.units import parse_bytes
+from pipeloom.planning import make_request, plan_size
 from pipeloom.train.loop import LONG_STEP_S
 from pipeloom.train.plan_rehearsal import rehearse_plan, why_not_rehearsed
 
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("pipeloom.train.early_ranks.start_ranks", lambda *_, **__: nullcontext())
-    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.delenv("RANK", raising=False)
     return tmp_path
 

@@ -37,7 +37,7 @@ def test_a_run_is_planned_by_the_planner_of_its_config(file: Path, tmp_path: Pat
 def test_an_unknown_planner_is_refused_before_any_work(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeloom.api.passes.capture", lambda *_, **__: pytest.fail("it was captured"))
+    monkeypatch.setattr("pipeloom.planning.capture", lambda *_, **__: pytest.fail("it was captured"))
     with pytest.raises(PlanError, match="no planner is named 'exat'") as caught:
         prepare_run(TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=exat",)))
     assert "did you mean exact?" in caught.value.hint

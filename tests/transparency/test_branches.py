@@ -12,12 +12,12 @@ import torch
 from delayed import delayed, trained
 
 from pipeloom import Job, verify
-from pipeloom.api.profiles import estimate
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
 from pipeloom.ir.weight_policy import Updates
+from pipeloom.passes import estimate
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.request import PlanOptions

@@ -15,7 +15,6 @@ from runs import Numbers, capture_of, even, pipelined, plan_for, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.verify import verify
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
@@ -24,6 +23,7 @@ from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
 from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.stage.functions import Tensors
 from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.verification import verify
 
 WIDTH, ROWS = 6, 2
 LAYERS = (

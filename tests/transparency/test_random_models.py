@@ -8,8 +8,8 @@ from runs import assert_same, pipelined, plain, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.api.captures import capture
 from pipeloom.ir.graph import OpGraph
+from pipeloom.passes import capture
 
 WIDTH, ROWS = 6, 2
 

@@ -18,13 +18,13 @@ from runs import assert_same, capture_of, even, graph_of, pipelined, plain, plan
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.plan_request import CapturedModel, PlanRequest
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import COPYING, OFFLOAD
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
+from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.launch.launch import launch

@@ -10,9 +10,9 @@ import click
 from .common import NEW_FILE, console, json_option, new_table, print_json
 
 if TYPE_CHECKING:
-    from ..api.clusters import Detected
     from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
+    from ..machine import Detected
 
 
 @click.group()
@@ -100,8 +100,8 @@ def detect(
 
     With --json: devices, links, and measured: a list of name, value, low, high, unit, of.
     """
-    from ..api.clusters import detect as measure
     from ..clusters.files import save_cluster
+    from ..machine import detect as measure
 
     detected = measure(
         device,

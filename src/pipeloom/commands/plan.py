@@ -39,9 +39,9 @@ from .plan_step import PlannedStep, made_of_ops, rehearsed_step, started_ranks, 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ..api.plan_request import PlanRequest
     from ..ir.cluster import Cluster
     from ..ir.plan import Plan
+    from ..plan_request import PlanRequest
     from ..planner.microbatch_sizes import ProfiledModel
     from ..planner.what_if import Change
 
@@ -145,10 +145,10 @@ def _plan(
         _refuse_pairs(cluster, options["width"])
     why_not = why_no_ranks(rehearse, cluster, profile_file)
     with started_ranks(0 if why_not else options["stages"] * options["width"], model) as started:
-        from ..api import passes  # torch is loaded here, while the ranks load it, too
+        from .. import planning  # torch is loaded here, while the ranks load it, too
 
         job = job_of(model)
-        request = passes.make_request(
+        request = planning.make_request(
             job,
             memory=device_memory,
             cluster=_paired(cluster_of(cluster), options["stages"]) if pair_nodes else cluster_of(cluster),
@@ -159,10 +159,10 @@ def _plan(
         with _watching() as watch:
             request = replace(request, watch=watch)
             if best_batch or max_batch:
-                search = passes.plan_best if best_batch else passes.plan_largest
+                search = planning.plan_best if best_batch else planning.plan_largest
                 plan, planned = search(request, job, microbatch_size)
             else:
-                plan, planned = passes.plan_size(request, job, microbatch_size, profiled=profiled)
+                plan, planned = planning.plan_size(request, job, microbatch_size, profiled=profiled)
             if output is not None:
                 plan.save(output)
             changes = request.changes(plan, planned) if what_if else []
@@ -186,7 +186,7 @@ def _show(
     as_json: bool,
     offload_dir: Path | None,
 ) -> None:
-    from ..api import clusters, plan_request
+    from .. import machine, plan_request
     from ..planner import plan_table
 
     rows = plan_table.plan_rows(plan, planned.graph, request.cluster)
@@ -201,7 +201,7 @@ def _show(
         }
         print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
-        speed = [] if offload_dir is None else [clusters.disk_speed(request.cluster)]
+        speed = [] if offload_dir is None else [machine.disk_speed(request.cluster)]
         _print(
             rows,
             told,

@@ -15,11 +15,11 @@ from .common import cluster_of, console, job_of, new_table, print_json
 from .plan_step import made_of_ops, why_no_ranks
 
 if TYPE_CHECKING:
-    from ..api.plan_request import PlanRequest
-    from ..api.shape_plan import ShapedPlan
     from ..ir.plan import Plan
+    from ..plan_request import PlanRequest
     from ..planner.shape_search import RankedShape
     from ..planner.what_if import Change
+    from ..shapes import ShapedPlan
 
     Show: TypeAlias = Callable[[list[dict[str, Any]], Plan, list[str], list[Change]], None]
 
@@ -63,12 +63,12 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
             "--closed-form makes no plan that could be written",
             hint="leave it out, and plans are simulated",
         )
-    from ..api import passes, shape_plan, shape_search
+    from .. import planning, shapes
     from ..planner import plan_table
 
     job = job_of(options["model"])
     treat = options["treat"]
-    request = passes.make_request(
+    request = planning.make_request(
         job,
         stages=1,
         schedule=options["schedule"],
@@ -80,9 +80,9 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
         strategy=options["planner"],
     )
     if closed_form:
-        _print_shapes(shape_search.closed_form_shapes(request, job), request, as_json=as_json)
+        _print_shapes(shapes.closed_form_shapes(request, job), request, as_json=as_json)
         return
-    shaped, model = shape_plan.plan_shape(request, job)
+    shaped, model = shapes.plan_shape(request, job)
     if output is not None:
         shaped.plan.save(output)
     rows = plan_table.plan_rows(shaped.plan, model.graph)

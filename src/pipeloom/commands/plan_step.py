@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..api.plan_request import PlanRequest
     from ..ir.plan import Plan
+    from ..plan_request import PlanRequest
     from ..planner.microbatch_sizes import ProfiledModel
     from ..planner.what_if import Change
     from ..runtime.launch.launch import StartedRanks

@@ -63,7 +63,7 @@ def profile(
     input_grad_s, weight_grad_s (of one micro-batch, summed over ops), and kinds: a list of target, calls,
     forward_s, backward_s, the slowest first. With several kinds of device in the cluster, the first counts.
     """
-    from ..api import captures, profiles
+    from .. import passes
     from ..ir import json_codec
 
     if compiled and cluster is not None:
@@ -72,12 +72,12 @@ def profile(
             hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
         )
 
-    captured = captures.capture(job_of(model), microbatch_size)
+    captured = passes.capture(job_of(model), microbatch_size)
     described = cluster_of(cluster)
     if described is None:
-        costs = profiles.profile(captured, device=device, compiled=compiled)
+        costs = passes.profile(captured, device=device, compiled=compiled)
     else:
-        costs = profiles.estimate(captured.graph, described)[described.devices[0].name]
+        costs = passes.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
             json_codec.save(noun, path)

@@ -228,8 +228,8 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
         shortest: str = "step",
         **arguments: Any,
     ) -> Any:
-        from ..api.microbatch_times import MicrobatchTimes
-        from ..api.schedules import Scenario
+        from ..schedule_times import MicrobatchTimes
+        from ..schedule_views import Scenario
 
         if edges is not None and (chunks is not None or _given("ranks")):
             raise ConfigError(

@@ -15,7 +15,7 @@ from .common import FILE, NEW_FILE, json_option, print_json
 from .schedule_options import SHORTEST
 
 if TYPE_CHECKING:
-    from ..api.schedule_search import FoundSchedule
+    from ..schedule_search import FoundSchedule
     from ..schedules.search.search import Progress as SearchProgress
 
 
@@ -76,7 +76,7 @@ def search(
     that need OR-tools, if so), evaluations, seconds, peaks (residuals per rank), ranks, microbatches,
     placement, rows.
     """
-    from ..api.schedule_search import search_schedule
+    from ..schedule_search import search_schedule
     from ..schedules.search.search import SearchOptions
 
     if (stages is None) == (times is None):

@@ -56,7 +56,7 @@ def simulate(
     With --json: step_s, bubble, and ranks: a list of rank, busy_s (of a step, where several are drawn their
     mean), peak_bytes, and peak (bytes by kind).
     """
-    from ..api import reports, simulation
+    from .. import passes, reports
     from ..clusters.names import cpu_cluster
     from ..ir.plan import load_plan
     from ..viewer import chrome, stage_graph, terminal
@@ -66,7 +66,7 @@ def simulate(
     described = cluster_of(cluster)
     graph, costs = _costs(plan, model, graph_file, profile_file, described)
     devices = described or cpu_cluster(len(set(plan.placement)))
-    timeline = simulation.simulate(plan, graph, costs, devices)
+    timeline = passes.simulate(plan, graph, costs, devices)
     if html is not None:
         reasons = reports.explain_steps(plan, graph, [timeline], devices)
         title = f"{graph.name}: {plan.schedule}, simulated"
@@ -110,10 +110,10 @@ def _costs(
     profile_file: Path | None,
     cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
-    from ..api import captures, passes, profiles
-    from ..api.plan_request import COMPILED
+    from .. import passes, planning
     from ..ir import json_codec
     from ..ir.graph import OpGraph
+    from ..plan_request import COMPILED
 
     if graph_file is not None and model is not None:
         raise ConfigError("--graph and MODEL were both given", hint="give one of them")
@@ -123,18 +123,16 @@ def _costs(
         )
     profiled = load_profile(profile_file)
     if COMPILED in plan.notes:
-        passes.require_compiled(profiled, cluster)
+        planning.require_compiled(profiled, cluster)
     if graph_file is not None:
         captured, graph = None, json_codec.load(graph_file, OpGraph)
     else:
         job = job_of(model)
-        captured = captures.capture(job, plan.microbatch_size)
-        graph = captures.with_updates(
-            captured.graph, job, {d.name for d in cluster.devices} if cluster else ()
-        )
+        captured = passes.capture(job, plan.microbatch_size)
+        graph = passes.with_updates(captured.graph, job, {d.name for d in cluster.devices} if cluster else ())
     if profiled is not None:
         return graph, profiled
     if captured is None or cluster is not None:
         assert cluster is not None, "a saved graph comes with a profile or a cluster"
-        return graph, profiles.estimate(graph, cluster)
-    return graph, profiles.profile(captured, compiled=COMPILED in plan.notes)  # as it was planned
+        return graph, passes.estimate(graph, cluster)
+    return graph, passes.profile(captured, compiled=COMPILED in plan.notes)  # as it was planned

@@ -21,7 +21,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..api.comparison import Verification
+    from ..verification import Verification
 
 
 LINK = Link(bandwidth_bytes_per_s=1e9)
@@ -64,17 +64,17 @@ def verify(
 
     plan = None if plan_file is None else load_plan(plan_file)
     job = job_of(model)
-    from ..api import passes
-    from ..api.runnable import require_runnable
-    from ..api.verify import verify as compare
+    from .. import planning
     from ..clusters.names import cpu_cluster
+    from ..runnable import require_runnable
+    from ..verification import verify as compare
 
     require_runnable(plan_flags["schedule"])  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured
         cpus = cpu_cluster(plan_flags["stages"] * plan_flags["width"])
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
-        plan = passes.plan(job, cluster=replace(cpus, devices=devices), **plan_flags)
+        plan = planning.plan(job, cluster=replace(cpus, devices=devices), **plan_flags)
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:
         print_json(summary(verification))

@@ -9,18 +9,18 @@ from itertools import repeat
 from pathlib import Path
 from statistics import median
 
-from ..api.handed_model import HandedModel, hand_over_model, take_over_model
-from ..api.options import Options
-from ..api.passes import make_request, plan_size
-from ..api.pipeline import Pipeline
-from ..api.plan_request import times_of
-from ..api.runnable import require_runnable, require_training
-from ..api.simulation import simulate
-from ..api.step_reports import StepReport
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
+from ..options import Options
+from ..passes import simulate
+from ..pipeline import Pipeline
+from ..plan_request import times_of
+from ..planning import make_request, plan_size
+from ..ranks import HandedModel, hand_over_model, take_over_model
+from ..runnable import require_runnable, require_training
 from ..runtime.launch.launch import StartedRanks, launch
+from ..step_reports import StepReport
 from ..tracer.job import Job
 from ..tracer.job_loader import load_job
 from .config import Config

@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from ..api.started_ranks import build_once
 from ..ir.plan import load_plan
+from ..ranks import build_once
 from ..runtime.launch.launch import StartedRanks
 from ..tracer.job_loader import load_job
 from .config import Config
 
 NEEDED = (
-    "pipeloom.api.pipeline",
+    "pipeloom.pipeline",
     "pipeloom.train.run",
     "torch.distributed",
     "torch.fx.experimental.proxy_tensor",

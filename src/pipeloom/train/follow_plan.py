@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..api.plan_request import COMPILED
-from ..api.runnable import names_to_plan_by
 from ..ir.errors import ConfigError
 from ..ir.plan import Plan
+from ..plan_request import COMPILED
+from ..runnable import names_to_plan_by
 from .config import Config
 
 _log = logging.getLogger("pipeloom")

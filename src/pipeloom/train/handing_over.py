@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from ..api.handed_model import HandedModel, hand_over_model, take_over_early
-from ..api.plan_request import CapturedModel
 from ..ir.plan import Plan
+from ..plan_request import CapturedModel
+from ..ranks import HandedModel, hand_over_model, take_over_early
 from ..runtime.launch.launch import StartedRanks
 from ..tracer.job import Job
 from ..tracer.job_loader import load_job

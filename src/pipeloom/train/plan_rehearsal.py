@@ -15,15 +15,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..api.handed_model import HandedModel, hand_over_model, take_over_model
-from ..api.options import Options
-from ..api.pipeline import Pipeline
-from ..api.plan_request import CapturedModel, PlanRequest
-from ..api.runnable import require_runnable_plan, require_training
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
+from ..options import Options
+from ..pipeline import Pipeline
+from ..plan_request import CapturedModel, PlanRequest
 from ..planner.microbatch_sizes import ProfiledModel
+from ..ranks import HandedModel, hand_over_model, take_over_model
+from ..runnable import require_runnable_plan, require_training
 from ..runtime.launch.launch import StartedRanks, launch
 from ..tracer.job import Job
 from ..tracer.job_loader import load_job

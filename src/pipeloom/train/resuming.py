@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..api.checkpoints import checkpoint_step
 from ..ir.errors import CheckpointError
+from ..ranks import checkpoint_step
 from .config import Config
 from .run_directory import reported
 

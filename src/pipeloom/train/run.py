@@ -19,21 +19,19 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from rich.console import Console
 
-from ..api.captures import capture
-from ..api.handed_model import HandedModel, take_over_model
-from ..api.options import Options
-from ..api.passes import make_request, plan_size
-from ..api.pipeline import Pipeline
-from ..api.plan_request import CapturedModel, times_of
-from ..api.profiles import profile
-from ..api.ranks import rank_device, result_of_rank_0
-from ..api.reports import explain_steps, stage_rows
-from ..api.runnable import require_runnable, require_training
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
+from ..options import Options
+from ..passes import capture, profile
+from ..pipeline import Pipeline
+from ..plan_request import CapturedModel, times_of
+from ..planning import make_request, plan_size
+from ..ranks import HandedModel, rank_device, result_of_rank_0, take_over_model
+from ..reports import explain_steps, stage_rows
+from ..runnable import require_runnable, require_training
 from ..runtime.launch.connect import connect
 from ..runtime.launch.launch import StartedRanks, launch
 from ..runtime.launch.processes import terminate_as_exit

@@ -1,1 +1,0 @@
-"""Where passes are joined: every public function, and Pipeline. Nothing is imported before it is used."""

@@ -1,0 +1,274 @@
+"""Forecast: what a step will take, from the stages as they will run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .clusters.names import cpu_cluster
+from .ir.action import StageAction
+from .ir.cluster import Cluster, Device, Link
+from .ir.costs import StageCost
+from .ir.errors import InfeasibleError
+from .ir.plan import Plan
+from .ir.schedule import Program
+from .ir.tied_gradients import names_for_owners
+from .ir.timeline import Event, Timeline
+from .ir.units import format_bytes
+from .runtime.calibration.calibrate import stage_memory, time_clipping, time_optimizer
+from .runtime.calibration.link import measure_link
+from .runtime.calibration.rehearsal import ActionTimes, Rehearsal, with_times
+from .runtime.failure.watch import Watch
+from .runtime.ledger import table
+from .runtime.offload.tier import Tier
+from .runtime.posted_channel import SMALL_BYTES, PostedChannel
+from .runtime.recorder import Clock
+from .runtime.step_state import Variant
+from .runtime.weights import Weights
+from .simulator.all_reduce import all_gather_s
+from .simulator.simulate import simulate
+
+ENOUGH_S = 1.0
+"""A forecast is made from at least as many walks as fit into this time, ..."""
+
+LEAST_WALKS, MOST_WALKS = 3, 101
+"""... within these limits, which are odd. One more before them warms up."""
+
+LONG_S, FEW_MICROBATCHES = 1.0, 3
+"""Where a walk takes longer than this, it does the actions of so many micro-batches of each stage only, and
+those walks make the forecast that fit into `ENOUGH_S`, at least one: no rank computes for several steps
+before its first."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forecast:
+    """One rank's part in predicting a step; all ranks call the same method.
+
+    sample: one micro-batch.  rounds: of the schedule per step.  clips: gradients, by their global norm.
+    tier: where residuals go that the plan offloads.
+    """
+
+    plan: Plan
+    program: Program
+    variant: Variant
+    sample: Mapping[str, Tensor]
+    weights: Weights
+    rounds: int
+    clips: bool
+    channel: PostedChannel
+    watch: Watch
+    clock: Clock
+    device: torch.device
+    tier: Tier | None
+
+    def untimed(self) -> Timeline:
+        """A step with exact memory and times in units of a forward.
+
+        Raises: InfeasibleError if a rank needs more than its cap.
+        """
+        cluster = self.cluster(Link(bandwidth_bytes_per_s=1e15))
+        costs: dict[int, StageCost] = {}
+        for rank_costs in self.channel.all_gather_object(self.memory()):
+            costs |= rank_costs
+        caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
+        timeline = simulate(
+            self.program, self.variant.stages, by_stage(costs), cluster, caps=caps, small_bytes=SMALL_BYTES
+        )
+        for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
+            if (need := sum(peak.values())) > cap:
+                raise InfeasibleError(
+                    f"rank {rank} needs {format_bytes(need)}, its cap is {format_bytes(cap)}\n{table(peak)}",
+                    hint="plan again with smaller micro-batches, more stages or a higher cap",
+                )
+        return timeline
+
+    def planned(self) -> Timeline:
+        """A step with exact memory and the times of the plan, for which nothing is run."""
+        costs: dict[int, StageCost] = {}
+        for rank_costs in self.channel.all_gather_object(self.memory()):
+            costs |= rank_costs
+        for index, cost in costs.items():
+            stage = self.plan.stages[index % len(self.plan.stages)]
+            both_s = stage.input_grad_s + stage.weight_grad_s
+            # A recomputation of its own is an action; any other is part of the backward.
+            again_s = 0.0 if index % len(self.plan.stages) in self.plan.memory.ahead else stage.recompute_s
+            costs[index] = replace(
+                cost,
+                forward_s=stage.forward_s,
+                backward_s=both_s + again_s,
+                input_grad_s=stage.input_grad_s + again_s,
+                weight_grad_s=stage.weight_grad_s,
+                recompute_s=stage.recompute_s,
+                offload_s=stage.offload_s,
+                reload_s=stage.reload_s,
+            )
+        cluster = self.cluster(cpu_cluster(self.channel.ranks).within_node)
+        return simulate_rounds(self, by_stage(costs), {}, cluster)
+
+    def memory(self) -> dict[int, StageCost]:
+        """This rank's stages: exact bytes, times in units of a forward."""
+        alive = self.rounds if self.plan.steady is None else self.plan.steady.window
+        batch_bytes = (
+            self.plan.microbatches_on(self.channel.rank) * alive * sum(t.nbytes for t in self.sample.values())
+        )
+        shares, stages = self.weights.shares, self.variant.stages
+        rows = names_for_owners(stages, self.plan.placement, shares) if shares else ()
+        for_owners = rows[self.channel.rank] if rows else frozenset[str]()
+        costs: dict[int, StageCost] = {}
+        counted: set[str] = set()
+        for index, functions in self.variant.functions.items():
+            held = stage_memory(
+                functions,
+                stages,
+                self.weights,
+                batch_bytes=0 if costs else batch_bytes,
+                counted=counted,
+            )
+            costs[index] = replace(held, for_owners=for_owners)
+            counted.update(functions.params, functions.buffers)
+        return costs
+
+    def cluster(self, link: Link) -> Cluster:
+        """This run's ranks, joined by a link."""
+        caps = self.plan.caps or (2**63,) * self.channel.ranks
+        devices = tuple(Device(name=self.device.type, memory_bytes=cap) for cap in caps)
+        return Cluster(devices=devices, within_node=link)
+
+
+class Rehearsals:
+    """Predicts a step again and again, each time at the pace that the machine has then.
+
+    What hardly changes is measured once, when this is made: the optimizer, clipping and the link. The actions
+    are timed each time, on every rank alone, but on all of them at once, as they share caches, memory and
+    cores in a step too. Every rank makes one, and calls the same methods.
+
+    cluster: None to measure the link between ranks 0 and 1.
+    """
+
+    def __init__(self, forecast: Forecast, cluster: Cluster | None) -> None:
+        self._forecast = forecast
+        channel, clock, weights = forecast.channel, forecast.clock, forecast.weights
+        self._update_s = time_optimizer(weights, clock)
+        if forecast.clips:
+            self._update_s += time_clipping(weights, channel, clock)
+        self._memory = forecast.memory()
+        if cluster is None:
+            sizes = [v.bytes for values in forecast.variant.stages.between.values() for v in values]
+            size = max(sizes, default=0)
+            cluster = forecast.cluster(measure_link(channel, size, clock, forecast.device))
+        self._cluster = cluster
+        if weights.shares:  # what replicas have updated for each other is sent within STEP
+            shares = weights.shares[channel.rank]
+            size = sum(weights.params[name].nbytes for name in shares.owner)
+            self._update_s += all_gather_s(size, shares.ranks, cluster)
+        self._rehearsal = Rehearsal(
+            forecast.program,
+            forecast.variant,
+            forecast.sample,
+            weights,
+            rank=channel.rank,
+            clock=clock,
+            watch=forecast.watch,
+            tier=forecast.tier,
+            cap_bytes=forecast.plan.caps[channel.rank] if forecast.plan.caps else None,
+        )
+        self._walk_s = 0.0
+        walks = self._walk_several()
+        self._walk_s = statistics.median(sum(walk.values()) for walk in walks)
+        steps = sorted((self._simulated(walk) for walk in walks), key=lambda step: step.step_s)
+        self.first = steps[len(steps) // 2]
+        """Of several steps, simulated with the times of one walk each, the middle one."""
+
+    def rehearse(self) -> Timeline:
+        """A step simulated with the times of one walk, made now. Not within a step."""
+        return self._simulated(self._walk())
+
+    def _walk_several(self) -> list[ActionTimes]:
+        warm_up_s = self._mean_s(self._walk(1))
+        if warm_up_s <= LONG_S:
+            self._walk()
+            few, least = None, LEAST_WALKS
+        else:
+            few, least = FEW_MICROBATCHES, 1
+        walks = [self._walk(few)]
+        walk_s = self._mean_s(walks[0])
+        if few is not None:
+            walk_s *= min(1.0, few / self._forecast.plan.microbatches)
+        count = number_of_walks(walk_s, least)
+        return walks + [self._walk(few) for _ in range(1, count)]
+
+    def _mean_s(self, walk: ActionTimes) -> float:
+        """Seconds of a walk, on average over the ranks; the same on all of them."""
+        took = torch.tensor([sum(walk.values())], device=self._forecast.device)
+        self._forecast.channel.all_reduce(took)
+        return float(took) / self._forecast.channel.ranks
+
+    def _walk(self, microbatches: int | None = None) -> ActionTimes:
+        self._forecast.channel.all_reduce(torch.zeros(1, device=self._forecast.device))  # all start together
+        return self._rehearsal.time_actions(microbatches)
+
+    def _simulated(self, walk: ActionTimes) -> Timeline:
+        """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks
+        again and again, so with mean times it would look shorter."""
+        pace = sum(walk.values()) / self._walk_s if self._walk_s else 1.0
+        update_s = self._update_s * pace / len(self._memory)
+        timed = {index: with_times(cost, index, walk, update_s) for index, cost in self._memory.items()}
+        action_s: ActionTimes = {}
+        costs: dict[int, StageCost] = {}
+        for rank_costs, rank_walk in self._forecast.channel.all_gather_object((timed, walk)):
+            costs |= rank_costs
+            action_s |= rank_walk
+        return simulate_rounds(self._forecast, by_stage(costs), action_s, self._cluster)
+
+
+def number_of_walks(walk_s: float, least: int) -> int:
+    """How many walks a forecast is made of: an odd number, or the slower one would be the middle of two. The
+    first is slow, in memory that nothing has used yet; where there is time for one only, it stays alone.
+
+    walk_s: seconds of one.  least: of them, odd.
+
+    >>> number_of_walks(0.8, least=1), number_of_walks(2.0, least=1), number_of_walks(0.2, least=3)
+    (3, 1, 5)
+    """
+    return min(max(least, math.ceil(ENOUGH_S / max(walk_s, 1e-6))) | 1, MOST_WALKS)
+
+
+def simulate_rounds(
+    forecast: Forecast, costs: tuple[StageCost, ...], action_s: ActionTimes, cluster: Cluster
+) -> Timeline:
+    """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
+    program = forecast.program
+    events: list[Event] = []
+    begin_s = [0.0] * len(program.rows)
+    for left in range(forecast.rounds - 1, -1, -1):
+        step = simulate(
+            without_update(program) if left else program,
+            forecast.variant.stages,
+            costs,
+            cluster,
+            begin_s=begin_s,
+            action_s=action_s,
+            caps=forecast.plan.caps,
+            small_bytes=SMALL_BYTES,
+        )
+        if forecast.rounds == 1:
+            return step
+        events += step.events
+        for event in step.events:
+            begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
+    return replace(step, events=tuple(events))
+
+
+def without_update(program: Program) -> Program:
+    """The program of a round that other rounds of the same step follow."""
+    rows = tuple(tuple(i for i in row if not isinstance(i, StageAction)) for row in program.rows)
+    return replace(program, rows=rows)
+
+
+def by_stage(costs: Mapping[int, StageCost]) -> tuple[StageCost, ...]:
+    return tuple(cost for _, cost in sorted(costs.items()))

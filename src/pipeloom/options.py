@@ -1,0 +1,64 @@
+"""How a pipeline runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .ir.errors import ConfigError
+
+
+def require_autocast(dtype: torch.dtype | None) -> None:
+    """Refuse what would give wrong gradients. Raises: ConfigError for all but bfloat16."""
+    if dtype not in (None, torch.bfloat16):
+        raise ConfigError(
+            f"autocast is {dtype}: mixed precision is bfloat16 only, as nothing scales the loss for float16",
+            hint="use torch.bfloat16, which has the range of float32, or None",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a pipeline runs.
+
+    device: "cpu"; "cuda" for the GPU of this rank's number on its node (LOCAL_RANK); or "cuda:1".
+    seed: of the initial weights and of random ops.
+    clip_norm: limit of the gradients' global norm (2-norm, over all ranks); None leaves them as they are.
+    scheduler: optimizer -> LR scheduler, stepped once a step. If the job's optimizer only holds others, it is
+    called for each of these.
+    autocast: torch.bfloat16 for mixed precision, None for none.  compiled: run stages through torch.compile.
+    accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
+    timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
+    keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.
+    offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
+    unless given. Their files have no names and vanish with the process.
+    compare: before the first step of a model that was not trained here before, compare two micro-batches with
+    plain PyTorch; see `api.first_comparison`. Off by default where PIPELOOM_COMPARE is 0.
+
+    Raises: ConfigError for an `autocast` that cannot be trained with.
+
+    >>> options = Options(clip_norm=1.0, accumulate=2, autocast=torch.bfloat16)
+    >>> options.device, options.timeout_s
+    ('cpu', 300.0)
+    """
+
+    device: str = "cpu"
+    seed: int = 0
+    clip_norm: float | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    autocast: torch.dtype | None = None
+    compiled: bool = False
+    accumulate: int = 1
+    timeout_s: float = 300.0
+    keep_gradients: bool = False
+    offload_dir: Path | str | None = None
+    compare: bool = field(default_factory=lambda: os.environ.get("PIPELOOM_COMPARE") != "0")
+
+    def __post_init__(self) -> None:
+        require_autocast(self.autocast)

@@ -1,0 +1,248 @@
+"""What to do where no plan fits. Each piece of advice was followed before it is given, and led to a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, sqrt
+
+from .ir.cluster import MOST_BYTES, Cluster, Device
+from .ir.errors import InfeasibleError, PlanError, ScheduleError
+from .ir.memory_policy import Treatment
+from .ir.plan import Plan
+from .ir.units import enough_bytes, parse_bytes
+from .plan_request import PlanRequest
+from .planner.infeasible import NoCutFits
+from .planner.microbatch_sizes import ProfiledModel
+from .planner.registry import planner
+from .schedules import registry
+
+MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
+"""What is tried of the caps that fit by estimate: a simulated schedule may hold more than that, and where
+stages share a device, each has an equal part of it, however unequal they are."""
+
+REFINED_MARGIN = 1.25
+"""Where only a larger one does, the least between it and the one before is sought."""
+
+TOLERANCE = 1.02
+"""Up to this ratio the least memory is sought between one that does and one that does not."""
+
+MORE_STAGES = (1, 2, 3, 4, 6)
+"""Stages beyond those asked for that are tried where no search says how many."""
+
+LIMIT_S = 60.0
+"""Once so long was tried, only what is cheap to say is said."""
+
+REFINED_S = 15.0
+"""So long the least memory is made smaller: other advice wants its time, too."""
+
+TREATMENT_ADVICE: dict[tuple[Treatment, ...], str] = {
+    ("recompute",): "let residuals be recomputed (--treat recompute)",
+    ("recompute", "offload"): "let residuals be recomputed or offloaded (--treat both)",
+}
+FREEING_PLANNER = "dawnpiper"
+"""A planner that frees memory, and the fastest of those to ask."""
+
+SMALL_GRAPH = 200
+"""Ops of a graph up to which the planner that was asked is asked again about treatments."""
+
+
+def plan_with_advice(
+    request: PlanRequest, model: ProfiledModel, largest: Callable[[], int | None] | None = None
+) -> Plan:
+    """The plan of a request.
+
+    largest: the largest micro-batch size with a plan, 0 if none, None if unknown; asked where there is none
+        for this one.
+    Raises: PlanError; InfeasibleError if nothing fits under the caps, with what helps: more memory, more
+        stages, freeing memory, smaller micro-batches.
+    """
+    try:
+        return request.plan(model)
+    except InfeasibleError as error:
+        attempts = Attempts(request.for_advice, model)
+        hints = [*_memory(attempts, error), *_stages(attempts, error), *_freeing(attempts)]
+        if size := largest() if largest is not None else None:
+            hints.append(f"use micro-batches of {'1 row' if size == 1 else f'at most {size} rows'}")
+        raise InfeasibleError(error.message, hint=", or ".join(hints) or None) from None
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The request that failed, to be tried again with something changed."""
+
+    request: PlanRequest
+    model: ProfiledModel
+    begin_s: float = field(default_factory=time.monotonic)
+
+    def plan(self, changed: PlanRequest) -> Plan | None:
+        """The plan of a changed request; None if there is none either."""
+        try:
+            return changed.any_plan(self.model)
+        except (PlanError, ScheduleError):
+            return None
+
+    def succeeds(self, changed: PlanRequest) -> bool:
+        """Whether a changed request has a plan; taken for a no where finding out would take long."""
+        return self.within(LIMIT_S) and self.plan(changed) is not None
+
+    def within(self, seconds: float) -> bool:
+        """Whether less time than that was taken so far."""
+        return time.monotonic() - self.begin_s < seconds
+
+
+def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
+    """The least memory of each device: of what the search found, or else of a plan made without caps."""
+    request = attempts.request
+    caps = [device.memory_bytes for device in request.cluster.devices[: request.ranks]]
+    least: list[float] = [cap * error.share for cap in caps] if isinstance(error, NoCutFits) else []
+    if not any(least):
+        uncapped = _with_memory(request.cluster, request.ranks, [1 << 60])
+        free = attempts.plan(replace(request, cluster=uncapped))
+        peaks = () if free is None else free.peaks
+        least = [max(pair) for pair in zip(caps, peaks, strict=False)]
+        if len(set(caps)) == 1:
+            least = [max(least, default=0)] * len(least)
+    enough = _least_memory(attempts, least) if least else None
+    if enough is not None:
+        yield _memory_sentence(enough, request.cluster, request.ranks)
+
+
+def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
+    """The cluster with as much memory as it takes; None if that was not found out.
+
+    least: of each device what fits by estimate. Unequal devices get as much as that asks for only where it
+    does not do to leave none of them with less than some size.
+    """
+    request = attempts.request
+    caps = [device.memory_bytes for device in request.cluster.devices[: request.ranks]]
+
+    def scaled(margin: float) -> Cluster:
+        return _with_memory(request.cluster, request.ranks, [ceil(size * margin) for size in least])
+
+    def filled(size: float) -> Cluster:
+        return _with_memory(request.cluster, request.ranks, [ceil(size)])
+
+    def fits(cluster: Cluster) -> bool:
+        return attempts.succeeds(replace(request, cluster=cluster))
+
+    def bisect(at: Callable[[float], Cluster], low: float, high: float, best: Cluster) -> Cluster:
+        """The cluster of nearly the smallest number that does; `best`, that of `high`, if no other does."""
+        while high > low * TOLERANCE and attempts.within(REFINED_S):
+            middle = sqrt(low * high)
+            if fits(cluster := at(middle)):
+                best, high = cluster, middle
+            else:
+                low = middle
+        return best
+
+    margin = next((margin for margin in MARGINS if fits(scaled(margin))), None)
+    if margin is None:
+        return None
+    enough = scaled(margin)
+    if margin > REFINED_MARGIN:
+        before = max(smaller for smaller in MARGINS if smaller < margin)
+        enough = bisect(scaled, before, margin, enough)
+    if len(set(caps)) == 1:
+        return enough
+    most = max(device.memory_bytes for device in enough.devices[: request.ranks])
+    return bisect(filled, min(caps), most, enough)
+
+
+def _with_memory(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
+    """The cluster with at least these sizes, of the first devices, as they would be typed; one size: for
+    all."""
+    sizes = [parse_bytes(enough_bytes(size)) for size in sizes]
+    each = sizes * stages if len(sizes) == 1 else sizes
+    larger = tuple(
+        replace(device, memory_bytes=min(MOST_BYTES, max(device.memory_bytes, size)))
+        for device, size in zip(cluster.devices, each, strict=False)
+    )
+    return replace(cluster, devices=larger + cluster.devices[len(larger) :])
+
+
+def _memory_sentence(enough: Cluster, cluster: Cluster, stages: int) -> str:
+    """What the devices of a cluster need to have as much as is enough. Those that have it are not named.
+
+    >>> from pipeloom.clusters import find_cluster
+    >>> two, three = find_cluster("2 x a100-40"), find_cluster("a100-40 with 3GiB + 2 x v100-32 with 1GiB")
+    >>> _memory_sentence(_with_memory(two, 2, [50 << 30]), two, 2)
+    'give each device at least 50.0 GiB'
+    >>> _memory_sentence(_with_memory(three, 3, [4 << 30, 2 << 30, 2 << 30]), three, 3)
+    'give a100-40-sxm at least 4.00 GiB and v100-32-sxm at least 2.00 GiB'
+    >>> _memory_sentence(_with_memory(three, 3, [3 << 30, 2 << 30, 2 << 30]), three, 3)
+    'give v100-32-sxm at least 2.00 GiB'
+    """
+    more = {
+        rank: (device.name, enough_bytes(device.memory_bytes))
+        for rank, (device, before) in enumerate(zip(enough.devices[:stages], cluster.devices, strict=False))
+        if device.memory_bytes > before.memory_bytes
+    }
+    sizes = list(dict.fromkeys(more.values()))
+    if len(more) == stages and len({size for _, size in sizes}) == 1:
+        return f"give each device at least {sizes[0][1]}"
+    unchanged = {device.name for rank, device in enumerate(cluster.devices[:stages]) if rank not in more}
+    if len({name for name, _ in sizes}) < len(sizes) or unchanged & {name for name, _ in sizes}:
+        sizes = [(f"device {rank}", size) for rank, (_, size) in more.items()]  # of one name, and different
+    return "give " + " and ".join(f"{name} at least {size}" for name, size in sizes)
+
+
+def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
+    """The smallest number of stages that was found to do, on devices like these."""
+    request = attempts.request
+    first = request.cluster.devices[0]
+    if any(device != first for device in request.cluster.devices):
+        return
+    fewest = error.stages if isinstance(error, NoCutFits) else None
+    guesses = [fewest, fewest + 1] if fewest else [request.stages + more for more in MORE_STAGES]
+    for stages in guesses if fewest or not isinstance(error, NoCutFits) else ():
+        devices = _as_many(request, stages * request.width)
+        wider = replace(request, stages=stages, cluster=replace(request.cluster, devices=devices))
+        if attempts.succeeds(wider):
+            yield _stages_sentence(request, stages)
+            return
+
+
+def _as_many(request: PlanRequest, stages: int) -> tuple[Device, ...]:
+    """At least so many devices like those of a cluster; of this machine's, each then has a smaller share."""
+    devices = request.cluster.devices
+    if not request.local:
+        return devices + devices[:1] * (stages - len(devices))
+    first = devices[0]
+    disk = first.host_memory_bytes * len(devices) // stages
+    memory = first.memory_bytes if request.capped else first.memory_bytes * len(devices) // stages
+    return (replace(first, memory_bytes=max(1, memory), host_memory_bytes=disk),) * stages
+
+
+def _stages_sentence(request: PlanRequest, stages: int) -> str:
+    """The advice to use more stages, in ranks where the schedule puts several on each. Processes of this
+    machine are there; other devices may have to be found."""
+    line = registry.entry(request.schedule).place == "line"
+    flag = f" (--stages {stages})" if request.local or not line else ""
+    devices = stages * request.width
+    there = request.local or devices <= len(request.cluster.devices)
+    return f"use {stages} {'stages' if line else 'ranks'}{flag}{'' if there else f' on {devices} devices'}"
+
+
+def _freeing(attempts: Attempts) -> Iterator[str]:
+    """What else may be done with residuals, or a planner that frees memory."""
+    request = attempts.request
+    optimises = planner(request.strategy).optimises
+    if optimises == "never":
+        if attempts.succeeds(replace(request, strategy=FREEING_PLANNER)):
+            yield f"use planner {FREEING_PLANNER}, which frees memory"
+        return
+    linked = all(device.host_link is not None for device in request.cluster.devices)
+    allowed: tuple[str, ...] = () if optimises == "asked" else ("recompute", "offload")
+    if request.options.treatments is not None:
+        allowed = request.options.treatments
+    # Of large graphs the fast one is asked: what it finds, the slow one finds too.
+    strategy = request.strategy if len(attempts.model.graph.ops) <= SMALL_GRAPH else FREEING_PLANNER
+    for treatments, sentence in TREATMENT_ADVICE.items():
+        if not set(treatments) > set(allowed) or ("offload" in treatments and not linked):
+            continue
+        options = replace(request.options, treatments=treatments)
+        if attempts.succeeds(replace(request, options=options, strategy=strategy)):
+            yield sentence
+            return

@@ -1,0 +1,399 @@
+"""PlanRequest: all that a plan is made from but the model and its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from .ir.action import STEP
+from .ir.cluster import Cluster, Device, Link
+from .ir.costs import StageCost
+from .ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
+from .ir.plan import Plan
+from .ir.replicas import widened
+from .ir.units import format_bytes
+from .ir.weight_policy import FLUSH
+from .lowering.passes import lower
+from .planner.ask_planners import FOUND_BY, fastest_named
+from .planner.choose_schedule import plain_of
+from .planner.make_plan import first_way, make_plan
+from .planner.microbatch_sizes import ProfiledModel
+from .planner.plan_costs import PlanCosts
+from .planner.registry import planner
+from .planner.request import PlanOptions
+from .planner.search_order import ORDER_OF
+from .planner.search_watch import SearchWatch
+from .planner.shape_search import divisors
+from .planner.what_if import Change, what_if
+from .rank_stages import make_variant
+from .runtime.calibration.calibrate import graph_memory
+from .runtime.posted_channel import SMALL_BYTES
+from .schedules import registry
+from .simulator.simulate import simulate
+from .tracer.captured import Captured
+
+if TYPE_CHECKING:
+    from .tracer.captured import Captured
+
+
+def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> None:
+    """Raises: ConfigError if there is no such width, or there are not enough devices; PlanError if the
+    schedule has replicas of its own."""
+    if width < 1:
+        raise ConfigError(f"a width of {width}", hint="use at least 1")
+    if width == 1:
+        return
+    shape, _ = registry.default_placement(schedule, stages)
+    if shape.replicas > 1:
+        raise PlanError(
+            f"schedule {schedule} holds every stage on {shape.replicas} ranks by itself, so it cannot have "
+            f"{width} replicas of each beside",
+            hint="leave out --width, or choose a schedule of one direction, such as 1f1b",
+        )
+    if stages * width > len(cluster.devices):
+        raise PlanError(
+            f"{width} replicas of {stages} stages are for {stages * width} devices, there are "
+            f"{len(cluster.devices)}",
+            hint="use a smaller --width or fewer stages, or add devices",
+        )
+
+
+def refuse_sharding(schedule: str, stages: int, width: int) -> None:
+    """Raises: ConfigError if there are no replicas that could share out the optimizer's state."""
+    if width * registry.default_placement(schedule, stages)[0].replicas == 1:
+        raise ConfigError(
+            "the optimizer's state is to be shared out, but every stage has one replica",
+            hint="add --width 2, or leave out --shard-optimizer",
+        )
+
+
+def share_of(microbatches: int, width: int) -> int:
+    """The micro-batches of each of several pipelines. Raises: ConfigError if they cannot be shared evenly.
+
+    >>> share_of(8, 2)
+    4
+    """
+    count, rest = divmod(microbatches, width)
+    if rest or not count:
+        near = max(1, round(microbatches / width)) * width
+        raise ConfigError(
+            f"{microbatches} micro-batches per step cannot be shared evenly by {width} replicas",
+            hint=f"use a multiple of {width}, such as {near}",
+        )
+    return count
+
+
+def first_of_each(cluster: Cluster, width: int) -> Cluster:
+    """The devices of one of so many pipelines: every W-th, with the memory that all W replicas of its stage
+    have."""
+    groups = [
+        cluster.devices[at : at + width] for at in range(0, len(cluster.devices) // width * width, width)
+    ]
+    smallest = (min(device.memory_bytes for device in group) for group in groups)
+    devices = [replace(group[0], memory_bytes=size) for group, size in zip(groups, smallest, strict=True)]
+    return replace(cluster, devices=tuple(devices))
+
+
+def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster) -> Plan:
+    """Several pipelines like that of a plan, their step simulated with the sums of their gradients.
+
+    Raises: InfeasibleError if a rank then holds more than its device has.
+    """
+    wide = widened(plan, width)
+    caps = tuple(device.memory_bytes for device in cluster.devices[: len(wide.schedule_rows)])
+    step = costs.simulate(replace(wide, caps=caps))
+    peaks = tuple(step.peak_bytes(rank) for rank in range(len(caps)))
+    for rank, (peak, cap) in enumerate(zip(peaks, caps, strict=True)):
+        if peak > cap:
+            raise InfeasibleError(
+                f"rank {rank} needs {format_bytes(peak)} as one of {width} replicas, its cap is "
+                f"{format_bytes(cap)}"
+            )
+    return replace(wide, caps=caps, peaks=peaks, predicted_step_s=step.step_s)
+
+
+TRIES = 7
+"""Plans that are made at most, all but the first under lower caps."""
+
+FAR_BELOW = 0.25
+"""Plans that hold no more than this share of each cap are not traced. Stages with ops that the table does not
+know, such as `lstm`, were found to hold 2.5 times what was planned."""
+
+
+def plan_within_caps(
+    search: Callable[[Cluster], Plan], cluster: Cluster, traced_peaks: Callable[[Plan], Sequence[int]]
+) -> Plan:
+    """The first plan whose traced stages keep the devices' memory.
+
+    search: plans under the memory of a cluster.  traced_peaks: bytes that each rank of a plan holds.
+    Raises: as `search` under the true caps; InfeasibleError if no plan was found whose traced stages keep
+        them.
+    """
+    caps = [device.memory_bytes for device in cluster.devices]
+    lowered = list(caps)
+    first: tuple[int, ...] = ()
+    for _ in range(TRIES):
+        devices = [replace(d, memory_bytes=cap) for d, cap in zip(cluster.devices, lowered, strict=True)]
+        try:
+            plan = search(replace(cluster, devices=tuple(devices)))
+        except InfeasibleError:
+            if not first:
+                raise
+            break
+        plan = replace(plan, caps=tuple(caps[: len(plan.caps)]))
+        far_below = all(peak <= FAR_BELOW * cap for peak, cap in zip(plan.peaks, plan.caps, strict=True))
+        peaks = plan.peaks if far_below else tuple(traced_peaks(plan))
+        first = first or peaks
+        over = [rank for rank, size in enumerate(peaks) if size > caps[rank]]
+        if not over:
+            return plan
+        for rank in over:
+            unseen = peaks[rank] - plan.peaks[rank]
+            lowered[rank] = max(1, min(lowered[rank] - 1, caps[rank] - unseen))
+    rank, most = max(enumerate(first), key=lambda pair: pair[1] - caps[pair[0]])
+    raise InfeasibleError(
+        f"as planned, all fits, but rank {rank} holds {format_bytes(most)} when its stage is traced, and its "
+        f"device's cap is {format_bytes(caps[rank])}; planning for less found no plan that keeps it"
+    )
+
+
+def traced_peaks(
+    plan: Plan, captured: Captured, costs: PlanCosts, *, compiled: bool = False
+) -> tuple[int, ...]:
+    """Bytes that each rank holds at its peak, by the graphs of its stages, as `Forecast.untimed` says before
+    they run. The plan has caps.
+
+    compiled: by the graphs that are compiled, whose backwards return the gradients of parameters.
+    """
+    stages = plan.stage_graph(captured.graph)
+    every = range(len(plan.stages))
+    variant = make_variant(captured, plan, stages, every, device="cpu", compiled=compiled, policy=plan.memory)
+    traced = [graph_memory(variant.functions[s], stages) for s in every] * plan.replicas
+    step = simulate(
+        lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
+        variant.stages,
+        tuple(_completed(graphs, cost) for graphs, cost in zip(traced, costs.stages(plan), strict=True)),
+        Cluster(
+            devices=tuple(Device(name="cpu", memory_bytes=cap) for cap in plan.caps),
+            within_node=Link(bandwidth_bytes_per_s=1e15),
+        ),
+        caps=plan.caps,
+        small_bytes=SMALL_BYTES,
+    )
+    return tuple(step.peak_bytes(rank) for rank in range(len(plan.caps)))
+
+
+def _completed(graphs: StageCost, planned: StageCost) -> StageCost:
+    """What is said of a stage's graphs, with what planners know as well: parameters, batch and the like."""
+    step_bytes = planned.transient_bytes.get(STEP, 0)
+    return replace(
+        graphs,
+        static_bytes=planned.static_bytes,
+        tied_bytes=planned.tied_bytes,
+        for_owners=planned.for_owners,
+        transient_bytes={**graphs.transient_bytes, STEP: step_bytes},
+    )
+
+
+COMPILED = "compiled"
+"""Note of a plan that was made with the times of compiled functions: how they compare with eager ones."""
+
+LARGEST_MICROBATCH = 1 << 16
+"""Rows of the largest micro-batch that is looked at."""
+
+
+def times_of(plan: Plan) -> list[str]:
+    """Of a plan for compiled stages the sentence that says what its times are of; none of another."""
+    told = plan.notes.get(COMPILED)
+    return [] if told is None else [f"times of compiled functions: {told}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedModel(ProfiledModel):
+    """A profiled model with what its stages can be traced from."""
+
+    captured: Captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """How to plan.
+
+    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
+        the number of stages; others put several or replicas on each.
+    microbatches: per step, of all replicas together.  width: replicas of each stage, side by side.
+    capped: plans name the devices' memory as their caps.
+    global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
+    local: the devices are processes of this machine, as many as there are ranks, and share what it has.
+    watch: told how the search goes on.
+    compiled: ranks will pass their stages to torch.compile.
+    """
+
+    stages: int
+    microbatches: int
+    cluster: Cluster
+    schedule: str = "1f1b"
+    strategy: str = "exact"
+    capped: bool = True
+    local: bool = False
+    global_batch: int | None = None
+    options: PlanOptions = field(default_factory=PlanOptions)
+    watch: SearchWatch | None = None
+    width: int = 1
+    compiled: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Devices that are used."""
+        return self.stages * self.width
+
+    def plan(self, model: ProfiledModel, *, explained: bool = True) -> Plan:
+        """The plan for a model at one micro-batch size. Of a captured one the stages can be traced: a plan
+        for CPUs then keeps its caps by these too.
+
+        explained: if nothing fits, look for how far it is from fitting, which takes longer.
+        Raises: PlanError; InfeasibleError if nothing fits under the caps.
+        """
+        refuse_width(self.schedule, self.stages, self.width, self.cluster)
+        if self.options.shard_optimizer:
+            refuse_sharding(self.schedule, self.stages, self.width)
+        microbatches = share_of(self.microbatches_of(model.size), self.width)
+        costs = PlanCosts(model.graph, model.profiles, self.cluster)
+
+        def search(cluster: Cluster) -> Plan:
+            if self.width == 1:
+                return self._search(costs, cluster, microbatches, explained)
+            return self._plan_wide(costs, cluster, microbatches, explained)
+
+        if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
+            captured = model.captured
+            plan = plan_within_caps(
+                search,
+                self.cluster,
+                lambda plan: traced_peaks(plan, captured, costs, compiled=self.compiled),
+            )
+        else:
+            plan = search(self.cluster)
+        said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
+        told = {} if said is None else {COMPILED: said}
+        return replace(
+            plan,
+            microbatch_size=model.size,
+            caps=plan.caps if self.capped else (),
+            notes={**plan.notes, **told},
+        )
+
+    def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
+        """The fastest plan for all replicas: what the sums of their gradients take is seen only here, so that
+        beside a planner of a DAG of stages others are asked.
+
+        microbatches: of each pipeline.  Raises: InfeasibleError if nothing fits.
+        """
+        devices = first_of_each(cluster, self.width)
+        one = PlanCosts(costs.graph, costs.profiles, devices)
+        asks = planner(self.strategy).asks and (self.options.planners or planner(self.strategy).asks)
+        plans: dict[str, Plan] = {}
+        refusals: dict[str, PlanError] = {}
+        for name in asks or (self.strategy,):
+            for way in replace(self, strategy=name)._ways():
+                try:
+                    found = plan_side_by_side(
+                        way._search(one, devices, microbatches, explained), self.width, costs, cluster
+                    )
+                except InfeasibleError as error:
+                    refusals.setdefault(name, error)
+                    continue
+                if name not in plans or found.predicted_step_s < plans[name].predicted_step_s:
+                    plans[name] = replace(found, planner=name)
+        if not plans:
+            raise next(iter(refusals.values()))
+        return fastest_named(plans, refusals, self.strategy) if asks else plans[self.strategy]
+
+    def _ways(self) -> list[PlanRequest]:
+        """The same, and where stages may run side by side also as a chain and by planners of chains."""
+        asked, options = planner(self.strategy), self.options
+        if asked.propose is None or not options.branches or not options.fastest:
+            return [self]
+        in_a_row = replace(self, options=replace(options, branches=False))
+        return [self, in_a_row, *(replace(self, strategy=other) for other in asked.also)]
+
+    def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
+        """The planner's plan for one pipeline under the memory of a cluster's devices."""
+        asked = replace(self.options, width=self.width)
+        return make_plan(
+            costs.graph,
+            costs.profiles,
+            cluster,
+            stages=self.stages,
+            schedule=self.schedule,
+            microbatches=microbatches,
+            strategy=self.strategy,
+            options=asked,
+            explained=explained,
+            watch=self.watch,
+        )
+
+    def _runs_as_traced(self, captured: Captured) -> bool:
+        """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
+        on_cpus = all(device.name.startswith("cpu") for device in self.cluster.devices)
+        runs = self.options.weights in (None, FLUSH) and registry.entry(self.schedule).weights == FLUSH
+        return self.capped and on_cpus and runs and not captured.graph.fallback
+
+    def microbatches_of(self, size: int) -> int:
+        """Micro-batches per step of `size` rows. Raises: ConfigError if they do not make up the batch."""
+        if self.global_batch is None:
+            return self.microbatches
+        if self.global_batch < 1:
+            raise ConfigError(f"a global batch of {self.global_batch} rows", hint="use at least 1")
+        count, rest = divmod(self.global_batch, size)
+        if rest or not count:
+            near = sorted(sorted(divisors(self.global_batch), key=lambda d: abs(d - size))[:3])
+            raise ConfigError(
+                f"a global batch of {self.global_batch} rows is no multiple of {size} rows per micro-batch",
+                hint=f"use micro-batches of {', '.join(map(str, near))} rows",
+            )
+        return count
+
+    def sizes(self) -> Sequence[int]:
+        """Sizes of micro-batches that may be used, ascending: as many per step as the schedule has
+        directions, or a multiple. Raises: ConfigError if the global batch has no rows."""
+        if self.global_batch is None:
+            return range(1, LARGEST_MICROBATCH + 1)
+        self.microbatches_of(1)
+        directions = registry.default_placement(self.schedule, self.stages)[0].replicas * self.width
+        return [d for d in divisors(self.global_batch) if self.global_batch // d % directions == 0]
+
+    def any_plan(self, model: ProfiledModel) -> Plan:
+        """The first plan found that keeps the caps, which need not be the fastest; raises as `plan`."""
+        first = replace(self, options=replace(self.options, fastest=False))
+        return first.plan(model, explained=False)
+
+    @property
+    def for_advice(self) -> PlanRequest:
+        """The same, unwatched, and faster: of a planner of many schedules the first that it tries."""
+        strategy, schedule = first_way(self.strategy, self.schedule)
+        return replace(self, strategy=strategy, schedule=schedule, watch=None)
+
+    def fits(self, model: ProfiledModel) -> bool:
+        """Whether there is a plan."""
+        try:
+            self.any_plan(model)
+        except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
+            return False
+        return True
+
+    def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
+        """What a bit more memory or bandwidth would make of a plan: it is planned again as it was asked for,
+        where several planners were asked by the one whose plan it is, and where that chose the schedule with
+        this one, and its order without copies."""
+        found_by = plan.notes.get(FOUND_BY)
+        schedule = plan.notes.get(ORDER_OF, plan.schedule)
+        names = {schedule: None}
+        if planner(found_by or self.strategy).chooses_schedule:
+            names[plain_of(schedule, self.stages)] = None
+        options = replace(self.options, schedules=tuple(names), planners=(found_by,) if found_by else ())
+        same = replace(self, options=options)
+        return what_if(
+            plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
+        )

@@ -1,0 +1,304 @@
+"""One rank's stages: its weights, and its functions per size of micro-batch, to train and to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .checks.weight_versions import versions, weight_versions
+from .ir.action import REDUCE
+from .ir.errors import BatchError, CaptureError, CutError, PlanError
+from .ir.memory_policy import KEEP_ALL, MemoryPolicy
+from .ir.optimizer_shares import OptimizerShares, optimizer_shares
+from .ir.plan import Plan
+from .ir.schedule import Program
+from .ir.stages import StageGraph
+from .ir.weight_policy import Updates
+from .lowering.passes import lower
+from .options import Options
+from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
+from .runtime.optimizer_bytes import stand_ins
+from .runtime.posted_channel import PostedChannel
+from .runtime.reduce_and_step import shared_by
+from .runtime.step_state import Variant
+from .runtime.weights import Weights
+from .schedules import registry
+from .tracer.capture import capture
+from .tracer.captured import Captured
+from .tracer.export.evaluation import capture_evaluation, cut_alike, cut_evaluation
+from .tracer.job import Job
+from .tracer.job_calls import sample_batch
+from .tracer.stage.trace import stage_functions, stage_residuals
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankStages:
+    """The stages of a plan that one rank runs.
+
+    stages: one replica of all stages.  indices: of the rank's stages, of all replicas.  channel: to the
+    other ranks, which build theirs at the same time.
+    """
+
+    job: Job
+    plan: Plan
+    captured: Captured
+    stages: StageGraph
+    indices: tuple[int, ...]
+    options: Options
+    device: torch.device
+    channel: PostedChannel
+
+    def weights(self, program: Program) -> Weights:
+        """The rank's parameters and buffers, as the seed initialises them, with their optimizer."""
+        captured, options, rank = self.captured, self.options, self.channel.rank
+        origins = [self.stages.origin(s) for s in self.indices]
+        params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
+        buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
+        tensors = captured.blueprint.materialise(
+            options.seed, [*params, *(b for b in buffers if b not in captured.constants)]
+        )
+        tensors |= {name: t for name, t in captured.constants.items() if name in buffers}
+        trainable = {name: captured.graph.parameter[name].trainable for name in params}
+        return Weights(
+            {n: nn.Parameter(tensors[n].to(self.device), trainable[n]) for n in params},
+            {n: tensors[n].to(self.device) for n in buffers},
+            self.job.optimizer,
+            keep_gradients=options.keep_gradients,
+            device=self.device,
+            updates=self._updates(),
+            together=self._summed_together(),
+            shares=self._shares(),
+            rank=rank,
+            everywhere=stand_ins(captured.graph),
+            awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
+        )
+
+    def _summed_together(self) -> list[tuple[str, ...]]:
+        """The parameters whose gradients are summed with other ranks, by the ranks and by who gets them."""
+        stages, placement = self.plan.replicated(self.stages), self.plan.placement
+        shared = shared_by(stages, placement, self.channel.rank, self._shares())
+        return [part.names for part in shared]
+
+    def _shares(self) -> tuple[OptimizerShares, ...]:
+        """How replicas share out the optimizer's state, if they do."""
+        if not self.plan.shard_optimizer:
+            return ()
+        sizes = {p.name: p.bytes for p in self.captured.graph.parameters if p.trainable}
+        stages = self.plan.replicated(self.stages)
+        return optimizer_shares(stages, self.plan.placement, sizes)
+
+    def _updates(self) -> Updates | None:
+        """With as many versions as this rank's stages keep at once.
+
+        Raises: ScheduleError if the plan's rows break the rule of weight versions.
+        """
+        updates, schedule = self.plan.updates, self.plan.as_schedule
+        if updates is None:
+            return None
+        weight_versions(schedule, self.plan.replicated(self.stages), updates)
+        kept = (stage.needed for stage in versions(schedule, updates) if stage.stage in self.indices)
+        return replace(updates, kept=max(kept))
+
+
+class TrainingVariants:
+    """A rank's stages in training mode, per size of micro-batch."""
+
+    def __init__(self, rank: RankStages) -> None:
+        self._rank = rank
+        self.planned_signature = signature_of(sample_batch(rank.job, 0, rank.plan.microbatch_size))
+        self.planned = self._make(rank.captured)
+        """For micro-batches as the plan has them."""
+        self._variants = {self.planned_signature: self.planned}
+
+    def variant(self, part: Mapping[str, Tensor]) -> Variant:
+        """The stages for one micro-batch. Every rank calls it.
+
+        Raises: BatchError, on all ranks, if its size does not fit the plan.
+        """
+        signature, rank = signature_of(part), self._rank
+        if signature not in self._variants:
+
+            def captured_and_cut() -> tuple[Captured, StageGraph]:
+                captured = capture(
+                    rank.job, rows_of(part), batch=part, autocast=rank.options.autocast, like=rank.captured
+                )
+                return captured, self._cut(captured)
+
+            captured, stages = self._on_all_ranks(signature, captured_and_cut)
+            agree_on_layouts(rank.channel, stages)
+            self._variants[signature] = self._on_all_ranks(signature, lambda: self._traced(captured, stages))
+        return self._variants[signature]
+
+    def _make(self, captured: Captured) -> Variant:
+        stages = self._rank.plan.stage_graph(captured.graph)
+        agree_on_layouts(self._rank.channel, stages)
+        return self._traced(captured, stages)
+
+    def _traced(self, captured: Captured, stages: StageGraph) -> Variant:
+        rank = self._rank
+        return make_variant(
+            captured,
+            rank.plan,
+            stages,
+            rank.indices,
+            device=str(rank.device),
+            compiled=rank.options.compiled,
+            policy=self._policy(captured, stages),
+        )
+
+    def _cut(self, captured: Captured) -> StageGraph:
+        """Cut a capture of another size as the plan says. Of one row a model may lack ops that it has of
+        several, such as copies of what is expanded: its ops then go where their like went.
+
+        Raises: PlanError, CutError if the stages would exchange other values than the program sends.
+        """
+        rank, plan = self._rank, self._rank.plan
+        if captured.graph.fingerprint == plan.graph:
+            return plan.stage_graph(captured.graph)
+        if captured.cut is not None:
+            raise PlanError(
+                "its forward calls other modules than that of the planned size"
+                if rank.captured.cut is not None
+                else captured.graph.fallback
+            )
+        stages = cut_alike(
+            captured.graph, rank.captured.graph, rank.stages, when="with micro-batches so small"
+        )
+        for name, edges in _exchanges(stages).items():
+            if odd := edges ^ _exchanges(rank.stages)[name]:
+                source, target = min(odd)
+                raise PlanError(
+                    f"stage {source} would exchange {name} with stage {target} otherwise than planned"
+                )
+        buffers = tuple(
+            tuple(dict.fromkeys((*planned, *(n for n in own if n in captured.constants))))
+            for planned, own in zip(rank.stages.buffers, stages.buffers, strict=True)
+        )
+        return replace(stages, params=rank.stages.params, buffers=buffers)
+
+    def _policy(self, captured: Captured, stages: StageGraph) -> MemoryPolicy:
+        """The plan's policy for those residuals that there are; others, of a graph that lacks some, stay."""
+        rank, policy = self._rank, self._rank.plan.memory
+        if captured.graph.fingerprint == rank.plan.graph:
+            return policy
+        treatments = []
+        for stage, planned in enumerate(policy.stages):
+            here = rank.indices and stage in {stages.origin(s) for s in rank.indices} and planned
+            residuals = stage_residuals(captured, stages, stage, device=str(rank.device)) if here else {}
+            possible = {
+                name: given
+                for name, given in planned.items()
+                if name in residuals and not (given == "recompute" and residuals[name].obstacle)
+            }
+            if here and stage in policy.ahead and "recompute" not in possible.values():
+                raise PlanError(f"stage {stage} has nothing to recompute")
+            treatments.append(possible)
+        return replace(policy, stages=tuple(treatments))
+
+    def _on_all_ranks(self, signature: tuple[str, ...], make: Callable[[], T]) -> T:
+        """What `make` returns, if it can on all ranks: one that cannot would leave the others waiting."""
+        made: list[T] = []
+        refusal: BatchError | None = None
+        try:
+            made.append(make())
+        except (CaptureError, CutError, PlanError) as error:
+            planned = next(iter(self._variants))
+            refusal = BatchError(
+                f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
+                f"{', '.join(planned)}: {error.message}",
+                hint="pad or cut the batch to the planned size, or plan for this one",
+            )
+        agree_on_refusal(self._rank.channel, refusal)
+        return made[0]
+
+
+@dataclass(eq=False)
+class EvaluationVariants:
+    """A rank's stages in evaluation mode, per size of micro-batch, made when the first batch is evaluated.
+
+    training: the stages that train; those of a model that was cut between its modules run in either mode.
+    program: of forwards alone; None before the first batch.
+    """
+
+    rank: RankStages
+    training: TrainingVariants
+    program: Program | None = None
+    _variants: dict[tuple[str, ...], Variant] = field(default_factory=dict)
+
+    def variant(self, part: Mapping[str, Tensor]) -> Variant:
+        """The stages for one micro-batch; sets `program`.
+
+        Raises: CaptureError or CutError if the model cannot be captured or cut in evaluation mode;
+            BatchError if its stages exchange other values than for another size.
+        """
+        signature = signature_of(part)
+        if signature not in self._variants:
+            made = self._make(part)
+            program = self._lower(made.stages)
+            if self.program is not None and str(program) != str(self.program):
+                raise BatchError(
+                    f"in evaluation mode {', '.join(signature)} is computed in another way than other sizes",
+                    hint="evaluate batches of one size",
+                )
+            self._variants[signature], self.program = made, program
+        return self._variants[signature]
+
+    def _make(self, part: Mapping[str, Tensor]) -> Variant:
+        rank = self.rank
+        if rank.captured.cut is not None:
+            return self.training.variant(part)
+        evaluated = rank.captured.evaluation
+        if evaluated is None or signature_of(part) != self.training.planned_signature:
+            evaluated = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
+        stages = cut_evaluation(evaluated.graph, rank.captured.graph, rank.stages)
+        agree_on_layouts(rank.channel, stages)
+        return make_variant(evaluated, rank.plan, stages, rank.indices, device=str(rank.device))
+
+    def _lower(self, stages: StageGraph) -> Program:
+        plan = self.rank.plan
+        count = plan.microbatches // plan.replicas
+        return lower(registry.build("forward_only", stages, plan.placement, count), stages)
+
+
+def _exchanges(stages: StageGraph) -> dict[str, set[tuple[int, int]]]:
+    """Between which stages a program sends anything: values, and gradients back."""
+    edges = set(stages.between)
+    return {"values": edges, "gradients": {edge for edge in edges if stages.gradients(*edge)}}
+
+
+def make_variant(
+    captured: Captured,
+    plan: Plan,
+    stages: StageGraph,
+    rank_stages: Sequence[int],
+    *,
+    device: str,
+    compiled: bool = False,
+    policy: MemoryPolicy = KEEP_ALL,
+) -> Variant:
+    """Build the functions of the stages that a rank owns.
+
+    stages: one replica of them.  rank_stages: of all replicas; those of one stage share its functions.
+    policy: what becomes of residuals; in evaluation mode there are none.
+    """
+    origins = dict.fromkeys(stages.origin(s) for s in rank_stages)
+    built = {
+        s: stage_functions(
+            captured,
+            stages,
+            s,
+            device=device,
+            compiled=compiled,
+            treatments=policy.of_stage(s),
+            ahead=s in policy.ahead,
+        )
+        for s in origins
+    }
+    functions = {s: built[stages.origin(s)] for s in rank_stages}
+    return Variant(stages=plan.replicated(stages), functions=functions)

@@ -1,0 +1,287 @@
+"""This process as a rank: its device, joining the others, and ranks that were started ahead."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .ir.errors import CommunicationError, ConfigError, PipeloomError, PlanError
+from .ir.json_codec import to_json
+from .ir.plan import Plan
+from .ir.schedule import Program
+from .options import Options
+from .runtime.checkpoint.files import newest, read_index, verify_sizes
+from .runtime.failure.watch import Watch
+from .runtime.launch.connect import connect, gather_text, watch_ranks
+from .runtime.posted_channel import PostedChannel
+from .runtime.transports.dist_channel import DistChannel
+from .runtime.transports.local_channel import LocalChannel, local_channels
+from .tracer.job import Job
+
+if TYPE_CHECKING:
+    from torch import dtype
+
+    from .tracer.captured import Captured
+    from .tracer.job import Job
+
+
+def usable_device(name: str) -> torch.device:
+    """The device named as "cpu", "cuda" or "cuda:1". Raises: ConfigError if this machine has none such."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint='use "cpu" or "cuda"')
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        seen = f"only {count} with CUDA" if count else "none with CUDA"
+        raise ConfigError(
+            f"the device {name!r} was asked for, PyTorch sees {seen} here",
+            hint='use "cuda" or "cpu"' if count else 'use "cpu"',
+        )
+    return device
+
+
+T = TypeVar("T")
+
+LOST_S = 60.0
+"""A rank that gives no sign of life for so long has failed, where `Options.timeout_s` is not shorter."""
+
+
+def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank; its error too, since the others must not wait for a
+    result. Every rank calls it. However long it takes: the others begin no operation that has a limit before
+    it is there.
+
+    Raises: CommunicationError if the store is gone, as when rank 0 was killed that served it.
+    """
+    store, rank = group.get_group_store(), group.rank()
+    made = f"pipeloom/results/{group.group_name}/{store.add(f'pipeloom/results/{rank}', 1)}"
+    message: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            message[0] = make()
+        except PipeloomError as error:
+            message[1] = error
+        store.set(made, "")
+    else:
+        _await_key(group, made)
+    dist.broadcast_object_list(message, src=0, group=group)
+    value, problem = message
+    if problem is not None:
+        raise problem
+    result: T = value
+    return result
+
+
+def _await_key(group: dist.ProcessGroup, key: str) -> None:
+    """Wait for a key of the group's store; in Python, where Ctrl-C is heard."""
+    try:
+        while not group.get_group_store().check([key]):
+            time.sleep(0.05)
+    except dist.DistError as error:
+        raise CommunicationError(
+            f"no result came from rank 0: {str(error).splitlines()[0]}",
+            hint="see what rank 0 printed, or whether it was killed",
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedRanks:
+    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each.
+
+    timeout_s: limit of each wait for the others.
+    """
+
+    watch: Watch
+    group: dist.ProcessGroup | None = None
+    local: LocalChannel | None = None
+    timeout_s: float = 300.0
+
+    def channel(self, program: Program, device: torch.device, options: Options) -> PostedChannel:
+        """This rank's channel to the others for the messages of a program."""
+        if self.group is None:
+            assert self.local is not None, "without a group there is a channel"
+            return self.local
+        return DistChannel(
+            self.group, self.watch, device=device, timeout_s=options.timeout_s, pairs=program.messages
+        )
+
+    def require_same_plan(self, plan: Plan) -> None:
+        """Refuse, on all ranks, to start with different plans. Every rank calls it.
+
+        Raises: PlanError that names a rank with another plan than rank 0.
+        """
+        mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
+        if self.group is not None:
+            digests = gather_text(self.group, mine, self.watch, self.timeout_s)
+        else:
+            digests = [mine] if self.local is None else self.local.all_gather_object(mine)
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise PlanError(
+                    f"rank {rank} has another plan ({digest}) than rank 0 ({digests[0]})",
+                    hint="give every rank the same plan.json",
+                )
+
+
+def join_ranks(
+    plan: Plan,
+    device: torch.device,
+    options: Options,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    channel: LocalChannel | None = None,
+) -> JoinedRanks:
+    """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
+    if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
+        channel = local_channels(1, timeout_s=options.timeout_s)[0]
+    if channel is not None:
+        return JoinedRanks(channel.watch, local=channel)
+    joined = connect(device, group=group, timeout_s=options.timeout_s)
+    lost_s = min(LOST_S, options.timeout_s)
+    return JoinedRanks(watch_ranks(joined, lost_s=lost_s), group=joined, timeout_s=options.timeout_s)
+
+
+def rank_device(options: Options) -> torch.device:
+    """The device that this rank computes on, from now on the current one; called before anything that makes
+    one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that.
+
+    Raises: ConfigError if this machine has none such, or fewer than ranks.
+    """
+    device = usable_device(options.device)
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", _own_of_node(int(os.environ.get("LOCAL_RANK", "-1"))))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _own_of_node(local_rank: int) -> int:
+    """local_rank: below 0 where no launcher has started this process, which then keeps its current device."""
+    if local_rank >= (count := torch.cuda.device_count()):
+        seen = "1 device" if count == 1 else f"{count} devices"
+        raise ConfigError(
+            f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA here",
+            hint=f"start at most {count} per node; or, if each rank is shown another device only, name it: "
+            '"cuda:0"',
+        )
+    return local_rank if local_rank >= 0 else torch.cuda.current_device()
+
+
+def build_once(job: Job) -> None:
+    """Build a job's model on fake tensors and drop it: what its constructor imports is there from then on."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from .tracer.blueprint import make_blueprint
+
+    make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedModel:
+    """A captured model for the ranks of this user, see `tracer.hand_over`.
+
+    evaluation: its graph of evaluation mode; None where a rank that evaluates captures that.
+    """
+
+    training: bytes
+    evaluation: bytes | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """Tells training graphs apart."""
+        return hashlib.sha256(self.training).digest()
+
+
+def hand_over_model(
+    job: Job,
+    plan: Plan,
+    *,
+    captured: Captured | None = None,
+    autocast: dtype | None = None,
+    evaluates: bool = False,
+    early: Callable[[HandedModel], None] | None = None,
+) -> HandedModel | None:
+    """A job's model, captured for the micro-batches of a plan.
+
+    captured: the model, if planning has captured it.  evaluates: with the graph of evaluation mode.
+    early: gets what is there before evaluation mode is captured, which takes seconds.
+    Returns: None where each rank has to capture it: a model that is cut between its modules.
+    Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
+    """
+    from .tracer.capture import capture
+    from .tracer.export.evaluation import capture_evaluation
+    from .tracer.handover import hand_over, hand_over_evaluation
+    from .tracer.job_calls import sample_batch
+
+    if captured is None:
+        captured = capture(job, plan.microbatch_size, autocast=autocast)
+    training = hand_over(captured)
+    handed = None if training is None else HandedModel(training=training)
+    if not evaluates or captured.cut is not None:
+        return handed
+    if handed is not None and early is not None:
+        early(handed)
+    batch = sample_batch(job, 0, plan.microbatch_size)
+    captured.evaluation = capture_evaluation(job, captured, batch, autocast=autocast)
+    return None if handed is None else replace(handed, evaluation=hand_over_evaluation(captured))
+
+
+_TAKEN_EARLY: dict[bytes, Captured] = {}
+"""What this process has taken over before its work, by digest, until `take_over_model` asks for it."""
+
+
+def take_over_early(data: HandedModel, job: Job, plan: Plan, *, rank: int, compiled: bool = False) -> None:
+    """In a rank that waits for its work: take a model over, and trace the rank's stages for the CPU.
+
+    Raises: CaptureError as `take_over_model`, which then raises it again.
+    """
+    from .rank_stages import make_variant
+    from .tracer.handover import take_over
+
+    captured = take_over(data.training, job)
+    own = [stage for stage, home in enumerate(plan.placement) if home == rank]
+    make_variant(
+        captured,
+        plan,
+        plan.stage_graph(captured.graph),
+        own,
+        device="cpu",
+        compiled=compiled,
+        policy=plan.memory,
+    )  # `captured` keeps what tracing made
+    _TAKEN_EARLY[data.digest] = captured
+
+
+def take_over_model(data: HandedModel | None, job: Job) -> Captured | None:
+    """What `hand_over_model` gave, in a rank. Raises: CaptureError if its job makes another model."""
+    from .tracer.handover import take_over, take_over_evaluation
+
+    if data is None:
+        return None
+    captured = _TAKEN_EARLY.pop(data.digest, None) or take_over(data.training, job)
+    if data.evaluation is not None:
+        take_over_evaluation(data.evaluation, captured, job)
+    return captured
+
+
+def checkpoint_step(directory: Path) -> int:
+    """Steps done in the newest checkpoint of a directory, whose files are looked at but not read.
+
+    Raises: CheckpointError if there is none, or it is not whole.
+    """
+    path = newest(directory)
+    index = read_index(path)
+    verify_sizes(path, index)
+    return index.step

@@ -1,0 +1,113 @@
+"""What the runtime can run, and the sentence for what it cannot."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from .checks.schedules import forwards_in_order
+from .ir.action import F
+from .ir.errors import PlanError, ScheduleError, shown
+from .ir.plan import Plan
+from .planner.registry import planner
+from .schedules import registry
+from .schedules.language import user_files
+from .tracer.captured import Captured
+
+
+def imports_file(schedule: str) -> bool:
+    """Whether a schedule of this name is code of the user's, which is imported to build it.
+
+    >>> imports_file("mine.py:zigzag"), imports_file("mine.csv"), imports_file("1f1b")
+    (True, False, False)
+    """
+    return user_files.names_user_file(schedule) and not schedule.endswith(user_files.LISTED)
+
+
+def require_runnable(schedule: str) -> None:
+    """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
+
+    schedule: its name as the user gave it; `file.py:function` is loaded, so that its operations are known. Of
+        a plan, which may come from anywhere, ask `require_runnable_plan`. Any other name that the library
+        does not know is only checked when built.
+    Raises: ScheduleError that names the reason.
+    """
+    if imports_file(schedule):
+        _refuse_lacking(schedule)
+    else:
+        _require_library_schedule(schedule)
+
+
+def require_runnable_plan(plan: Plan) -> None:
+    """Refuse a plan that the runtime cannot run. A plan has its rows: no file that it names is opened.
+
+    Raises: ScheduleError that names the reason: a schedule of the library, or an action of an operation
+        that nobody has declared in this process.
+    """
+    if not imports_file(plan.schedule):
+        _require_library_schedule(plan.schedule)
+        return
+    try:
+        assert plan.as_schedule  # its rows are read here
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"in a plan for schedule {shown(plan.schedule)}: {error.message}",
+            hint="no file is imported because a plan names it: if you trust it, give it as --schedule, "
+            "or import it in your own script",
+        ) from None
+
+
+def _require_library_schedule(schedule: str) -> None:
+    name = schedule.partition(":")[0].lower().replace("-", "_")
+    if name in registry.names():
+        _refuse_lacking(name)
+
+
+def _refuse_lacking(name: str) -> None:
+    if lacks := registry.entry(name).lacks:
+        raise ScheduleError(
+            f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
+            hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
+        )
+
+
+def names_to_plan_by(plan: Plan) -> dict[str, str]:
+    """The plan's "planner" and "schedule", if others can be planned by these names: if they are known, and no
+    file is imported for them."""
+    names = {}
+    with suppress(PlanError):
+        planner(plan.planner)
+        names["planner"] = plan.planner
+    if imports_file(plan.schedule):
+        return names
+    with suppress(ScheduleError):
+        if not user_files.names_user_file(plan.schedule):  # a list of actions is read when it is used
+            registry.entry(plan.schedule)
+        names["schedule"] = plan.schedule
+    return names
+
+
+def trains(plan: Plan) -> bool:
+    """Whether a plan's schedule has backwards."""
+    return any(action.kind != F for row in plan.as_schedule.rows for action in row)
+
+
+def require_training(plan: Plan) -> None:
+    """Raises: ScheduleError for a plan that only evaluates."""
+    if not trains(plan):
+        raise ScheduleError(
+            f"schedule {plan.schedule} has no backwards: it cannot train",
+            hint="evaluate with it (Pipeline.evaluate), or plan for another schedule",
+        )
+
+
+def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
+    """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
+    would micro-batches in another order. Raises: PlanError, ScheduleError."""
+    if plan.replicas > 1 and (names := sorted(captured.graph.together)):
+        raise PlanError(
+            f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
+            hint="choose a schedule of one direction",
+        )
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
+    forwards_in_order(plan.as_schedule, {stage_of[op]: name for op, name in users if op in stage_of})

@@ -1,0 +1,433 @@
+"""search_schedule: the fastest order for stages under a memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+from .checks.schedules import check
+from .ir.cluster import Cluster, Device, Link
+from .ir.errors import ConfigError
+from .ir.operation import Operation
+from .ir.plan import load_plan
+from .ir.schedule import Schedule
+from .ir.stages import StageGraph
+from .ir.text_files import parse_toml
+from .ir.timeline import Timeline
+from .ir.units import parse_bytes
+from .lowering.passes import lower
+from .planner.plan_table import branch_figures
+from .schedule_times import between, load_work, with_transfers
+from .schedules.language.user_files import load_file
+from .schedules.search.choose_ranks import search_placed
+from .schedules.search.engines.exact import solver_installed
+from .schedules.search.found_file import found_text
+from .schedules.search.problem import SearchProblem, SearchStage
+from .schedules.search.search import Progress as SearchProgress, SearchOptions, SearchResult, search_orders
+from .simulator.simulate import simulate
+from .simulator.summary import summarise
+
+KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
+
+FINE = 1 << 20
+"""Bytes that a unit of memory stands for where sizes are small numbers: residuals are counted in whole
+bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesToSchedule:
+    """stages: those without ranks get some from the search.  ranks: how many there are.  unit: bytes that the
+    number 1 stands for, in sizes and limits.  memory: the file's own limit, or none."""
+
+    stages: tuple[SearchStage, ...]
+    ranks: int
+    transfer_s: float = 0.0
+    edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    unit: int = 1
+    memory: str = ""
+
+    def caps(self, memory: str) -> tuple[float, ...]:
+        """Bytes per rank: of one limit for all ranks, or of several with commas; none without a limit.
+
+        Raises: ConfigError if it cannot be read.
+        """
+        parts = [part.strip() for part in (memory or self.memory).split(",") if part.strip()]
+        if not parts:
+            return ()
+        if len(parts) not in (1, self.ranks):
+            raise ConfigError(
+                f"--memory has {len(parts)} limits for {self.ranks} ranks",
+                hint="give one for all ranks, or one per rank with commas",
+            )
+        return tuple(_size(part, self.unit, "--memory") for part in parts * (self.ranks // len(parts)))
+
+    def problem(
+        self,
+        stages: tuple[SearchStage, ...],
+        microbatches: int,
+        caps: tuple[float, ...],
+        operations: tuple[Operation, ...] = (),
+    ) -> SearchProblem:
+        """What the search is asked, for stages with ranks."""
+        return SearchProblem(
+            stages=stages,
+            microbatches=microbatches,
+            transfer_s=self.transfer_s,
+            edge_s=self.edge_s,
+            caps=caps,
+            operations=operations,
+            unit=self.unit,
+        )
+
+
+def read_stages(path: Path, ranks: int = 0) -> StagesToSchedule:
+    """Stages of a TOML file, see docs/schedule-search.md.
+
+    ranks: how many there are, where stages leave theirs out and the file does not say.
+    Raises: ConfigError that names the stage and the key that is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
+    return stages_of(parse_toml(text, str(path)), str(path), ranks)
+
+
+def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesToSchedule:
+    """The same from plain values.
+
+    >>> both = [{"F": 1, "B": 2, "bytes": 1, "ranks": 0}, {"F": 1, "I": 1, "W": 1, "ranks": [0, 1]}]
+    >>> made = stages_of({"stage": both, "transfer": 0.5}, "an example")
+    >>> made.stages[1].after, made.stages[1].ranks, made.caps("4")
+    ((0,), (0, 1), (4194304.0, 4194304.0))
+    """
+    known = ("stage", "edge", "transfer", "ranks", "memory")
+    _refuse_unknown(document, known, what)
+    tables = document.get("stage")
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
+        raise ConfigError(f"{what} has no stages", hint="write a [[stage]] with F and B for each")
+    names = {str(table.get("name", s)): s for s, table in enumerate(tables)}
+    if len(names) < len(tables):
+        raise ConfigError(f"{what}: two stages have the same name", hint="name each stage once")
+    sizes = [table.get("bytes", 0) for table in tables]
+    small = all(isinstance(size, int | float) and size < FINE for size in sizes)
+    unit = FINE if small else 1
+    stages = tuple(_stage(table, s, names, unit) for s, table in enumerate(tables))
+    most = max((rank for stage in stages for rank in stage.ranks), default=-1) + 1
+    count = int(ranks or document.get("ranks", 0) or most)
+    if count < 1:
+        raise ConfigError(
+            f"{what} does not say how many ranks there are", hint="give stages ranks, or say -p 4"
+        )
+    if count < most:
+        raise ConfigError(f"{what} uses rank {most - 1} of {count} ranks", hint=f"use -p {most}")
+    return StagesToSchedule(
+        stages=stages,
+        ranks=count,
+        transfer_s=_seconds(document.get("transfer", 0.0), f"{what}: transfer"),
+        edge_s=_edges(document.get("edge", []), names, stages),
+        unit=unit,
+        memory=str(document.get("memory", "")),
+    )
+
+
+def stages_of_plan(path: Path) -> StagesToSchedule:
+    """The stages of a saved plan as a chain, each on its rank, with their times and residuals; of one of its
+    pipelines, where it has several.
+
+    Raises: ConfigError if the file is none, or if its stages run side by side: what they read is not in it.
+    """
+    plan = load_plan(path)
+    if branch_figures(plan):
+        raise ConfigError(
+            f"the stages of {path} are no chain, and a plan does not say which reads which",
+            hint="write a TOML file with a [[stage]] for each and what it runs `after`",
+        )
+    times = load_work(path, plan.as_schedule.ranks)
+    assert isinstance(times.forward_s, tuple) and isinstance(times.input_grad_s, tuple)
+    assert isinstance(times.weight_grad_s, tuple)
+    count = len(times.forward_s)
+    placement = plan.placement[:count]  # of the first replica
+    ranks = sorted(set(placement))
+    sizes = times.residual_bytes or (1.0,) * count
+    stages = tuple(
+        SearchStage(
+            name=str(s),
+            forward_s=times.forward_s[s],
+            input_grad_s=times.input_grad_s[s],
+            weight_grad_s=times.weight_grad_s[s],
+            split=True,
+            residual_bytes=sizes[s],
+            after=(s - 1,) if s else (),
+            ranks=(ranks.index(placement[s]),),
+        )
+        for s in range(count)
+    )
+    return StagesToSchedule(stages=stages, ranks=len(ranks))
+
+
+def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int) -> SearchStage:
+    what = f"stage {table.get('name', s)}"
+    _refuse_unknown(table, KEYS, what)
+    split = "I" in table or "W" in table
+    if "F" not in table or ("B" in table) == split or (split and not {"I", "W"} <= set(table)):
+        raise ConfigError(f"{what} has the times {_given(table)}", hint="give F and B, or F, I and W")
+    whole = 0.0 if split else _seconds(table["B"], f"{what}: B")
+    after = table.get("after", [s - 1] if s else [])
+    return SearchStage(
+        name=str(table.get("name", s)),
+        forward_s=_seconds(table["F"], f"{what}: F"),
+        input_grad_s=_seconds(table["I"], f"{what}: I") if split else whole / 2,
+        weight_grad_s=_seconds(table["W"], f"{what}: W") if split else whole / 2,
+        split=split,
+        residual_bytes=_size(str(table["bytes"]), unit, f"{what}: bytes") if table.get("bytes") else 0.0,
+        after=tuple(_stage_named(one, names, what) for one in _listed(after)),
+        ranks=tuple(_rank(one, what) for one in _listed(table.get("ranks", []))),
+    )
+
+
+def _given(table: Mapping[str, Any]) -> str:
+    return ", ".join(key for key in ("F", "B", "I", "W") if key in table) or "none"
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _rank(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 4096:
+        raise ConfigError(f"{what} is on rank {value!r}", hint="ranks are numbered from 0")
+    return value
+
+
+def _stage_named(value: Any, names: Mapping[str, int], what: str) -> int:
+    if str(value) in names and not isinstance(value, bool):
+        return names[str(value)]
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        return value
+    raise ConfigError(
+        f"{what} comes after {value!r}, which is no stage", hint=f"the stages are {', '.join(names)}"
+    )
+
+
+def _edges(
+    tables: Any, names: Mapping[str, int], stages: Sequence[SearchStage]
+) -> dict[tuple[int, int], float]:
+    found: dict[tuple[int, int], float] = {}
+    for table in tables if isinstance(tables, list) else [tables]:
+        if not isinstance(table, dict) or set(table) != {"from", "to", "transfer"}:
+            raise ConfigError(f"an [[edge]] has {table!r}", hint='write from = "a", to = "b", transfer = 0.5')
+        source, target = (_stage_named(table[key], names, "an edge") for key in ("from", "to"))
+        if source not in stages[target].after:
+            raise ConfigError(
+                f"stage {table['to']} does not come after {table['from']}", hint="add it to after="
+            )
+        found[source, target] = _seconds(table["transfer"], "an edge's transfer")
+    return found
+
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise ConfigError(f"{what} is {value!r}", hint="times are finite numbers, at least 0")
+    return float(value)
+
+
+def _size(text: str, unit: int, what: str) -> float:
+    try:
+        amount = float(text)
+    except ValueError:
+        return float(parse_bytes(text))
+    if not 0 <= amount < inf:
+        raise ConfigError(f"{what} is {text}", hint="sizes are finite numbers, at least 0")
+    return amount * unit
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    if unknown := sorted(set(table) - set(known)):
+        raise ConfigError(f"{what} has the unknown key {unknown[0]!r}", hint=f"use {', '.join(known)}")
+
+
+SHORTEST = ("step", "span")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundSchedule:
+    """What a search found, proved and simulated.
+
+    step_s: of `timeline`, the simulator's word.  bound_s, bound: no step, or no span, is shorter, and why.
+    gap: by which share of the bound it may at most be improved.  peaks: most residuals per rank, in the
+    file's unit.
+    """
+
+    schedule: Schedule
+    stages: StageGraph
+    timeline: Timeline = field(repr=False)
+    result: SearchResult = field(repr=False)
+    peaks: tuple[float, ...]
+    declared_in: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    @property
+    def span_s(self) -> float:
+        """The longest time from a rank's first action to its last."""
+        return summarise(self.timeline).span_s
+
+    @property
+    def shortest(self) -> str:
+        """What was to be short: "step" or "span"."""
+        return self.result.problem.shortest
+
+    @property
+    def left_out(self) -> str:
+        """Why engines that could have found more did not run, in a sentence; empty if all ran."""
+        if self.result.ended == "optimal" or solver_installed():
+            return ""
+        return (
+            "engines kernel and exact were left out: OR-tools is not installed (pip install pipeloom[search])"
+        )
+
+    @property
+    def bound_s(self) -> float:
+        return self.result.progress.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        took = self.span_s if self.shortest == "span" else self.step_s
+        return max(0.0, took / self.bound_s - 1) if self.bound_s else 0.0
+
+    def text(self, name: str) -> str:
+        """As a file of this name: ending in .py a schedule in the language, in .txt its rows."""
+        if name.endswith(".py"):
+            return found_text(self.result, name, self.declared_in)
+        if name.endswith(".txt"):
+            return f"{self.schedule}\n"
+        raise ConfigError(f"cannot write a schedule as {name}", hint="end the name in .py or .txt")
+
+    def figures(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        progress = self.result.progress
+        return {
+            "step_s": self.step_s,
+            "span_s": self.span_s,
+            "repeating_step_s": self.result.repeating.step_s,
+            "bound_s": self.bound_s,
+            "bound": progress.bound.name,
+            "bound_why": progress.bound.why,
+            "gap": self.gap,
+            "engine": self.result.best.engine,
+            "ended": self.result.ended,
+            "left_out": self.left_out,
+            "evaluations": progress.evaluations,
+            "seconds": progress.seconds,
+            "peaks": list(self.peaks),
+            "ranks": self.schedule.ranks,
+            "microbatches": self.schedule.microbatches,
+            "placement": list(self.schedule.placement),
+            "rows": str(self.schedule).splitlines(),
+        }
+
+
+def search_schedule(
+    stages: Path | str | Mapping[str, Any],
+    microbatches: int = 8,
+    *,
+    memory: str = "",
+    ranks: int = 0,
+    operations: Path | None = None,
+    shortest: str = "step",
+    options: SearchOptions | None = None,
+    report: Callable[[SearchProgress], None] = lambda progress: None,
+) -> FoundSchedule:
+    """Search for the fastest order of stages within a limit, and say how far from the best it may be.
+
+    stages: a TOML file of stages, a saved plan (.json), or what such a TOML file says, as plain values: for
+    each its times per micro-batch (in seconds or any unit), residuals, ranks; see docs/schedule-search.md.
+    microbatches: per step.
+    memory: most residuals of a rank in the unit of the stages' `bytes`, or with a unit as 3GiB; or one per
+        rank with commas.  ranks: how many there are, where stages do not name theirs.
+    operations: a Python file that declares operations, which are placed too.
+    shortest: "step"; or "span", the longest time from a rank's first action to its last.
+    options: effort, time limit, seed, engines.  report: called now and then with what is known so far.
+    Returns: the schedule, checked and simulated, with a bound below which no order can be.
+    Raises: ConfigError for wrong stages or another `shortest`; ScheduleError for no stage or no
+        micro-batch; PlanError if no order keeps to the limits.
+    Source: the idea is FlexPipe's (arXiv 2510.05112), of which only the abstract was available; each engine
+    in `schedules/search/engines` names its own.
+
+    >>> towers = [{"F": 1, "B": 3, "bytes": 1, "ranks": rank} for rank in range(3)]
+    >>> found = search_schedule({"stage": towers}, 8, memory="3")
+    >>> found.step_s, found.gap, found.result.progress.bound.name
+    (40.0, 0.0, 'busiest rank')
+    """
+    if shortest not in SHORTEST:
+        raise ConfigError(f"shortest={shortest!r} is no length of a step", hint='use "step" or "span"')
+    asked = _asked(stages, ranks)
+    declared = () if operations is None else _declared_in(operations)
+    caps = asked.caps(memory)
+    options = options or SearchOptions()
+
+    def problem(placed: tuple[SearchStage, ...]) -> SearchProblem:
+        return replace(asked.problem(placed, microbatches, caps, declared), shortest=shortest)
+
+    if all(stage.ranks for stage in asked.stages):
+        result = search_orders(problem(asked.stages), options, report)
+    else:
+        result = search_placed(problem, asked.stages, asked.ranks, options, report)
+    return prove_search(
+        result, asked.unit, declared_in="" if operations is None else str(operations.resolve())
+    )
+
+
+def _declared_in(path: Path) -> tuple[Operation, ...]:
+    found = tuple(o for o in vars(load_file(path)).values() if isinstance(o, Operation))
+    if not found:
+        raise ConfigError(f"{path} declares no operation", hint="write NAME = declare(Operation(...)) in it")
+    return found
+
+
+def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
+    if isinstance(stages, Mapping):
+        return stages_of(stages, "what was given", ranks)
+    path = Path(stages)
+    return stages_of_plan(path) if path.suffix == ".json" else read_stages(path, ranks)
+
+
+def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
+    """Check what a search found by every rule, and simulate it. unit: of sizes, in bytes."""
+    problem = result.problem
+    graph, placement = problem.placed
+    schedule = Schedule(
+        name="found",
+        microbatches=problem.microbatches,
+        placement=placement,
+        rows=problem.rows([int(entry) for entry in result.best.order]),
+    )
+    check(schedule, graph)
+    graph, timeline = _simulated(problem, schedule, graph)
+    return FoundSchedule(
+        schedule=schedule,
+        stages=graph,
+        timeline=timeline,
+        result=result,
+        declared_in=declared_in,
+        peaks=tuple(peak / unit for peak in result.best.peaks),
+    )
+
+
+def _simulated(problem: SearchProblem, schedule: Schedule, graph: StageGraph) -> tuple[StageGraph, Timeline]:
+    """The stages with messages that take the seconds that were given, and the step."""
+    link = Link(bandwidth_bytes_per_s=inf, latency_s=problem.transfer_s)
+    if problem.edge_s:
+        seconds = tuple(problem.edge_s.get(edge, problem.transfer_s) for edge in between(graph))
+        graph, bandwidth = with_transfers(graph, seconds)
+        link = Link(bandwidth_bytes_per_s=bandwidth)
+    device = Device(name="any", memory_bytes=1)
+    cluster = Cluster(devices=(device,) * schedule.ranks, within_node=link)
+    costs = problem.shape.costs
+    return graph, simulate(lower(schedule, graph), graph, costs, cluster)

@@ -1,0 +1,277 @@
+"""Width, depth and micro-batches chosen for a cluster and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from math import inf
+
+from .batch_sizes import CapturableSizes, ModelAt
+from .ir.cluster import Cluster, Link
+from .ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
+from .ir.memory_policy import Treatment
+from .ir.plan import Plan
+from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
+from .plan_request import CapturedModel, PlanRequest
+from .planner.block_costs import block_costs, even_costs
+from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
+from .planner.registry import planner
+from .planner.request import PlanOptions
+from .planner.shape_search import (
+    RankedShape,
+    Shape,
+    ShapeRequest,
+    rank_shapes,
+    refuse_unlike_devices,
+    throughput,
+)
+from .planning import captured_model
+from .schedules import registry
+from .schedules.registry import entry
+from .tracer.job import Job
+
+SAMPLED = (2, 8, 4, 3, 16, 6, 12)
+"""Rows of the micro-batches that the model is captured with, the first two of them at which it can be."""
+
+CLOSED_FORMS = {
+    ("1f1b", FLUSH): "flush",
+    ("1f1b", "2bw"): "2bw",
+    ("gpipe", FLUSH): "gpipe",
+}
+"""(schedule, weights) -> the name of its closed form."""
+
+
+def closed_form_shapes(request: PlanRequest, job: Job) -> list[RankedShape]:
+    """All shapes that fit by the formulas of `planner/shape_search.py`, the fastest first.
+
+    request: `stages` and `microbatches` do not matter.  job: captured at two sizes of micro-batches.
+    Raises: ConfigError if the request has no cluster or no global batch; PlanError if there is no closed
+        form of the schedule, or the model has no repeated layers; InfeasibleError if nothing fits.
+    """
+    refuse_unshaped(request)
+    name = pipelining_of(request.schedule, request.options.weights)
+    _allowed(request.options)
+    first, second = sampled_models(lambda size: captured_model(job, size, request.cluster))
+    return rank_shapes(shape_request(request, name, first, second))
+
+
+def refuse_unshaped(request: PlanRequest) -> None:
+    """Raises: ConfigError, PlanError if shapes cannot be chosen for a request."""
+    if request.local or request.global_batch is None:
+        lacks = "--cluster" if request.local else "--global-batch"
+        raise ConfigError(
+            f"--stages auto without {lacks}",
+            hint="say for which devices and how many rows per step, as in --cluster '8 x v100-16' "
+            "--global-batch 256",
+        )
+    refuse_unlike_devices(request.cluster)
+
+
+def pipelining_of(schedule: str, weights: str | None) -> str:
+    """The closed form of a schedule. Raises: PlanError if there is none.
+
+    >>> pipelining_of("1f1b", None), pipelining_of("1f1b", "2bw")
+    ('flush', '2bw')
+    """
+    asked = schedule, weights or entry(schedule).weights
+    if asked not in CLOSED_FORMS:
+        known = ", ".join(f"{name} with {policy}" for name, policy in CLOSED_FORMS)
+        raise PlanError(
+            f"there is no closed form of schedule {asked[0]} with weights {asked[1]}",
+            hint=f"use {known}; or leave out --closed-form, and plans are simulated",
+        )
+    return CLOSED_FORMS[asked]
+
+
+def sampled_models(model_at: ModelAt, sizes: Sequence[int] = SAMPLED) -> tuple[ProfiledModel, ProfiledModel]:
+    """A model at two sizes between which, and beyond, others are judged.
+
+    Raises: CaptureError, PlanError if it cannot be captured at two of them.
+    """
+    capturable = CapturableSizes(sizes, model_at)
+    models = list(islice(capturable.models(sizes), 2))
+    if len(models) < 2:
+        raise PlanError(
+            f"the model can be captured at fewer than two of {', '.join(map(str, sizes))} rows",
+            hint="choose the shape by hand: --stages N --microbatch-size ROWS",
+        )
+    return models[0], models[1]
+
+
+def shape_request(
+    request: PlanRequest, pipelining: str, first: ProfiledModel, second: ProfiledModel
+) -> ShapeRequest:
+    """The closed form of a request, from the model at two sizes."""
+    assert request.global_batch is not None, "see refuse_unshaped"
+    return ShapeRequest(
+        costs=block_costs(first, second, request.cluster),
+        cluster=request.cluster,
+        global_batch=request.global_batch,
+        pipelining=pipelining,
+        optimizer_bytes=first.graph.state_ratio,
+        recompute=_allowed(request.options),
+    )
+
+
+def _allowed(options: PlanOptions) -> tuple[bool, ...]:
+    """Whether stages may, or may not, be recomputed. Raises: PlanError if they are to offload only."""
+    if options.treatments is None or "recompute" in options.treatments:
+        return False, True
+    if "offload" in options.treatments:
+        raise PlanError(
+            "the closed form does not know of offloading",
+            hint="use --treat recompute or none, or leave out --closed-form",
+        )
+    return (False,)
+
+
+SIMULATED = 12
+"""Shapes that are planned and simulated at most."""
+
+SLACK = 1.25
+"""Shapes that seem to need up to this share of the devices' memory are tried: cuts may balance it better."""
+
+FREEING = "vpipe"
+"""The planner that recomputes where the one that was asked for does not by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapedPlan:
+    """A shape with its plan.
+
+    rows_per_s: in the simulated step.  simulated: shapes that were looked at before it was chosen.
+    """
+
+    shape: Shape
+    plan: Plan
+    rows_per_s: float
+    simulated: int = 1
+
+
+def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedModel]:
+    """The fastest of the shapes that are simulated, and the model captured at its micro-batches.
+
+    request: `stages` and `microbatches` do not matter.
+    Shapes are looked at in the order of what a cut into equal parts would reach, transfers not hidden, but
+    for those that would be no faster than the best so far if transfers took no time; at most `SIMULATED`
+    that fit. Sizes of micro-batches are interpolated between two at which the model was captured; at the
+    chosen one it is captured, and planned again.
+    Raises: ConfigError, PlanError if shapes cannot be chosen for the request; InfeasibleError if nothing
+        fits; CaptureError.
+    """
+    refuse_unshaped(request)
+    if registry.entry(request.schedule).place != "line":
+        raise PlanError(
+            f"no shape is chosen for schedule {request.schedule}, which puts several stages on a rank",
+            hint="use a schedule with one stage on each, such as 1f1b; or choose --stages by hand",
+        )
+    model_at = cache(lambda size: captured_model(job, size, request.cluster))
+    search = _ShapeSearch(request, *sampled_models(model_at))
+    found = sorted(search.plans(), key=lambda shaped: -shaped.rows_per_s)
+    for shaped in found:
+        model = model_at(shaped.shape.microbatch_size)
+        again = search.plan_of(shaped.shape, model)
+        if again is not None:
+            return replace(again, simulated=search.simulated), model
+    raise InfeasibleError(
+        f"none of the {search.simulated} shapes that were tried fits; of the first: {search.reason}",
+        hint="use more devices, or devices with more memory; or let residuals be recomputed",
+    )
+
+
+class _ShapeSearch:
+    def __init__(self, request: PlanRequest, first: ProfiledModel, second: ProfiledModel) -> None:
+        assert request.global_batch is not None, "see refuse_unshaped"
+        self.request, self.first, self.second = request, first, second
+        self.batch = request.global_batch
+        weights = request.options.weights or registry.entry(request.schedule).weights
+        self.flushes = WEIGHT_POLICIES[weights].flushes
+        self.ideal = ShapeRequest(
+            costs=even_costs(first, second, request.cluster),
+            cluster=request.cluster,
+            global_batch=self.batch,
+            pipelining="flush" if self.flushes else "2bw",
+            optimizer_bytes=first.graph.state_ratio,
+        )
+        self.bound = replace(self.ideal, cluster=_with_free_links(request.cluster))
+        self.simulated, self.reason = 0, ""
+
+    def plans(self) -> Iterator[ShapedPlan]:
+        """Those of the shapes that are worth a look, as far as they have one."""
+        best, planned = 0.0, 0
+        failed: set[Shape] = set()
+        for shape, _, _ in self._in_order():
+            if planned == SIMULATED or (planned and self.simulated >= 2 * SIMULATED):
+                return
+            bound = throughput(self.bound, shape)
+            if bound <= best or any(_asks_more(shape, other, self.batch) for other in failed):
+                continue
+            self.simulated += 1
+            model = interpolate_sample(self.first, self.second, shape.microbatch_size)
+            shaped = self.plan_of(shape, model)
+            if shaped is None:
+                failed.add(shape)
+            else:
+                best, planned = max(best, shaped.rows_per_s), planned + 1
+                yield shaped
+
+    def _in_order(self) -> list[RankedShape]:
+        """Shapes by what they reach at best, each once: whether to recompute is the planner's choice."""
+        ranked = rank_shapes(self.ideal, slack=SLACK)
+        once: dict[Shape, RankedShape] = {}
+        for one in ranked:
+            once.setdefault(replace(one.shape, recompute=False), one)
+        return [one._replace(shape=shape) for shape, one in once.items()]
+
+    def plan_of(self, shape: Shape, model: ProfiledModel) -> ShapedPlan | None:
+        """The plan of one of its pipelines, with everything kept if that fits; None if none fits."""
+        options, strategy = self.request.options, self.request.strategy
+        cluster = self.request.cluster
+        treatments: tuple[Treatment, ...] = ("recompute",)
+        if options.treatments is not None:
+            treatments = options.treatments
+        asked = planner(strategy)
+        ways: list[tuple[str, tuple[Treatment, ...]]] = [(strategy, ())]
+        if treatments and asked.optimises != "never":
+            ways.append((strategy if asked.optimises == "always" else FREEING, treatments))
+        for by, treated in ways:
+            one = replace(
+                self.request,
+                stages=shape.depth,
+                width=shape.width,
+                cluster=replace(cluster, devices=cluster.devices[: shape.width * shape.depth]),
+                strategy=by,
+                options=replace(options, treatments=treated),
+            )
+            try:
+                plan = one.plan(model, explained=False)
+            except (InfeasibleError, ScheduleError) as error:  # the second: too few micro-batches
+                self.reason = self.reason or error.message
+                continue
+            return self._shaped(shape, plan)
+        return None
+
+    def _shaped(self, shape: Shape, plan: Plan) -> ShapedPlan:
+        step_s = plan.predicted_step_s
+        return ShapedPlan(
+            shape=replace(shape, recompute=any(stage.recomputed_bytes for stage in plan.stages)),
+            plan=plan,
+            rows_per_s=self.batch / step_s if step_s else inf,
+        )
+
+
+def _with_free_links(cluster: Cluster) -> Cluster:
+    free = Link(bandwidth_bytes_per_s=inf)
+    devices = tuple(replace(device, group=None) for device in cluster.devices)
+    return replace(cluster, devices=devices, within_node=free, between_nodes=None, groups={}, node_link=None)
+
+
+def _asks_more(shape: Shape, failed: Shape, batch: int) -> bool:
+    """Whether a shape holds at least as much as one of which no plan fits."""
+    return (
+        shape.depth == failed.depth
+        and shape.microbatch_size >= failed.microbatch_size
+        and shape.microbatches(batch) >= failed.microbatches(batch)
+    )

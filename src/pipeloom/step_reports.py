@@ -1,0 +1,232 @@
+"""What a step took: reports, and timelines of steps without a flush."""
+
+from __future__ import annotations
+
+import platform
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .ir.action import Action, Instruction, StageAction, Transfer, parse_instruction
+from .ir.errors import ScheduleError
+from .ir.steady import SteadyStep
+from .ir.timeline import Event, MemoryCurve, Timeline
+from .runtime.ledger import Ledger
+from .runtime.loss_scaling import Round, read_loss
+from .runtime.posted_channel import PostedChannel
+from .runtime.recorder import Recorder
+
+FIRST_STEP = 2
+"""Of a simulation the first step that is shown: no rank is still filling the pipeline."""
+
+
+def full_steps(timeline: Timeline, step: SteadyStep, *, count: int = 3) -> Timeline:
+    """The middle steps of a simulation of `step.unrolled`; times count from the first start in them.
+
+    count: of steps. Memory is cut alike; peaks stay those of the whole.
+    """
+    steps = timeline.steps
+    shift = (FIRST_STEP - step.window + 1) * step.microbatches
+    kept: list[Event] = []
+    ends = []
+    for rank in range(timeline.ranks):
+        own = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_s, e.end_s))
+        sizes = [len(step.row(rank, at, steps)) for at in range(FIRST_STEP + count)]
+        low, high = sum(sizes[:FIRST_STEP]), sum(sizes)
+        counted, inside = 0, []
+        for event in own:
+            if low <= counted < high or (counted == high and event.stream != "compute"):
+                inside.append(event)
+            counted += event.stream == "compute" and _is_in_schedule(event.action)
+        kept += [_renumbered(e, lambda n: n - shift, FIRST_STEP - step.window + 1) for e in inside]
+        ends.append(max((e.end_s for e in inside if e.stream == "compute"), default=0.0))
+    zero, end = min((e.start_s for e in kept), default=0.0), max(ends, default=0.0)
+    return replace(
+        timeline,
+        events=tuple(_moved(e, zero, end) for e in kept if e.start_s <= end),
+        memory=tuple(_cut(curve, zero, end) for curve in timeline.memory),
+        steps=count,
+    )
+
+
+def numbered_on(events: Sequence[Event], step: SteadyStep, row_starts_s: Sequence[float]) -> list[Event]:
+    """A rank's recorded events with numbers that go on from step to step, instead of modulo the window.
+
+    row_starts_s: when each of the steps began that were recorded, the drain included. The number of the first
+    of them, modulo the window, is that of its first forward.
+    """
+    first = next((e.action for e in events if "F" in e.action and _is_in_schedule(e.action)), None)
+    if first is None:
+        return list(events)
+    window, every = step.window, step.microbatches
+    begun = parse_instruction(first)
+    assert isinstance(begun, Action)
+    residue = begun.microbatch // every
+    renumbered = []
+    for event in events:
+        row = max(0, bisect_left(row_starts_s, event.start_s + 1e-9) - 1)
+
+        def number(microbatch: int, row: int = row) -> int:
+            age = (residue + row - microbatch // every) % window
+            return (row - age + window - 1) * every + microbatch % every
+
+        renumbered.append(_renumbered(event, number, 0))
+    return renumbered
+
+
+def _is_in_schedule(action: str) -> bool:
+    step = _parsed(action)
+    return isinstance(step, Action) and step.kind in ("F", "B", "I", "W")
+
+
+def _parsed(action: str) -> Instruction | None:
+    try:
+        return parse_instruction(action)
+    except ScheduleError:
+        return None  # what the runtime does besides, such as CLIP
+
+
+def _renumbered(event: Event, number: Callable[[int], int], update_shift: int) -> Event:
+    step = _parsed(event.action)
+    if isinstance(step, Action | Transfer):
+        return replace(event, action=str(replace(step, microbatch=max(0, number(step.microbatch)))))
+    if isinstance(step, StageAction) and step.update >= 0:
+        return replace(event, action=str(replace(step, update=max(0, step.update - update_shift))))
+    return event
+
+
+def _moved(event: Event, zero: float, end: float) -> Event:
+    return replace(event, start_s=event.start_s - zero, end_s=min(event.end_s, end) - zero)
+
+
+def _cut(curve: MemoryCurve, zero: float, end: float) -> MemoryCurve:
+    pairs = list(zip(curve.times_s, curve.sizes, strict=True))
+    before = [size for at, size in pairs if at <= zero][-1:]
+    inside = [(at, size) for at, size in pairs if zero < at <= end]
+    levels = [*((zero, size) for size in before), *inside]
+    return replace(
+        curve,
+        times_s=tuple(at - zero for at, _ in levels),
+        sizes=tuple(size for _, size in levels),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step was like, the same on every rank.
+
+    step_s: seconds from its first action to the end of its last, on the slowest rank.
+    wall_s: per rank, seconds of the whole call but its last exchange.  busy_s: of computing.  waited_s: for
+    messages and other ranks.  peak_bytes: largest memory so far.  grad_norm: before clipping, None without.
+    """
+
+    loss: float
+    step_s: float
+    wall_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    grad_norm: float | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share of rank-time in which nothing was computed."""
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
+
+    @property
+    def overhead(self) -> float:
+        """Largest share of a rank's time that is neither computing nor waiting: pipeloom's own work."""
+        parts = zip(self.wall_s, self.busy_s, self.waited_s, strict=True)
+        return max((wall - busy - waited) / wall for wall, busy, waited in parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRecord:
+    """What one rank has recorded of its steps. Every rank calls the same methods."""
+
+    channel: PostedChannel
+    recorder: Recorder
+    ledger: Ledger
+    device: torch.device
+
+    def report(
+        self, rounds: Sequence[Round], *, start_s: float, agreeing_s: float, grad_norm: Tensor | None
+    ) -> StepReport:
+        """The figures of the last step, of all ranks. The one place of a step where the host waits for the
+        device.
+
+        start_s: when the step began, by `time.perf_counter`.  agreeing_s: for how long the ranks agreed on
+        the batch before it.
+        """
+        loss, *norm = read_loss(rounds, self.device, *([] if grad_norm is None else [grad_norm]))
+        figures = rank_figures(self.recorder, self.ledger, start_s, agreeing_s)
+        table = torch.zeros(self.channel.ranks, len(figures), dtype=torch.float64)
+        table[self.channel.rank] = figures
+        both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)])
+        self.channel.all_reduce(both)
+        return report_of(both, self.channel.ranks, norm[0] if norm else None)
+
+    def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None = None) -> Timeline:
+        """The last step of all ranks; the last few of a pipeline that does not drain between them.
+
+        pairs: actions that run as one.  steady: the step that such a pipeline repeats.
+
+        Times count from the start of the first rank where all share a machine and so a clock; otherwise
+        from each rank's own start.
+        """
+        starts = self.channel.all_gather_object((platform.node(), self.recorder.started_s))
+        one_machine = len({node for node, _ in starts}) == 1
+        late_s = self.recorder.started_s - min(at for _, at in starts) if one_machine else 0.0
+        curves = (self.recorder.curve(late_s), *self.recorder.host_curves(late_s))
+        starts_s = [late_s + start for start in self.recorder.step_starts_s]
+        events = list(self.recorder.events(late_s))
+        if steady is not None:
+            events = numbered_on(events, steady, starts_s)
+        mine = (events, curves, (self.ledger.at_peak, self.ledger.residual_peak), _row_s(starts_s))
+        parts = self.channel.all_gather_object(mine)
+        return Timeline(
+            source="measured",
+            ranks=self.channel.ranks,
+            events=tuple(e for events, _, _, _ in parts for e in events),
+            memory=tuple(curve for _, curves, _, _ in parts for curve in curves),
+            peaks=tuple(peak for _, _, (peak, _), _ in parts),
+            residual_peaks=tuple(residuals for _, _, (_, residuals), _ in parts),
+            pairs=tuple((str(first), str(second)) for first, second in pairs),
+            steps=1 if steady is None else max(1, len(starts_s) - 1),
+            steady_s=None if steady is None else max(row_s for _, _, _, row_s in parts),
+        )
+
+
+def _row_s(starts_s: Sequence[float]) -> float:
+    """Seconds from one step to the next; the last start is that of the drain."""
+    return (starts_s[-1] - starts_s[0]) / max(1, len(starts_s) - 1)
+
+
+def rank_figures(recorder: Recorder, ledger: Ledger, start_s: float, agreeing_s: float = 0.0) -> Tensor:
+    """What one rank tells of its last step: seconds until its last action ended, of the whole call, computing
+    and waiting, and its peak bytes."""
+    events = recorder.events_of_last_step()
+    busy = sum(e.duration_s for e in events if e.stream == "compute")
+    waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
+    ended = max((e.end_s for e in events), default=0.0)
+    return torch.tensor(
+        [ended, time.perf_counter() - start_s, busy, waited, ledger.peak], dtype=torch.float64
+    )
+
+
+def report_of(summed: Tensor, ranks: int, grad_norm: float | None) -> StepReport:
+    """summed: the figures of all ranks, one rank after the other, and the loss."""
+    ends, walls, busy_s, waited_s, peaks = summed[:-1].reshape(ranks, -1).T.tolist()
+    return StepReport(
+        loss=float(summed[-1]),
+        step_s=max(ends),
+        wall_s=tuple(walls),
+        busy_s=tuple(busy_s),
+        waited_s=tuple(waited_s),
+        peak_bytes=tuple(map(int, peaks)),
+        grad_norm=grad_norm,
+    )
