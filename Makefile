@@ -29,9 +29,10 @@ test: $(READY)  ## the quick tests, three at a time as many wait; Hypothesis dra
 test-all: $(READY)  ## all tests, the slow ones too; Hypothesis draws new examples
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=search $(ARGS)
 
-lint: $(READY)  ## ruff, formatting, and mypy in strict mode on src
+lint: $(READY)  ## ruff, formatting, who may import whom, and mypy in strict mode on src
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 fmt: $(READY)  ## put imports in order and format

@@ -25,7 +25,7 @@ def captured() -> Captured:
     return passes.capture(zoo.job("gpt2"), SIZE)
 
 
-def planning(cluster: str, **more: object) -> PlanRequest:
+def request_for(cluster: str, **more: object) -> PlanRequest:
     options = {"stages": 2, "microbatches": 4, **more}
     return make_request(zoo.job("gpt2"), cluster=find_cluster(cluster), **options)
 
@@ -72,12 +72,12 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
 def test_every_piece_leads_to_a_plan(
     captured: Captured, share: float, how: dict[str, object], kinds: str | None
 ) -> None:
-    free = planning("2 x a100-40", **how)
+    free = request_for("2 x a100-40", **how)
     sample = captured_model(zoo.job("gpt2"), SIZE, free.cluster, captured=captured)
     most = max(free.plan(sample).peaks)
-    tight = planning(f"2 x a100-40 with {int(share * most)}B", **how)
+    tight = request_for(f"2 x a100-40 with {int(share * most)}B", **how)
     if tight.fits(sample):
-        tight = planning(f"2 x a100-40 with {int(share * most / 3)}B", **how)
+        tight = request_for(f"2 x a100-40 with {int(share * most / 3)}B", **how)
     pieces = str(refused(tight, sample).hint).split(", or ")
     assert kinds is None or ", ".join(piece.split()[0] for piece in pieces) == kinds
     for piece in pieces:
@@ -86,7 +86,7 @@ def test_every_piece_leads_to_a_plan(
 
 def test_devices_that_differ_are_named(captured: Captured) -> None:
     """The hint said "17.6 MiB to 30.2 MiB", and not of which."""
-    how = planning("a100-40 with 200KiB + v100-32 with 300KiB")
+    how = request_for("a100-40 with 200KiB + v100-32 with 300KiB")
     sample = captured_model(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
     hint = str(refused(how, sample).hint).split(", or ")[0]
     assert re.fullmatch(r"give each device at least \S+ \S+", hint)
@@ -96,7 +96,7 @@ def test_devices_that_differ_are_named(captured: Captured) -> None:
 @pytest.mark.slow
 def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
     """The hint wanted 624 GiB of the larger device, as much more as the smaller one needs."""
-    how = planning("a100-40 + v100-32 with 1KiB")
+    how = request_for("a100-40 + v100-32 with 1KiB")
     sample = captured_model(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
     hint = str(refused(how, sample).hint).split(", or ")[0]
     assert re.fullmatch(r"give v100-32-sxm at least \S+ \S+", hint)
@@ -109,9 +109,9 @@ def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
 
 @pytest.mark.slow
 def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
-    job, how = zoo.job("gpt2"), planning("2 x a100-40", strategy="equal")
+    job, how = zoo.job("gpt2"), request_for("2 x a100-40", strategy="equal")
     most = max(planning.plan_size(how, job, 2)[0].peaks)
-    tight = planning(f"2 x a100-40 with {most + 50_000}B", strategy="equal")
+    tight = request_for(f"2 x a100-40 with {most + 50_000}B", strategy="equal")
     with pytest.raises(InfeasibleError) as caught:
         planning.plan_size(tight, job, 16)
     size = re.search(r"use micro-batches of (?:at most )?(\d+) row", str(caught.value.hint))
