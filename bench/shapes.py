@@ -40,7 +40,14 @@ from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.block_costs import BlockCosts, block_costs
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planner.shape_search import RankedShape, Shape, ShapeRequest, memory, rank_shapes, throughput
+from pipeloom.planner.shape_search import (
+    PipelineShape,
+    RankedShape,
+    ShapeRequest,
+    memory,
+    rank_shapes,
+    throughput,
+)
 from pipeloom.profiler.roofline import roofline
 
 VOCABULARY, LENGTH, DROPOUT = 51200, 512, 0.1
@@ -212,7 +219,7 @@ def fitted_kernel_s(graphs: Mapping[int, OpGraph]) -> tuple[float, dict[int, flo
         return {
             rows: throughput(
                 asked(costs, cluster, 64 * rows, "2bw"),
-                Shape(width=1, depth=8, microbatch_size=rows, recompute=True),
+                PipelineShape(width=1, depth=8, microbatch_size=rows, recompute=True),
             )
             for rows in CURVE
         }
@@ -226,7 +233,7 @@ def fitted_kernel_s(graphs: Mapping[int, OpGraph]) -> tuple[float, dict[int, flo
     return best, {rows: round(rate, 1) for rows, rate in curves[best].items()}
 
 
-def as_row(request: ShapeRequest, shape: Shape) -> dict[str, Any]:
+def as_row(request: ShapeRequest, shape: PipelineShape) -> dict[str, Any]:
     return {
         **vars(shape),
         "microbatches": shape.microbatches(request.global_batch),

@@ -14,7 +14,7 @@ from pipeloom.cli import main
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.planner.block_costs import Affine, BlockCosts, PieceCost, block_costs
-from pipeloom.planner.shape_search import Shape, memory, throughput
+from pipeloom.planner.shape_search import PipelineShape, memory, throughput
 from pipeloom.tracer import job_loader
 
 JOB = """
@@ -76,7 +76,7 @@ def models(name: str = "job") -> tuple[plan_request.CapturedModel, plan_request.
 def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> None:
     figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
     names = ("width", "depth", "microbatch_size", "recompute")
-    shape = Shape(**{name: figures[name] for name in names})
+    shape = PipelineShape(**{name: figures[name] for name in names})
     request = planning.make_request(
         job_loader.load_job("shape_job.py:job"), stages=1, cluster=find_cluster(CLUSTER), global_batch=32
     )

@@ -458,7 +458,7 @@ class Pipeline(PipelineParts):
     def _build(self) -> None:
         rank_stages = self._cut_model()
         if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
-            require_equal_once(Pipeline, self.job, self.plan, self.captured, self.options)
+            require_equal_once(self.job, self.plan, self.captured, self.options)
         self._make_ready(rank_stages)
         self.steps_done = 0
         self.report: StepReport | None = None

@@ -20,8 +20,8 @@ from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.registry import planner
 from .planner.request import PlanOptions
 from .planner.shape_search import (
+    PipelineShape,
     RankedShape,
-    Shape,
     ShapeRequest,
     rank_shapes,
     refuse_unlike_devices,
@@ -144,7 +144,7 @@ class ShapedPlan:
     rows_per_s: in the simulated step.  simulated: shapes that were looked at before it was chosen.
     """
 
-    shape: Shape
+    shape: PipelineShape
     plan: Plan
     rows_per_s: float
     simulated: int = 1
@@ -201,7 +201,7 @@ class _ShapeSearch:
     def plans(self) -> Iterator[ShapedPlan]:
         """Those of the shapes that are worth a look, as far as they have one."""
         best, planned = 0.0, 0
-        failed: set[Shape] = set()
+        failed: set[PipelineShape] = set()
         for shape, _, _ in self._in_order():
             if planned == SIMULATED or (planned and self.simulated >= 2 * SIMULATED):
                 return
@@ -220,12 +220,12 @@ class _ShapeSearch:
     def _in_order(self) -> list[RankedShape]:
         """Shapes by what they reach at best, each once: whether to recompute is the planner's choice."""
         ranked = rank_shapes(self.ideal, slack=SLACK)
-        once: dict[Shape, RankedShape] = {}
+        once: dict[PipelineShape, RankedShape] = {}
         for one in ranked:
             once.setdefault(replace(one.shape, recompute=False), one)
         return [one._replace(shape=shape) for shape, one in once.items()]
 
-    def plan_of(self, shape: Shape, model: ProfiledModel) -> ShapedPlan | None:
+    def plan_of(self, shape: PipelineShape, model: ProfiledModel) -> ShapedPlan | None:
         """The plan of one of its pipelines, with everything kept if that fits; None if none fits."""
         options, strategy = self.request.options, self.request.strategy
         cluster = self.request.cluster
@@ -253,7 +253,7 @@ class _ShapeSearch:
             return self._shaped(shape, plan)
         return None
 
-    def _shaped(self, shape: Shape, plan: Plan) -> ShapedPlan:
+    def _shaped(self, shape: PipelineShape, plan: Plan) -> ShapedPlan:
         step_s = plan.predicted_step_s
         return ShapedPlan(
             shape=replace(shape, recompute=any(stage.recomputed_bytes for stage in plan.stages)),
@@ -268,7 +268,7 @@ def _with_free_links(cluster: Cluster) -> Cluster:
     return replace(cluster, devices=devices, within_node=free, between_nodes=None, groups={}, node_link=None)
 
 
-def _asks_more(shape: Shape, failed: Shape, batch: int) -> bool:
+def _asks_more(shape: PipelineShape, failed: PipelineShape, batch: int) -> bool:
     """Whether a shape holds at least as much as one of which no plan fits."""
     return (
         shape.depth == failed.depth

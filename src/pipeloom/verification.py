@@ -9,12 +9,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from .ir.units import format_bytes
 from .ir.weight_policy import FLUSH
 from .kept import cache_folder, keep
 from .options import Options
-from .pipeline import Pipeline
 from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
 from .runnable import require_runnable_plan, require_training
@@ -119,10 +117,6 @@ NOISE = 1e-3
 whichever is more: a gradient that is zero but for rounding has no digits to compare."""
 
 
-MakePipeline = Callable[..., Any]
-"""`Pipeline`, which itself compares before its first step."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """Largest relative differences between the pipeline and one process.
@@ -173,7 +167,6 @@ class Verification:
 
 
 def compare(
-    make: MakePipeline,
     job: Job,
     plan: Plan,
     *,
@@ -185,7 +178,7 @@ def compare(
 ) -> Verification:
     """See `verify`.
 
-    make: the class of pipelines.  captured: the model, if it is at hand; else each rank captures it.
+    captured: the model, if it is at hand; else each rank captures it.
     rows: of each micro-batch, instead of the plan's.
     """
     require_runnable_plan(plan)
@@ -194,8 +187,8 @@ def compare(
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * (rows or plan.microbatch_size))
     draws: list[tuple[str, Tensor]] | None = [] if len(set(plan.placement)) == 1 else None
-    pipelined = _run_threads(make, job, plan, options, batch, draws=draws, captured=captured)
-    expected, what = _reference(make, job, plan, options, batch, pipelined, draws=draws)
+    pipelined = _run_threads(job, plan, options, batch, draws=draws, captured=captured)
+    expected, what = _reference(job, plan, options, batch, pipelined, draws=draws)
     kept = {name: t for name, t in expected.initial.items() if name not in pipelined.buffers}
     return Verification(
         loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
@@ -216,7 +209,6 @@ EAGER = "the module itself, eager"
 
 
 def _reference(
-    make: MakePipeline,
     job: Job,
     plan: Plan,
     options: Options,
@@ -234,7 +226,7 @@ def _reference(
     uncut = pipelined
     if draws is None:
         draws = []
-        uncut = _run_threads(make, job, _uncut(plan), replace(options, compiled=False), batch, draws=draws)
+        uncut = _run_threads(job, _uncut(plan), replace(options, compiled=False), batch, draws=draws)
     try:
         if pipelined.python_random:
             raise OtherDraws("the forward draws Python's random numbers")
@@ -323,7 +315,6 @@ def _uncut(plan: Plan) -> Plan:
 
 
 def _run_threads(
-    make: MakePipeline,
     job: Job,
     plan: Plan,
     options: Options,
@@ -333,13 +324,15 @@ def _run_threads(
     captured: Captured | None = None,
 ) -> _Numbers:
     """draws: a list to write random numbers down in, for a plan of one rank."""
+    from .pipeline import Pipeline  # which is compared by this module before its first step
+
     ranks = len(set(plan.placement))
     results: dict[int, _Numbers] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int, channel: LocalChannel) -> None:
         try:
-            with make(job, plan, options=options, channel=channel, captured=captured) as pipeline:
+            with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
                 random = any(op.random for op in pipeline.captured.graph.ops)
                 python_random = pipeline.captured.draws_python_random
                 initial = copies(pipeline.weights.params) if random or python_random else {}
@@ -420,14 +413,11 @@ LONG_S = 5.0
 """A comparison that took longer is mentioned: the first step was late for it."""
 
 
-def require_equal_once(
-    make: MakePipeline, job: Job, plan: Plan, captured: Captured, options: Options
-) -> None:
+def require_equal_once(job: Job, plan: Plan, captured: Captured, options: Options) -> None:
     """Compare, unless `options.compare` is off, the model has been compared before, or it does not fit; that
     and what else could not be compared is said in a warning.
 
     One rank calls it, before it trains. The model is built twice in this process, on the CPU.
-    make: the class of pipelines.
     Raises: VerifyError if the numbers differ.
     """
     if not options.compare:
@@ -445,12 +435,12 @@ def require_equal_once(
     rows = min(fitting, quick_rows(plan))
     try:
         try:
-            found = compare_first(make, job, plan, captured, options, rows)
+            found = compare_first(job, plan, captured, options, rows)
         except BatchError:
             if rows == fitting:
                 raise
             rows = fitting  # it takes longer, but it is possible
-            found = compare_first(make, job, plan, captured, options, rows)
+            found = compare_first(job, plan, captured, options, rows)
     except BatchError as error:
         if rows == plan.microbatch_size:
             raise
@@ -470,7 +460,6 @@ def require_equal_once(
 
 
 def compare_first(
-    make: MakePipeline,
     job: Job,
     plan: Plan,
     captured: Captured,
@@ -479,14 +468,14 @@ def compare_first(
 ) -> Verification:
     """The first micro-batches of a job by the stages of a plan, one by one, and by the module itself.
 
-    make: the class of pipelines.  captured: as the ranks have it.  rows: of each micro-batch, instead of the
+    captured: as the ranks have it.  rows: of each micro-batch, instead of the
     plan's: the model is then captured anew for them, and cut alike.
     """
     plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s, compare=False)
     one_rank = in_one_rank(plan, captured.graph)
     sgd = replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     with torch_threads(max(torch.get_num_threads(), usable_cores())):  # the other ranks wait meanwhile
-        return compare(make, sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
+        return compare(sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
 
 
 def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:
@@ -641,4 +630,4 @@ def verify(
     >>> found.passed, found.reference
     (True, 'the module itself, eager')
     """
-    return compare(Pipeline, job, plan, options=options, tolerance=tolerance, seed=seed)
+    return compare(job, plan, options=options, tolerance=tolerance, seed=seed)

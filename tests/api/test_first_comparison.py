@@ -63,9 +63,9 @@ def test_a_model_that_is_equal_is_remembered(
     compared: list[Plan] = []
     compare = verification.compare_first
 
-    def counted(make: object, job: Job, plan: Plan, *rest: object) -> object:
+    def counted(job: Job, plan: Plan, *rest: object) -> object:
         compared.append(plan)
-        return compare(make, job, plan, *rest)
+        return compare(job, plan, *rest)
 
     monkeypatch.setattr(verification, "compare_first", counted)
     job = job_of(PlainNet)
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_named(
     need = verification.needed_bytes(capture_of(job).graph)
     assert need > 3_000 and verification.limit_bytes(plan) == 3_000
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        verification.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
+        verification.require_equal_once(job, plan, capture_of(job), Options(compare=True))
     assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
     assert not cache.exists()
 
@@ -124,7 +124,7 @@ def test_what_fits_with_fewer_rows_is_compared_with_these(
     compare = verification.compare_first
 
     def noted(*call: Any) -> object:
-        seen.append(call[5])
+        seen.append(call[4])
         return compare(*call)
 
     monkeypatch.setattr(verification, "compare_first", noted)
@@ -138,7 +138,7 @@ def test_what_fits_with_fewer_rows_is_compared_with_these(
         monkeypatch.setattr(verification, "limit_bytes", lambda _, limit=state + row: limit)
         refused = pytest.raises(VerifyError, match=message) if message else contextlib.nullcontext()
         with refused, caplog.at_level(logging.WARNING, logger="pipeloom"):
-            verification.require_equal_once(Pipeline, job, plan, captured, Options(compare=True))
+            verification.require_equal_once(job, plan, captured, Options(compare=True))
     assert seen == [1, 1]
     assert "PlainNet was compared with plain PyTorch in micro-batches of 1 row; with 2" in caplog.text
     assert len(list(cache.iterdir())) == 1
@@ -153,8 +153,8 @@ def test_what_takes_long_is_compared_with_fewer_rows(
     compare = verification.compare_first
 
     def noted(*call: Any) -> object:
-        seen.append(call[5])
-        if refused and call[5] == 1:
+        seen.append(call[4])
+        if refused and call[4] == 1:
             raise BatchError("no batch of 2 rows")
         return compare(*call)
 
@@ -166,7 +166,7 @@ def test_what_takes_long_is_compared_with_fewer_rows(
     assert verification.quick_rows(plan) == plan.microbatch_size == 2
     assert verification.quick_rows(slow) == 1
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        verification.require_equal_once(Pipeline, job, slow, capture_of(job), Options(compare=True))
+        verification.require_equal_once(job, slow, capture_of(job), Options(compare=True))
     assert seen == ([1, 2] if refused else [1])
     said = "in micro-batches of 1 row; with 2, as it is trained, that would take more than 20 s"
     assert (said in caplog.text) is not refused
@@ -207,9 +207,7 @@ def test_it_uses_all_cores_and_gives_them_back(fails: bool, monkeypatch: pytest.
     monkeypatch.setattr(verification, "compare", compare)
     job = job_of(PlainNet)
     with pytest.raises(VerifyError) if fails else contextlib.nullcontext():
-        verification.compare_first(
-            Pipeline, job, even_plan(job, 2, microbatches=2), capture_of(job), Options()
-        )
+        verification.compare_first(job, even_plan(job, 2, microbatches=2), capture_of(job), Options())
     assert inside == [before + 2] and torch.get_num_threads() == before
 
 
@@ -218,7 +216,7 @@ def test_replicas_are_compared_as_one() -> None:
     captured = capture_of(job)
     plan = plan_for(captured, even(captured.graph, 2), microbatches=4, placement=(0, 1))
     twice = replace(plan, placement=(0, 1, 1, 0))
-    assert verification.compare_first(Pipeline, job, twice, captured, Options()).passed
+    assert verification.compare_first(job, twice, captured, Options()).passed
 
 
 def test_it_is_off_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

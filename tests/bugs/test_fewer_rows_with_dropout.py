@@ -11,7 +11,7 @@ from plain_net import PlainNet, job_of
 from runs import even_plan
 from torch import Tensor, nn
 
-from pipeloom import Options, Pipeline, capture, verification
+from pipeloom import Options, capture, verification
 
 
 class Dropping(PlainNet):
@@ -28,6 +28,6 @@ def test_smaller_micro_batches_with_dropout_are_compared(
     plan = even_plan(job, 2, microbatches=4)
     captured = capture(job, plan.microbatch_size)
     with caplog.at_level(logging.WARNING):
-        found = verification.compare_first(Pipeline, job, plan, captured, Options(), rows=1)
+        found = verification.compare_first(job, plan, captured, Options(), rows=1)
     assert found.passed and found.independent and found.reference.endswith("with the same random numbers")
     assert not [record for record in caplog.records if record.name == "pipeloom"]

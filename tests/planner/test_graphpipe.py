@@ -24,14 +24,14 @@ from hypothesis import given, strategies as st
 from layered import layered
 
 from pipeloom.clusters.names import find_cluster
-from pipeloom.planner.branches import Block, Parallel, Series, branch_orders, decompose
+from pipeloom.planner.branches import OpBlock, Parallel, Series, branch_orders, decompose
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.request import Request
 from pipeloom.profiler.roofline import roofline
 
 
 def leaves(term) -> list[int]:
-    return list(term.ops) if isinstance(term, Block) else [op for part in term.terms for op in leaves(part)]
+    return list(term.ops) if isinstance(term, OpBlock) else [op for part in term.terms for op in leaves(part)]
 
 
 @given(
@@ -58,7 +58,7 @@ def test_towers_run_in_turn_come_apart_unless_they_are_light():
     towers = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7), (6, 7)]
     tree = decompose(8, towers)
     assert isinstance(tree, Series)
-    assert [type(part) for part in tree.terms] == [Block, Parallel, Block]
+    assert [type(part) for part in tree.terms] == [OpBlock, Parallel, OpBlock]
     (first,) = branch_orders(tree, np.ones(8), 1.0, 1)
     assert first.ops == (0, 1, 3, 5, 2, 4, 6, 7)
     assert first.borders == (1, 4, 7)

@@ -8,7 +8,7 @@ import pytest
 from pipedream_profile import read_profile
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner.strategies.pipedream import Layer, Rules, noam, partition, stage_s
+from pipeloom.planner.strategies.pipedream import Layer, PartitionRules, noam, partition, stage_s
 
 
 def chain(seconds, activations=None, parameters=None) -> list[Layer]:
@@ -20,8 +20,8 @@ def chain(seconds, activations=None, parameters=None) -> list[Layer]:
     ]
 
 
-PAPER = Rules(mode="paper", bandwidth=10.0)
-REPO = Rules(mode="repo", bandwidth=10.0)
+PAPER = PartitionRules(mode="paper", bandwidth=10.0)
+REPO = PartitionRules(mode="repo", bandwidth=10.0)
 
 
 def test_a_straight_pipeline_balances_compute():
@@ -58,7 +58,7 @@ def test_memory_is_counted_differently():
     halves = ((0, 2, 1), (2, 4, 1))
     # The first stage's two layers take 10 bytes each: two micro-batches in the paper, one in the repository.
     for mode, memory, stages in (("repo", 20, halves), ("paper", 20, ()), ("paper", 40, halves)):
-        rules = Rules(mode=mode, bandwidth=1e9, memory_bytes=memory)
+        rules = PartitionRules(mode=mode, bandwidth=1e9, memory_bytes=memory)
         assert partition(layers, 2, rules).stages == stages
     assert noam(4, 3) == 2
 
@@ -68,11 +68,11 @@ def test_replicas_are_the_best_of_all_assignments(mode):
     rng = np.random.default_rng(0)
     for _ in range(15):
         layers = chain(rng.uniform(1, 5, 5), [*rng.uniform(0, 10, 4), 0.0], list(rng.uniform(0, 30, 5)))
-        rules = Rules(mode=mode, bandwidth=10.0, straight=False)
+        rules = PartitionRules(mode=mode, bandwidth=10.0, straight=False)
         assert partition(layers, 4, rules).seconds == pytest.approx(by_trying(layers, 4, rules))
 
 
-def by_trying(layers: list[Layer], workers: int, rules: Rules) -> float:
+def by_trying(layers: list[Layer], workers: int, rules: PartitionRules) -> float:
     best = float("inf")
     n = len(layers)
     for stages in range(1, min(n, workers) + 1):
@@ -83,7 +83,7 @@ def by_trying(layers: list[Layer], workers: int, rules: Rules) -> float:
     return best
 
 
-def weigh(layers: list[Layer], cuts, share, rules: Rules) -> float:
+def weigh(layers: list[Layer], cuts, share, rules: PartitionRules) -> float:
     times = []
     for (start, end), own in zip(zip(cuts, cuts[1:], strict=False), share, strict=True):
         seconds = sum(x.forward_s + x.backward_s for x in layers[start:end])

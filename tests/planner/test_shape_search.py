@@ -13,7 +13,7 @@ from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.planner.block_costs import Affine, BlockCosts, PieceCost
 from pipeloom.planner.shape_search import (
-    Shape,
+    PipelineShape,
     ShapeRequest,
     best_shape_closed_form,
     memory,
@@ -25,7 +25,7 @@ from pipeloom.planner.shape_search import (
 class BruteForce:
     """The formulas of `shape_search`, stage by stage, in plain Python."""
 
-    def __init__(self, request: ShapeRequest, shape: Shape) -> None:
+    def __init__(self, request: ShapeRequest, shape: PipelineShape) -> None:
         self.request, self.shape, self.costs = request, shape, request.costs
         self.m = request.global_batch // (shape.width * shape.microbatch_size)
         self.stages = range(shape.depth)
@@ -129,11 +129,11 @@ class BruteForce:
         return max(map(self.stage_bytes, self.stages))
 
 
-def every_shape(request: ShapeRequest) -> list[Shape]:
+def every_shape(request: ShapeRequest) -> list[PipelineShape]:
     count, batch = len(request.cluster.devices), request.global_batch
     depths = range(1, min(count, request.costs.blocks) + 1)
     shapes = [
-        Shape(width=w, depth=d, microbatch_size=b, recompute=r)
+        PipelineShape(width=w, depth=d, microbatch_size=b, recompute=r)
         for w, d, b, r in product(range(1, count + 1), depths, range(1, batch + 1), request.recompute)
         if w * d <= count and batch % (w * b) == 0
     ]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train.text import Span, Text, files_of, split, standard_library
+from pipeloom.train.text import FileSpan, Text, files_of, split, standard_library
 
 
 def text_of(folder: Path, *contents: bytes) -> Text:
     for number, content in enumerate(contents):
         (folder / f"{number:03d}.txt").write_bytes(content)
     paths = [folder / f"{number:03d}.txt" for number in range(len(contents))]
-    return Text(tuple(Span(p, p.name, 0, len(c)) for p, c in zip(paths, contents, strict=True)))
+    return Text(tuple(FileSpan(p, p.name, 0, len(c)) for p, c in zip(paths, contents, strict=True)))
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=6), st.data())

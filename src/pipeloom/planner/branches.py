@@ -36,7 +36,7 @@ Edge: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class OpBlock:
     """Ops by position that are not taken apart, ascending."""
 
     ops: tuple[int, ...]
@@ -56,15 +56,15 @@ class Parallel:
     terms: tuple[Term, ...]
 
 
-Term: TypeAlias = Block | Series | Parallel
+Term: TypeAlias = OpBlock | Series | Parallel
 
 
 def decompose(ops: int, edges: Iterable[Edge]) -> Term:
     """The tree of a graph of ops 0 .. ops-1 in a topological order.
 
     >>> decompose(5, [(0, 2), (1, 3), (2, 4), (3, 4)])  # doctest: +NORMALIZE_WHITESPACE
-    Series(terms=(Parallel(terms=(Series(terms=(Block(ops=(0,)), Block(ops=(2,)))),
-                                  Series(terms=(Block(ops=(1,)), Block(ops=(3,)))))), Block(ops=(4,))))
+    Series(terms=(Parallel(terms=(Series(terms=(OpBlock(ops=(0,)), OpBlock(ops=(2,)))),
+                                  Series(terms=(OpBlock(ops=(1,)), OpBlock(ops=(3,)))))), OpBlock(ops=(4,))))
     """
     assert ops > 0, "a graph has ops"
     return _term(range(ops), sorted(set(edges)))
@@ -81,10 +81,10 @@ def _term(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
 def _connected(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
     """The term of a component."""
     if len(ops) == 1:
-        return Block((ops[0],))
+        return OpBlock((ops[0],))
     separates = _separators(ops, edges)
     if not any(separates):
-        return Block(tuple(ops))
+        return OpBlock(tuple(ops))
     runs: list[tuple[bool, list[int]]] = []
     for op, alone in zip(ops, separates, strict=True):
         if alone or not runs or runs[-1][0]:
@@ -236,7 +236,7 @@ Pick: TypeAlias = Callable[[Branches, Sequence[float]], Branches]
 
 
 def _ordered(term: Term, seconds: Array, least_s: float, pick: Pick) -> BranchOrdered:
-    if isinstance(term, Block):
+    if isinstance(term, OpBlock):
         return BranchOrdered(term.ops, ())
     parts = [_ordered(part, seconds, least_s, pick) for part in term.terms]
     if isinstance(term, Series):

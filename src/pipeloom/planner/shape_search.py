@@ -43,7 +43,7 @@ from .wide_links import WideLinks, wide_links
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class PipelineShape:
     """width: pipelines side by side.  depth: stages of each.  microbatch_size: rows.
     recompute: whether stages keep their inputs only, and run their forward again."""
 
@@ -55,7 +55,7 @@ class Shape:
     def microbatches(self, global_batch: int) -> int:
         """Per step and pipeline.
 
-        >>> Shape(width=2, depth=4, microbatch_size=8, recompute=False).microbatches(128)
+        >>> PipelineShape(width=2, depth=4, microbatch_size=8, recompute=False).microbatches(128)
         8
         """
         return global_batch // (self.width * self.microbatch_size)
@@ -143,7 +143,7 @@ def refuse_unlike_devices(cluster: Cluster) -> None:
 
 
 class _Shapes(NamedTuple):
-    """Many shapes, one array per field of `Shape`, and their micro-batches per step and pipeline."""
+    """Many shapes, one array per field of `PipelineShape`, and their micro-batches per step and pipeline."""
 
     width: Indices
     depth: Indices
@@ -151,8 +151,8 @@ class _Shapes(NamedTuple):
     recompute: Array
     microbatches: Indices
 
-    def at(self, index: int) -> Shape:
-        return Shape(
+    def at(self, index: int) -> PipelineShape:
+        return PipelineShape(
             width=int(self.width[index]),
             depth=int(self.depth[index]),
             microbatch_size=int(self.rows[index]),
@@ -163,12 +163,12 @@ class _Shapes(NamedTuple):
 class RankedShape(NamedTuple):
     """rows_per_s: of all pipelines.  peak_bytes: of the fullest stage."""
 
-    shape: Shape
+    shape: PipelineShape
     rows_per_s: float
     peak_bytes: float
 
 
-def best_shape_closed_form(request: ShapeRequest) -> Shape:
+def best_shape_closed_form(request: ShapeRequest) -> PipelineShape:
     """The fastest shape that fits; of equally fast ones that with fewer devices, then with fewer bytes.
 
     Raises: InfeasibleError if none fits.
@@ -199,12 +199,12 @@ def rank_shapes(request: ShapeRequest, *, slack: float = 1.0) -> list[RankedShap
     return [RankedShape(shapes.at(i), float(rates[i]), float(peaks[i])) for i in order.tolist()]
 
 
-def throughput(request: ShapeRequest, shape: Shape) -> float:
+def throughput(request: ShapeRequest, shape: PipelineShape) -> float:
     """Rows per second of all pipelines of a shape, see the module."""
     return float(_throughput(request, _one(request, shape))[0])
 
 
-def memory(request: ShapeRequest, shape: Shape) -> float:
+def memory(request: ShapeRequest, shape: PipelineShape) -> float:
     """Bytes of its fullest stage, see the module."""
     return float(_memory(request, _one(request, shape))[0])
 
@@ -219,7 +219,7 @@ def divisors(whole: int) -> list[int]:
     return sorted({*small, *(whole // d for d in small)})
 
 
-def _one(request: ShapeRequest, shape: Shape) -> _Shapes:
+def _one(request: ShapeRequest, shape: PipelineShape) -> _Shapes:
     fields_of = [getattr(shape, field.name) for field in fields(shape)]
     width, depth, rows, recompute = (np.array([value]) for value in fields_of)
     return _Shapes(width, depth, rows, recompute, request.global_batch // (width * rows))

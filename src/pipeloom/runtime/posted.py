@@ -17,7 +17,7 @@ POLL_S = 1e-4
 
 
 @dataclass
-class Source:
+class MessageSource:
     """The messages of one source in this step, and how far this rank is with them.
 
     earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.

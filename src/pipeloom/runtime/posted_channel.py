@@ -26,7 +26,7 @@ from ..ir.errors import CommunicationError
 from ..tracer.layout import has_order, permute_to_memory
 from .failure.watch import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
-from .posted import HostWait, PendingSum, PostedReceive, PostedSend, Source
+from .posted import HostWait, MessageSource, PendingSum, PostedReceive, PostedSend
 from .transports.transport import CompletedTransfer, PendingTransfer, SumGroup, Transport
 
 SMALL_BYTES = 1 << 16
@@ -116,7 +116,7 @@ class PostedChannel:
         self._ahead = ahead
         self._timeout_s = timeout_s
         self._pool = BufferPool(device, on_change)
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, MessageSource] = {}
         # Receive buffers by the message's key: not posted yet, posted, and received but not released.
         self._unposted: dict[str, Tensor] = {}
         self._receives: dict[str, PostedReceive] = {}
@@ -160,7 +160,7 @@ class PostedChannel:
         for message in incoming:
             by_source.setdefault(message.source, []).append(message)
         for rank, messages in by_source.items():
-            source = self._sources.setdefault(rank, Source())
+            source = self._sources.setdefault(rank, MessageSource())
             source.messages = tuple(messages)
             source.waiting_for = {message.key: index for index, message in enumerate(messages)}
             self._take_buffers(source, self._ahead)
@@ -339,7 +339,7 @@ class PostedChannel:
         """The small picklable object that rank `source` has."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def _take_buffers(self, source: Source, count: int) -> None:
+    def _take_buffers(self, source: MessageSource, count: int) -> None:
         """Take buffers until `count` of a source's messages have one; `_post_receives` posts them."""
         while source.with_buffer < min(count, len(source.messages)):
             message = source.messages[source.with_buffer]

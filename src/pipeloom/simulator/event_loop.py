@@ -41,15 +41,15 @@ from .loop_state import (
     SENDS,
     SENT,
     STREAMS,
-    Layout,
-    State,
+    ProgramLayout,
+    SimulatorState,
     wake,
     wake_all_reduce,
 )
 
 
 @kernel
-def run(p: Layout, s: State) -> None:
+def run(p: ProgramLayout, s: SimulatorState) -> None:
     """Go on until every rank ends or waits, where no link is shared."""
     for channel in range(len(p.target)):
         _post(p, s, channel, p.receive_ahead, s.clock[p.target[channel]])
@@ -57,7 +57,7 @@ def run(p: Layout, s: State) -> None:
 
 
 @kernel
-def run_sharing(p: Layout, s: State) -> None:
+def run_sharing(p: ProgramLayout, s: SimulatorState) -> None:
     """The same where links are shared: a kernel of its own, as the other is faster without this."""
     for channel in range(len(p.target)):
         _post(p, s, channel, p.receive_ahead, s.clock[p.target[channel]])
@@ -71,7 +71,7 @@ def run_sharing(p: Layout, s: State) -> None:
 
 
 @kernel
-def _go_on(p: Layout, s: State) -> None:
+def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
     """Let all ranks go on until each ends or waits."""
     at_once = not len(s.start) and not len(p.first_meet) and not len(p.entry_duration)
     while s.runnable_count[0]:
@@ -130,7 +130,7 @@ def _go_on(p: Layout, s: State) -> None:
 
 
 @kernel
-def _closed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
+def _closed(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> float:
     """Run a REDUCE or STEP: the rank's clock behind it, below 0 where it must wait.
 
     The only one of a program waits for all that runs beside the rank. One of several does not: there a REDUCE
@@ -157,7 +157,7 @@ def _closed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
 
 
 @kernel
-def _closed_of_several(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
+def _closed_of_several(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> float:
     row = rank * p.updates + p.microbatch[entry]
     low, high = p.first_sum[row], p.first_sum[row + 1]
     begin = clock
@@ -176,7 +176,7 @@ def _closed_of_several(p: Layout, s: State, rank: int, entry: int, clock: float)
 
 
 @kernel
-def _computed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
+def _computed(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> float:
     """Run a compute action: the rank's clock behind it."""
     code = p.kind[entry]
     stream = p.stream[code]
@@ -202,7 +202,7 @@ def _computed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float
 
 
 @kernel
-def _move(p: Layout, s: State, channel: int) -> None:
+def _move(p: ProgramLayout, s: SimulatorState, channel: int) -> None:
     """Move what is sent and has a receive posted; wake the receiver if that is what it waits for."""
     if len(p.shared.channel_links) and p.shared.channel_links[channel, 0] >= 0:
         mark_pending(s, channel)
@@ -227,7 +227,7 @@ def _move(p: Layout, s: State, channel: int) -> None:
 
 
 @kernel
-def _post(p: Layout, s: State, channel: int, count: int, clock: float) -> None:
+def _post(p: ProgramLayout, s: SimulatorState, channel: int, count: int, clock: float) -> None:
     """Post receives until `count` of a channel's messages have one."""
     first, posted = p.first_message[channel], s.counts[channel, POSTED]
     until = min(count, p.first_message[channel + 1] - first)
@@ -239,7 +239,9 @@ def _post(p: Layout, s: State, channel: int, count: int, clock: float) -> None:
 
 
 @kernel
-def _arrived(p: Layout, s: State, rank: int, channel: int, message: int, clock: float) -> bool:
+def _arrived(
+    p: ProgramLayout, s: SimulatorState, rank: int, channel: int, message: int, clock: float
+) -> bool:
     """Whether it is known when a message arrives. All receives up to it are posted, whatever the order of
     waiting."""
     place = message - p.first_message[channel]
@@ -252,7 +254,7 @@ def _arrived(p: Layout, s: State, rank: int, channel: int, message: int, clock: 
 
 
 @kernel
-def _all_have_come(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
+def _all_have_come(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> bool:
     """Whether all have come that begin together with an entry."""
     low, high = p.first_meet[entry], p.first_meet[entry + 1]
     if low < high and s.meet_start[entry] < 0:
@@ -271,7 +273,7 @@ def _all_have_come(p: Layout, s: State, rank: int, entry: int, clock: float) -> 
 
 
 @kernel
-def _run_all_reduces(p: Layout, s: State, rank: int) -> bool:
+def _run_all_reduces(p: ProgramLayout, s: SimulatorState, rank: int) -> bool:
     """Begin a rank's sums, and wait for them. `part` is 1 where the rank waits."""
     low, high = p.first_sum[rank], p.first_sum[rank + 1]
     if s.sum_part[rank] == 0:
@@ -286,7 +288,7 @@ def _run_all_reduces(p: Layout, s: State, rank: int) -> bool:
 
 
 @kernel
-def _begin_sums(p: Layout, s: State, low: int, high: int, clock: float) -> None:
+def _begin_sums(p: ProgramLayout, s: SimulatorState, low: int, high: int, clock: float) -> None:
     """A rank comes to its sums. Each starts when the last of its ranks has come; where it goes through shared
     links, when it is served, and is then counted as one more that has come."""
     for at in range(low, high):
@@ -301,7 +303,7 @@ def _begin_sums(p: Layout, s: State, low: int, high: int, clock: float) -> None:
 
 
 @kernel
-def _sums_end(p: Layout, s: State, rank: int, low: int, high: int) -> float:
+def _sums_end(p: ProgramLayout, s: SimulatorState, rank: int, low: int, high: int) -> float:
     """When a rank has its sums, below 0 where it must wait for others to come. They follow each other, each
     from when the last rank had come, as they share the rank's links."""
     end = 0.0
@@ -316,7 +318,7 @@ def _sums_end(p: Layout, s: State, rank: int, low: int, high: int) -> float:
 
 
 @kernel
-def _uses_shared_links(p: Layout, number: int) -> bool:
+def _uses_shared_links(p: ProgramLayout, number: int) -> bool:
     """Whether a sum goes through links that are shared, and so waits for these too."""
     gates = p.shared.first_sum_link
     return bool(len(gates) and gates[number] < gates[number + 1])

@@ -1,4 +1,4 @@
-"""Layout: a program, its costs and its links as the arrays that the event loop reads."""
+"""ProgramLayout: a program, its costs and its links as the arrays that the event loop reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.tied_gradients import Reduction, reductions
 from .all_reduce import all_reduce_s as all_reduce_s, all_reduces_of
-from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
+from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, ProgramLayout
 from .shared_links import copy_s, shared_links_of, transfer_s
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
@@ -54,7 +54,7 @@ def layout_of(
     *,
     receive_ahead: int,
     action_s: Mapping[Action, float],
-) -> Layout:
+) -> ProgramLayout:
     """Lay out a program of which `check_shape` knows that all it names is there."""
     flow = flow_of(stages)
     columns, messages = program.columns, program.message_index(flow)
@@ -73,7 +73,7 @@ def layout_of(
     sums = all_reduces_of(_reductions(program, stages), costs, cluster, columns.ranks).repeated(
         len(program.updates)
     )
-    return Layout(
+    return ProgramLayout(
         kind=columns.kind,
         stage=columns.stage,
         offsets=columns.offsets,
@@ -179,7 +179,7 @@ def _number_messages(
 def _encode(
     entries: tuple[Codes, Ints, Ints, Ints], kinds: int, channels: tuple[Longs, Longs], codes: Ints
 ) -> bool:
-    """Fill in the codes, see `Layout.code`. Returns whether all receives stand in the order sent.
+    """Fill in the codes, see `ProgramLayout.code`. Returns whether all receives stand in the order sent.
 
     entries: kind, stage, route and message of each.  channels: of each route, and the next message of each.
     """

@@ -21,8 +21,8 @@ from .loop_state import (
     MOVED,
     POSTED,
     SENT,
-    Layout,
-    State,
+    ProgramLayout,
+    SimulatorState,
     wake,
     wake_all_reduce,
 )
@@ -35,7 +35,7 @@ def _goes_first(time: float, entry: int, other_time: float, other_entry: int) ->
 
 
 @kernel
-def request(s: State, time: float, entry: int) -> None:
+def request(s: SimulatorState, time: float, entry: int) -> None:
     """Add a request to the heap."""
     times, entries, at = s.requests.time, s.requests.entry, s.requests.size[0]
     s.requests.size[0] += 1
@@ -46,7 +46,7 @@ def request(s: State, time: float, entry: int) -> None:
 
 
 @kernel
-def _drop_first(s: State) -> None:
+def _drop_first(s: SimulatorState) -> None:
     """Take the earliest request from the heap."""
     s.requests.size[0] -= 1
     times, entries, size, at = s.requests.time, s.requests.entry, s.requests.size[0], 0
@@ -65,7 +65,7 @@ def _drop_first(s: State) -> None:
 
 
 @kernel
-def mark_pending(s: State, number: int) -> None:
+def mark_pending(s: SimulatorState, number: int) -> None:
     """Remember a channel, or behind all channels a lane of a rank: something has come to it."""
     if not s.requests.is_pending[number]:
         s.requests.is_pending[number] = True
@@ -74,7 +74,7 @@ def mark_pending(s: State, number: int) -> None:
 
 
 @kernel
-def issue_copy(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
+def issue_copy(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> bool:
     """Note that a rank has come to a copy; false if its link is its own."""
     lane = COPY_IN if p.kind[entry] == RELOAD_ else COPY_OUT
     if not len(p.shared.copy_link) or p.shared.copy_link[rank, lane] < 0:
@@ -85,7 +85,7 @@ def issue_copy(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool
 
 
 @kernel
-def copy_known(p: Layout, s: State, rank: int, entry: int) -> bool:
+def copy_known(p: ProgramLayout, s: SimulatorState, rank: int, entry: int) -> bool:
     """Whether the copy that an action waits for has its times."""
     needed = p.shared.needs[entry]
     if needed < 0 or s.requests.copied[needed]:
@@ -95,7 +95,7 @@ def copy_known(p: Layout, s: State, rank: int, entry: int) -> bool:
 
 
 @kernel
-def all_copies_known(s: State, rank: int) -> bool:
+def all_copies_known(s: SimulatorState, rank: int) -> bool:
     """Whether all copies of a rank have their times."""
     if s.requests.head[rank, COPY_OUT] < 0 and s.requests.head[rank, COPY_IN] < 0:
         return True
@@ -104,7 +104,7 @@ def all_copies_known(s: State, rank: int) -> bool:
 
 
 @kernel
-def request_links(p: Layout, s: State) -> None:
+def request_links(p: ProgramLayout, s: SimulatorState) -> None:
     """Let what has come to channels and lanes ask for links, as far as it could move or begin."""
     channels = len(p.target)
     while s.requests.size[1]:
@@ -135,7 +135,7 @@ def request_links(p: Layout, s: State) -> None:
 
 
 @kernel
-def serve_earliest(p: Layout, s: State) -> None:
+def serve_earliest(p: ProgramLayout, s: SimulatorState) -> None:
     """Give the earliest request its links, as soon as they are free."""
     time, entry = s.requests.time[0], s.requests.entry[0]
     _drop_first(s)
@@ -164,7 +164,7 @@ def serve_earliest(p: Layout, s: State) -> None:
 
 
 @kernel
-def _serve_sum(p: Layout, s: State, number: int, time: float) -> None:
+def _serve_sum(p: ProgramLayout, s: SimulatorState, number: int, time: float) -> None:
     """Begin a sum as soon as all links that it goes through are free."""
     low, high = p.shared.first_sum_link[number], p.shared.first_sum_link[number + 1]
     begin = time
@@ -178,7 +178,7 @@ def _serve_sum(p: Layout, s: State, number: int, time: float) -> None:
 
 
 @kernel
-def _serve_copy(p: Layout, s: State, entry: int, time: float) -> None:
+def _serve_copy(p: ProgramLayout, s: SimulatorState, entry: int, time: float) -> None:
     """Copy residuals as soon as the link is free, from when it was asked for."""
     code, stage = p.kind[entry], p.stage[entry]
     rank = p.shared.home[stage]

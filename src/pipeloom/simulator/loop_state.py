@@ -13,12 +13,12 @@ from ..ir.kernels import kernel
 Floats = NDArray[np.float64]
 
 COMPUTES, SENDS, RECEIVES, OTHER = range(4)
-"""What an entry is, in the two lowest bits of its `Layout.code`."""
+"""What an entry is, in the two lowest bits of its `ProgramLayout.code`."""
 COPY_LANES = 2
 COPY_OUT, COPY_IN = range(COPY_LANES)
 """The lanes of a rank: of its OFFLOADs, and of its RELOADs."""
 SENT, POSTED, MOVED, RECEIVED = range(4)
-"""Columns of `State.counts`."""
+"""Columns of `SimulatorState.counts`."""
 
 
 class SharedLinks(NamedTuple):
@@ -54,7 +54,7 @@ class SharedLinks(NamedTuple):
     link_count: int
 
 
-class Layout(NamedTuple):
+class ProgramLayout(NamedTuple):
     """What runs. Entries are those of the program's columns.
 
     A channel leads from one rank to another and carries messages of several routes, in the order sent;
@@ -148,7 +148,7 @@ class LinkRequests(NamedTuple):
     """(ranks,): the copy that it waits for; -1 none, -2 all."""
 
 
-class State(NamedTuple):
+class SimulatorState(NamedTuple):
     """What changes. All times are in seconds."""
 
     start: Floats
@@ -197,7 +197,7 @@ STREAMS = 5
 NOT_YET = -1.0
 
 
-def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
+def new_state(layout: ProgramLayout, begin_s: Floats, *, starts: bool = True) -> SimulatorState:
     """Everything before the first event.
 
     begin_s: when each rank starts.  starts: whether to note when entries start. Where nothing meets others or
@@ -205,7 +205,7 @@ def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
     """
     entries, ranks, channels = len(layout.kind), len(begin_s), len(layout.target)
     sums, meeting = len(layout.sum_ranks), len(layout.first_meet)
-    return State(
+    return SimulatorState(
         start=np.zeros(entries if starts else 0),
         end=np.zeros(entries),
         transfer_start=np.zeros(len(layout.route)),
@@ -248,14 +248,14 @@ def _new_requests(shared: SharedLinks, channels: int) -> LinkRequests:
 
 
 @kernel
-def wake(s: State, rank: int) -> None:
+def wake(s: SimulatorState, rank: int) -> None:
     """Let a rank go on."""
     s.runnable[s.runnable_count[0]] = rank
     s.runnable_count[0] += 1
 
 
 @kernel
-def wake_all_reduce(s: State, number: int) -> None:
+def wake_all_reduce(s: SimulatorState, number: int) -> None:
     """Wake all that wait for a sum."""
     waiter = s.sum_waiter[number]
     while waiter >= 0:

@@ -33,9 +33,9 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
-from .loop_state import Floats, Layout, State
+from .loop_state import Floats, ProgramLayout, SimulatorState
 from .memory_changes import MemoryChanges
-from .memory_replay import MOST_RESIDUALS, RESIDUALS, Output, Step, replay
+from .memory_replay import MOST_RESIDUALS, RESIDUALS, ReplayOutput, Step, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""
@@ -45,8 +45,8 @@ KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 class Memory:
     """What every rank held in a simulation that has run. Curves are made when they are asked for."""
 
-    layout: Layout
-    state: State
+    layout: ProgramLayout
+    state: SimulatorState
     changes: MemoryChanges
     static: Sequence[Sequence[int]]
     begin_s: Floats
@@ -74,11 +74,11 @@ class Memory:
 
     @cached_property
     def _highest(self) -> Longs:
-        """(ranks, 4), see `Output.at_peak`."""
+        """(ranks, 4), see `ReplayOutput.at_peak`."""
         ranks = len(self.static)
         at_peak = np.zeros((ranks, MOST_RESIDUALS + 1), np.int64)
         none = np.zeros(0)
-        replay(self.step, (0, ranks), Output(at_peak, none, none.astype(np.int64)))
+        replay(self.step, (0, ranks), ReplayOutput(at_peak, none, none.astype(np.int64)))
         return at_peak
 
     def curve(self, rank: int) -> MemoryCurve:
@@ -89,7 +89,7 @@ class Memory:
         most += sum(int(first[c + 1] - first[c]) for c in self.changes.outgoing(rank))
         times, sizes = np.zeros(most), np.zeros(most, np.int64)
         at_peak = np.zeros((len(self.static), MOST_RESIDUALS + 1), np.int64)
-        count = replay(self.step, (rank, rank + 1), Output(at_peak, times, sizes))
+        count = replay(self.step, (rank, rank + 1), ReplayOutput(at_peak, times, sizes))
         static = sum(self.static[rank])
         return MemoryCurve(
             rank=rank,
@@ -119,8 +119,8 @@ def memory_of(
     program: Program,
     stages: StageGraph,
     costs: Sequence[StageCost],
-    layout: Layout,
-    state: State,
+    layout: ProgramLayout,
+    state: SimulatorState,
     *,
     begin_s: Floats,
 ) -> Memory:

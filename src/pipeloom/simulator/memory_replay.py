@@ -20,7 +20,7 @@ import numpy as np
 
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Longs
 from ..ir.kernels import allocating, kernel
-from .loop_state import Floats, Layout, State
+from .loop_state import Floats, ProgramLayout, SimulatorState
 from .memory_changes import MemoryChanges
 
 RESIDUALS, BOUNDARY, TRANSIENT, MOST_RESIDUALS = 0, 1, 2, 3
@@ -29,12 +29,12 @@ RESIDUALS, BOUNDARY, TRANSIENT, MOST_RESIDUALS = 0, 1, 2, 3
 class Step(NamedTuple):
     """A simulated step: what ran, when, and what that changes."""
 
-    layout: Layout
-    state: State
+    layout: ProgramLayout
+    state: SimulatorState
     changes: MemoryChanges
 
 
-class Output(NamedTuple):
+class ReplayOutput(NamedTuple):
     """at_peak: (ranks, 4), the bytes at each rank's first peak, and the most residuals at any time.  time,
     size: the curve, without what is static; empty where it is not asked for."""
 
@@ -71,7 +71,7 @@ _POSTED, _RECEIVED, _GONE = 0, 1, 2
 _PEAK, _COUNT, _NEXT = 3, 4, 5
 
 
-def replay(step: Step, ranks: tuple[int, int], out: Output) -> int:
+def replay(step: Step, ranks: tuple[int, int], out: ReplayOutput) -> int:
     """Go through the changes of some ranks; fills `out`. Returns how many the last rank has."""
     p = step.layout
     if not len(step.state.start):
@@ -90,14 +90,14 @@ def replay(step: Step, ranks: tuple[int, int], out: Output) -> int:
 
 
 @kernel
-def _in_order(step: Step, ranks: tuple[int, int], work: Pass, out: Output) -> None:
+def _in_order(step: Step, ranks: tuple[int, int], work: Pass, out: ReplayOutput) -> None:
     """All changes of some ranks in one pass: their rows are in the order of time."""
     for rank in range(ranks[0], ranks[1]):
         _row_in_order(step, rank, work, out)
 
 
 @kernel
-def _row_in_order(step: Step, rank: int, work: Pass, out: Output) -> None:
+def _row_in_order(step: Step, rank: int, work: Pass, out: ReplayOutput) -> None:
     p, s, b = step
     for number in range(len(work.sums)):
         work.sums[number] = 0
@@ -124,7 +124,9 @@ def _row_in_order(step: Step, rank: int, work: Pass, out: Output) -> None:
 
 
 @kernel
-def _post_buffers(step: Step, rank: int, goal: tuple[int, int], time: float, work: Pass, out: Output) -> None:
+def _post_buffers(
+    step: Step, rank: int, goal: tuple[int, int], time: float, work: Pass, out: ReplayOutput
+) -> None:
     """A buffer for each receive that is posted; goal: a channel, and how many messages then have one."""
     p, _, b = step
     channel, upto = goal
@@ -139,7 +141,7 @@ def _post_buffers(step: Step, rank: int, goal: tuple[int, int], time: float, wor
 
 @kernel
 def _add_up(
-    step: Step, rank: int, change: tuple[Longs, int, int], time: float, work: Pass, out: Output
+    step: Step, rank: int, change: tuple[Longs, int, int], time: float, work: Pass, out: ReplayOutput
 ) -> None:
     """A change of a rank's own row, if it is any; change: a table, and the stage and kind in it."""
     table, stage, code = change
@@ -154,7 +156,7 @@ def _add_up(
 
 
 @kernel
-def _let_go(step: Step, rank: int, time: float, work: Pass, out: Output) -> None:
+def _let_go(step: Step, rank: int, time: float, work: Pass, out: ReplayOutput) -> None:
     """Messages of a rank that are through by `time`."""
     p, s, b = step
     while work.next_gone[0] <= time:
@@ -186,7 +188,7 @@ def _find_gone(step: Step, rank: int, work: Pass) -> None:
 
 
 @kernel
-def _note(rank: int, time: float, work: Pass, out: Output) -> None:
+def _note(rank: int, time: float, work: Pass, out: ReplayOutput) -> None:
     """Keep a rank's first peak, and the curve where it is asked for."""
     total = work.sums[RESIDUALS] + work.sums[BOUNDARY] + work.sums[TRANSIENT]
     if work.sums[RESIDUALS] > out.at_peak[rank, MOST_RESIDUALS]:
@@ -302,14 +304,14 @@ def _merge(times: Floats, sizes: Longs, low: int, middle: int, high: int) -> Non
 
 
 @allocating
-def _merged(step: Step, rank: int, row: RowChanges, order: Longs, out: Output) -> int:
+def _merged(step: Step, rank: int, row: RowChanges, order: Longs, out: ReplayOutput) -> int:
     """Add up all changes of a rank in the order of time: how many; order: that of its own row's."""
     return int(_add_sources((row.time, row.change, order), sent_messages(step, rank), step, rank, out))
 
 
 @kernel
 def _add_sources(
-    own: tuple[Floats, Longs, Longs], sent: tuple[Floats, Longs], step: Step, rank: int, out: Output
+    own: tuple[Floats, Longs, Longs], sent: tuple[Floats, Longs], step: Step, rank: int, out: ReplayOutput
 ) -> int:
     """Merge both sources of a rank by time, and add them up.
 

@@ -18,7 +18,7 @@ from ..ir.timeline import Curves, Timeline
 from .all_reduce import all_reduce_s as all_reduce_s
 from .event_loop import run, run_sharing
 from .layout import layout_of
-from .loop_state import Floats, Layout, new_state
+from .loop_state import Floats, ProgramLayout, new_state
 from .memory import Memory, memory_of, with_held_sends
 from .timeline_events import SimulatedEvents
 
@@ -115,7 +115,7 @@ def _steady_s(program: Program, end: Floats) -> float:
 
 
 def _run(
-    program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: Layout, begin: Floats
+    program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: ProgramLayout, begin: Floats
 ) -> Memory:
     state = new_state(layout, begin, starts=_needs_starts(program, layout))
     (run_sharing if layout.shared.link_count else run)(layout, state)
@@ -125,7 +125,7 @@ def _run(
     return memory_of(program, stages, costs, layout, state, begin_s=begin)
 
 
-def _needs_starts(program: Program, layout: Layout) -> bool:
+def _needs_starts(program: Program, layout: ProgramLayout) -> bool:
     """Whether anything may start later than what is before it in its row ends."""
     awaits = program.every is not None and REDUCE_ in program.columns.kind
     return awaits or bool(len(layout.blocks) or len(layout.first_meet) or layout.stream.any())

@@ -26,7 +26,7 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """Bytes `start` to `stop` of one file; `name` is what the file is called wherever it lies."""
 
     path: Path
@@ -43,7 +43,7 @@ class Span:
 class Text:
     """Spans in a fixed order, read as one long text."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
 
     @cached_property
     def ends(self) -> list[int]:
@@ -80,7 +80,7 @@ class Text:
         return np.stack([self.read(int(start), size) for start in starts])
 
 
-def standard_library() -> list[Span]:
+def standard_library() -> list[FileSpan]:
     """The .py files of this Python's standard library, without its tests, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_THE_LIBRARY & {*f.relative_to(root).parts}]
@@ -92,12 +92,12 @@ def standard_library() -> list[Span]:
     return _spans(root, files)
 
 
-def files_of(paths: Sequence[str]) -> list[Span]:
+def files_of(paths: Sequence[str]) -> list[FileSpan]:
     """All files named, and all those in folders named; hidden ones left out.
 
     Raises: ConfigError if a path is missing or nothing is in it.
     """
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = [f for f in path.rglob("*") if not _hidden(f.relative_to(path)) and f.is_file()]
@@ -112,7 +112,7 @@ def files_of(paths: Sequence[str]) -> list[Span]:
     return spans
 
 
-def split(spans: Sequence[Span], validation_share: float) -> tuple[Text, Text]:
+def split(spans: Sequence[FileSpan], validation_share: float) -> tuple[Text, Text]:
     """(training text, validation text): by file, by a hash of its name, so that added files move no other.
 
     With so few files that one side would stay empty, the end of each file is kept for validation.
@@ -121,12 +121,12 @@ def split(spans: Sequence[Span], validation_share: float) -> tuple[Text, Text]:
     rest = [span for span in spans if _unit_hash(span.name) >= validation_share]
     if not chosen or not rest:
         border = {span: span.stop - round(span.size * validation_share) for span in spans}
-        rest = [Span(s.path, s.name, s.start, border[s]) for s in spans]
-        chosen = [Span(s.path, s.name, border[s], s.stop) for s in spans]
+        rest = [FileSpan(s.path, s.name, s.start, border[s]) for s in spans]
+        chosen = [FileSpan(s.path, s.name, border[s], s.stop) for s in spans]
     return Text(tuple(rest)), Text(tuple(chosen))
 
 
-def _spans(root: Path, files: Sequence[Path]) -> list[Span]:
+def _spans(root: Path, files: Sequence[Path]) -> list[FileSpan]:
     spans = []
     for file in files:
         try:
@@ -137,7 +137,7 @@ def _spans(root: Path, files: Sequence[Path]) -> list[Span]:
             raise ConfigError(
                 f"cannot read data file {file}: {error.strerror}", hint="check data.paths"
             ) from None
-        spans.append(Span(file, file.relative_to(root).as_posix(), 0, size))
+        spans.append(FileSpan(file, file.relative_to(root).as_posix(), 0, size))
     return sorted((span for span in spans if span.size), key=lambda span: span.name)
 
 
@@ -151,7 +151,7 @@ def _unit_hash(name: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _read(span: Span, offset: int, size: int) -> bytes:
+def _read(span: FileSpan, offset: int, size: int) -> bytes:
     try:
         with span.path.open("rb") as file:
             file.seek(span.start + offset)

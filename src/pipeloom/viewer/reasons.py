@@ -40,7 +40,7 @@ def sentence(idle: Idle) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class IdleSource:
     """Idle time of one rank for one reason, added up. share: of all rank-time of the step."""
 
     reason: Reason
@@ -50,7 +50,7 @@ class Source:
     text: str
 
 
-def sources(explanation: Explanation) -> list[Source]:
+def sources(explanation: Explanation) -> list[IdleSource]:
     """All idle time by reason, rank, what the rank waits for, and where that comes from; largest first."""
     found: dict[tuple[Reason, int, str], float] = {}
     for idle in explanation.idle:
@@ -58,7 +58,7 @@ def sources(explanation: Explanation) -> list[Source]:
         found[key] = found.get(key, 0.0) + idle.duration_s
     whole_s = explanation.ranks * explanation.step_s
     made = (
-        Source(reason=reason, rank=rank, seconds=seconds, share=seconds / whole_s, text=text)
+        IdleSource(reason=reason, rank=rank, seconds=seconds, share=seconds / whole_s, text=text)
         for (reason, rank, text), seconds in found.items()
     )
     return sorted(made, key=lambda s: -s.seconds)
@@ -83,9 +83,9 @@ def _kind_of_wait(idle: Idle) -> str:
     return f"rank {idle.rank} waits for {what}{via}"
 
 
-def merged(found: Sequence[Source]) -> list[tuple[Reason, float, float, list[Source]]]:
+def merged(found: Sequence[IdleSource]) -> list[tuple[Reason, float, float, list[IdleSource]]]:
     """The sources under their reasons: (reason, seconds, share, its sources), largest first."""
-    by_reason: dict[Reason, list[Source]] = {}
+    by_reason: dict[Reason, list[IdleSource]] = {}
     for source in found:
         by_reason.setdefault(source.reason, []).append(source)
     groups = [

@@ -62,7 +62,7 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class EdgeLine:
     """An edge in the drawing: an SVG path, and where its text stands."""
 
     edge: StageEdge
@@ -78,7 +78,7 @@ class StageDrawing:
     width: float
     height: float
     boxes: tuple[Box, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[EdgeLine, ...]
     box: tuple[int, int] = BOX
 
 
@@ -178,7 +178,7 @@ def _columns(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     return column
 
 
-def _line(edge: StageEdge, start: Point, bends: Sequence[Point], end: Point) -> Line:
+def _line(edge: StageEdge, start: Point, bends: Sequence[Point], end: Point) -> EdgeLine:
     """A line from the right of one box to the left of another. In each column that it passes it is level for
     the width of a box, so that it curves only where there are none."""
     half = BOX[0] / 2
@@ -192,4 +192,4 @@ def _line(edge: StageEdge, start: Point, bends: Sequence[Point], end: Point) -> 
         path += f" C{middle:.1f} {y:.1f} {middle:.1f} {to_y:.1f} {to_x:.1f} {to_y:.1f}"
     # The text stands on a level piece, or in the middle between two boxes.
     x, y = bends[len(bends) // 2] if bends else ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
-    return Line(edge=edge, path=path, x=x, y=y - 5)
+    return EdgeLine(edge=edge, path=path, x=x, y=y - 5)

@@ -17,7 +17,7 @@ from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules.search.bounds import all_bounds, lower_bound
-from pipeloom.schedules.search.candidate import Candidate, one_by_one, timed
+from pipeloom.schedules.search.candidate import OrderCandidate, one_by_one, timed
 from pipeloom.schedules.search.engines.exact import Exact, solve, solver_installed
 from pipeloom.schedules.search.engines.kernel import solve_period, whole_times
 from pipeloom.schedules.search.engines.library import fitting, library_order
@@ -33,7 +33,7 @@ needs_solver = pytest.mark.skipif(
 )
 
 
-def proved(asked: SearchProblem, found: Candidate) -> float:
+def proved(asked: SearchProblem, found: OrderCandidate) -> float:
     """The step of a candidate by the simulator, after every rule has been checked."""
     graph, placement = asked.placed
     rows = asked.rows([int(entry) for entry in found.order])
@@ -44,7 +44,7 @@ def proved(asked: SearchProblem, found: Candidate) -> float:
     return simulate(lower(schedule, graph), graph, asked.shape.costs, cluster).step_s
 
 
-def shuffled(asked: SearchProblem, draw: random.Random) -> Candidate:
+def shuffled(asked: SearchProblem, draw: random.Random) -> OrderCandidate:
     """An order in which nothing stands before what it needs, else by chance."""
     m, units = asked.microbatches, len(asked.units)
     done, order = [0] * units, []

@@ -90,7 +90,7 @@ class Frontier:
                 of[piece] = number.setdefault(rest, len(number))
         return list(number), of
 
-    def crossing(self, start: int, end: int) -> Crossing:
+    def crossing(self, start: int, end: int) -> LabelCrossing:
         """What a stage between two places does to the classes."""
         behind, of = self._classes[end]
         own = {of[piece] for piece in range(start, end) if piece in of}
@@ -99,14 +99,14 @@ class Frontier:
         for readers in self._classes[start][0]:
             rest = readers[bisect_left(readers, end) :]
             passed.append((readers[0] < end, number[rest] if rest else -1))
-        return Crossing(tuple(sorted(own)), tuple(passed))
+        return LabelCrossing(tuple(sorted(own)), tuple(passed))
 
 
 Depths: TypeAlias = tuple[int, ...]
 """Of each class of pieces the depth of the deepest stage that reads it."""
 
 
-class Crossing:
+class LabelCrossing:
     """What a stage makes of the labels behind it.
 
     own: classes behind a stage that it writes.  passed: of each class in front of it whether it reads it,
@@ -136,7 +136,7 @@ class DepthLabels:
     def __init__(self, times: StageTimes, frontier: Frontier) -> None:
         self._times = times
         self._frontier = frontier
-        self._crossings: dict[tuple[int, int], Crossing] = {}
+        self._crossings: dict[tuple[int, int], LabelCrossing] = {}
         self._found: dict[float, Cuts] = {}
 
     def shallowest(self, bottleneck_s: float) -> Cuts:

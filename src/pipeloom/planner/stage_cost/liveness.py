@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...ir.kernels import kernel
-from .arrays import Array, Indices, Rows
+from .arrays import Array, Indices, RaggedArray
 from .tensors import ADDED, PASSED, STATE, Tensors
 
 GIVEN = 0
@@ -391,7 +391,7 @@ class LivenessSweep:
         return np.asarray(found)
 
 
-def _first_of(lists: Rows, first: Indices) -> Indices:
+def _first_of(lists: RaggedArray, first: Indices) -> Indices:
     """Of each item the lowest row that lists it, or `first` if that is lower."""
     found = first.copy()
     np.minimum.at(found, lists.items, np.repeat(np.arange(len(lists.first) - 1), np.diff(lists.first)))

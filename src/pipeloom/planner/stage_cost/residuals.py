@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.kernels import kernel
-from .arrays import Array, Indices, Rows
+from .arrays import Array, Indices, RaggedArray
 from .liveness import ForwardArrays, LivenessSweep
 
 LONGEST = 64
@@ -125,7 +125,7 @@ class Residuals:
     names: tuple[str, ...]
     storage: Indices
     size: Array
-    chain: Rows
+    chain: RaggedArray
     seconds: Array
     besides: Array
     top: Indices
@@ -187,7 +187,7 @@ def find_residuals(
         names=tuple(tensors.residuals[s] for s in own),
         storage=wanted,
         size=tensors.size[wanted],
-        chain=Rows(first, ops[:count] - start),
+        chain=RaggedArray(first, ops[:count] - start),
         seconds=seconds,
         besides=besides[wanted],
         top=top[wanted],

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...ir.graph import Op, OpGraph, views_of_state
 from ...ir.memory_policy import residual_names
 from ...ir.profile import OpCost, Profile
-from .arrays import Array, Indices, Rows, rows
+from .arrays import Array, Indices, RaggedArray, rows
 from .readers import Readers
 
 EVERYWHERE = -1
@@ -51,15 +51,15 @@ class Tensors:
         none; 0 where it makes all at once.
     """
 
-    reads: Rows
-    makes: Rows
-    saves: Rows
+    reads: RaggedArray
+    makes: RaggedArray
+    saves: RaggedArray
     extra: Array
     size: Array
     made: Indices
     last: Indices
-    makes_grads: Rows
-    gives: Rows
+    makes_grads: RaggedArray
+    gives: RaggedArray
     passes: Indices
     grad_size: Array
     grad_made: Indices
@@ -106,24 +106,24 @@ class Tensors:
         )
 
 
-def _rows_in_order(lists: Rows, order: Indices) -> Indices:
+def _rows_in_order(lists: RaggedArray, order: Indices) -> Indices:
     """Indices of the items of rows in another order."""
     parts = [np.arange(lists.first[r], lists.first[r + 1]) for r in order]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _take(lists: Rows, order: Indices) -> Rows:
+def _take(lists: RaggedArray, order: Indices) -> RaggedArray:
     lengths = np.diff(lists.first)[order]
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Rows(first, lists.items[_rows_in_order(lists, order)])
+    return RaggedArray(first, lists.items[_rows_in_order(lists, order)])
 
 
-def _in_order(last: Indices, lists: Rows, place: Indices) -> Indices:
+def _in_order(last: Indices, lists: RaggedArray, place: Indices) -> Indices:
     """Last readers in another order; those behind every stage stay there."""
     return np.where(last == OUTSIDE, OUTSIDE, _last_of(lists, place, len(last)))
 
 
-def _last_of(lists: Rows, place: Indices, count: int) -> Indices:
+def _last_of(lists: RaggedArray, place: Indices, count: int) -> Indices:
     """Of each item the highest new place of a row that lists it; -1 for none."""
     last = np.full(count, -1, dtype=np.int64)
     np.maximum.at(last, lists.items, np.repeat(place[: len(lists.first) - 1], np.diff(lists.first)))

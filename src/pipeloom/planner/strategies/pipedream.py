@@ -46,7 +46,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class PartitionRules:
     """What a partition is weighed by.
 
     bandwidth: bytes per second between workers.  memory_bytes: of a worker; None: not looked at.
@@ -87,9 +87,11 @@ def _by_modules(search: Search, mode: Mode) -> Cuts:
     chain = layers_between(search, places)
     slowest = search.slowest_link
     memory = min(search.caps) if mode == "paper" else None
-    found = partition(chain, len(search.caps), Rules(mode=mode, bandwidth=slowest, memory_bytes=memory))
+    found = partition(
+        chain, len(search.caps), PartitionRules(mode=mode, bandwidth=slowest, memory_bytes=memory)
+    )
     if not found.stages:  # by its own account nothing fits; ours is asked afterwards
-        found = partition(chain, len(search.caps), Rules(mode=mode, bandwidth=slowest))
+        found = partition(chain, len(search.caps), PartitionRules(mode=mode, bandwidth=slowest))
     return (0, *(int(places[end]) for _, end, _ in found.stages))
 
 
@@ -115,7 +117,9 @@ def layers_between(search: Search, places: Sequence[int]) -> list[Layer]:
     return found
 
 
-def stage_s(compute_s: Array, weights: Array, workers: int, rules: Rules, *, inner: int = 1) -> Array:
+def stage_s(
+    compute_s: Array, weights: Array, workers: int, rules: PartitionRules, *, inner: int = 1
+) -> Array:
     """Seconds per micro-batch of stages on `workers` replicas each.
 
     inner: machines of the inner level, by which the repository divides the all-reduce of a single stage.
@@ -126,7 +130,7 @@ def stage_s(compute_s: Array, weights: Array, workers: int, rules: Rules, *, inn
     return (compute_s + reduce_s) / workers
 
 
-def partition(layers: Sequence[Layer], workers: int, rules: Rules) -> Assignment:
+def partition(layers: Sequence[Layer], workers: int, rules: PartitionRules) -> Assignment:
     """The dynamic programme over `layers` and up to `workers` workers, all of them used.
 
     Takes time workers^2 x layers^2 with replicas, workers x layers^2 in a straight pipeline.
@@ -179,7 +183,7 @@ def noam(workers: int, replicas_of_first: int) -> int:
     return ceil(workers / replicas_of_first)
 
 
-def _transfer_s(layers: Sequence[Layer], rules: Rules) -> Array:
+def _transfer_s(layers: Sequence[Layer], rules: PartitionRules) -> Array:
     """Seconds to send what crosses in front of each layer, and its gradient back."""
     sizes = np.array([0.0, *(layer.activation_bytes for layer in layers)])
     if rules.mode == "paper":

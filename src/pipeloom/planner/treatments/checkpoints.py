@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost.arrays import Array, Indices, Rows
+from ..stage_cost.arrays import Array, Indices, RaggedArray
 from ..stage_cost.liveness import ForwardArrays
 from ..stage_cost.recompute_liveness import RecomputeLiveness
 from ..stage_cost.residuals import KEEP, RECOMPUTE
@@ -32,7 +32,7 @@ LEAST = 0.01
 
 
 @kernel
-def _until(start: int, chain: Rows, forward: ForwardArrays, number: Indices, until: Indices) -> None:
+def _until(start: int, chain: RaggedArray, forward: ForwardArrays, number: Indices, until: Indices) -> None:
     """Write of each residual the last op that needs it, be that for making another residual again.
 
     number: storage -> residual, -1 for none.  until: the last ops whose backward reads them.

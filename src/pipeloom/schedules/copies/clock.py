@@ -45,7 +45,7 @@ class Walk(NamedTuple):
     uplink_s: Floats
 
 
-class Moments(NamedTuple):
+class CopyTimes(NamedTuple):
     """When what happens, in seconds. start, end: per entry.  made: (2, stages, micro-batches), the ends of
     forwards, and of B or I.  copied: the same of OFFLOAD and RELOAD.  free: (3, ranks), when a rank, its lane
     out and its lane back are free.  uplink_free: (2, uplinks).  ready: (ranks,).  position: (ranks,)."""
@@ -82,10 +82,10 @@ def walk_of(columns: Columns, shape: Shape, uplinks: Uplinks) -> Walk:
     )
 
 
-def run(walk: Walk, microbatches: int) -> Moments:
+def run(walk: Walk, microbatches: int) -> CopyTimes:
     """Walk all rows; they are taken to be complete and not to block."""
     entries, ranks, stages = len(walk.kind), len(walk.offsets) - 1, len(walk.uplink_s)
-    moments = Moments(
+    moments = CopyTimes(
         start=np.zeros(entries),
         end=np.zeros(entries),
         made=np.full((2, stages, microbatches), NOT_YET),
@@ -101,7 +101,7 @@ def run(walk: Walk, microbatches: int) -> Moments:
 
 
 @kernel
-def _run(w: Walk, m: Moments) -> None:
+def _run(w: Walk, m: CopyTimes) -> None:
     ranks = len(w.offsets) - 1
     while True:
         best = -1
@@ -118,7 +118,7 @@ def _run(w: Walk, m: Moments) -> None:
 
 
 @kernel
-def _ready_s(w: Walk, m: Moments, rank: int) -> float:
+def _ready_s(w: Walk, m: CopyTimes, rank: int) -> float:
     """When a rank can begin its next entry; below 0 while that is not known."""
     at = m.position[rank]
     code, stage, number = w.kind[at], w.stage[at], w.microbatch[at]
@@ -138,7 +138,7 @@ def _ready_s(w: Walk, m: Moments, rank: int) -> float:
 
 
 @kernel
-def _do(w: Walk, m: Moments, rank: int) -> None:
+def _do(w: Walk, m: CopyTimes, rank: int) -> None:
     """Do the next entry of a rank."""
     at = m.position[rank]
     code, stage, number = w.kind[at], w.stage[at], w.microbatch[at]

@@ -35,7 +35,7 @@ SLACK = 1e-7
 
 
 @dataclass(frozen=True)
-class Times:
+class MeanTimes:
     """Mean seconds of F, I, W and a transfer; seconds from one micro-batch to the next; ranks."""
 
     forward: float
@@ -61,7 +61,7 @@ def block_clock(s: Shape, memory: float) -> Periodic | None:
     hops = [s.delay_s(a, b) for a, b in s.stages.between]
     transfer = sum(hops) / max(1, sum(hop > 0 for hop in hops))
     forward, back, weight_grad = means
-    times = Times(forward, back, weight_grad, transfer, s.period_s, s.ranks)
+    times = MeanTimes(forward, back, weight_grad, transfer, s.period_s, s.ranks)
     for weight in (1.0, 0.75, 1.25):
         start = _starts(times, weight)
         if _peak(times, start) <= memory + EPS:
@@ -69,7 +69,7 @@ def block_clock(s: Shape, memory: float) -> Periodic | None:
     return None
 
 
-def _clock(s: Shape, times: Times, start: Floats) -> Periodic:
+def _clock(s: Shape, times: MeanTimes, start: Floats) -> Periodic:
     at: dict[tuple[int, Kind], float] = {}
     for rank, (first, second) in enumerate(s.rank_stages):
         actions = ((first, F), (second, F), (second, I), (first, I), (second, W), (first, W))
@@ -77,7 +77,7 @@ def _clock(s: Shape, times: Times, start: Floats) -> Periodic:
     return Periodic(at, times.period)
 
 
-def _starts(times: Times, weight: float) -> Floats:
+def _starts(times: MeanTimes, weight: float) -> Floats:
     """[rank, action] when micro-batch 0 runs. weight: of the outer hops (F down, I up) against the inner."""
     seconds = np.array([times.forward] * 2 + [times.back] * 2 + [times.weight] * 2)
     position = np.zeros((len(ORDERS), 6))
@@ -89,7 +89,7 @@ def _starts(times: Times, weight: float) -> Floats:
     return _unrolled(times, phase[:, None] + position[path])
 
 
-def _hops(times: Times, position: Floats, weight: float) -> tuple[Floats, Floats]:
+def _hops(times: MeanTimes, position: Floats, weight: float) -> tuple[Floats, Floats]:
     """[order of a rank, order of the next] the least sum of the four hops between them, and the shift."""
     own, following = position[:, None, :], position[None, :, :]
     sign = np.array([1.0, -1.0, 1.0, -1.0])  # down: to the next rank; up: from it
@@ -107,7 +107,7 @@ def _hops(times: Times, position: Floats, weight: float) -> tuple[Floats, Floats
     return cost, shift
 
 
-def _path(times: Times, position: Floats, cost: Floats) -> list[int]:
+def _path(times: MeanTimes, position: Floats, cost: Floats) -> list[int]:
     """The order of each rank, so that the sum of all hops and turns is least. A late W costs a little."""
     down, up, back_down, back_up, w_down, w_up = position.T
     late = 0.01 * (times.wait(w_down - back_down, times.back) + times.wait(w_up - back_up, times.back))
@@ -124,7 +124,7 @@ def _path(times: Times, position: Floats, cost: Floats) -> list[int]:
     return path[::-1]
 
 
-def _unrolled(times: Times, at: Floats) -> Floats:
+def _unrolled(times: MeanTimes, at: Floats) -> Floats:
     """Times within a period -> times of one micro-batch on its way down, up, down and up."""
     ranks, transfer = times.ranks, times.transfer
     found = np.array(at)
@@ -151,7 +151,7 @@ def _unrolled(times: Times, at: Floats) -> Floats:
     return found
 
 
-def _peak(times: Times, start: Floats) -> float:
+def _peak(times: MeanTimes, start: Floats) -> float:
     """Most micro-batches that a rank holds: each chunk counts half, from F to the end of W."""
 
     def held(rank: int, moment: float) -> float:

@@ -13,7 +13,7 @@ from ...ir.errors import ScheduleError
 from .shape import Shape
 
 
-class Line(Sequence[Action]):
+class ActionLine(Sequence[Action]):
     """Actions of one kind as two arrays; they are made where somebody looks at them."""
 
     def __init__(self, kind: Kind, stage: Longs, microbatch: Longs) -> None:
@@ -36,7 +36,7 @@ class Line(Sequence[Action]):
         return [*self, *other]
 
 
-def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> Line:
+def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> ActionLine:
     """Actions of a rank, `group` micro-batches at a time per stage: forwards from its first stage on,
     backwards from its last."""
     size = group or shape.microbatches
@@ -46,7 +46,7 @@ def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> Line
     microbatch = np.broadcast_to(low + np.arange(size), (len(low), len(own), size)).reshape(-1)
     stage = np.broadcast_to(own[:, None], (len(low), len(own), size)).reshape(-1)
     there = microbatch < shape.microbatches
-    return Line(kind, stage[there], microbatch[there])
+    return ActionLine(kind, stage[there], microbatch[there])
 
 
 def phases(
@@ -118,7 +118,7 @@ def _row(queues: dict[str, Columns], warm_up: int, repeat: str, last: str) -> Co
 
 
 def _columns(actions: Sequence[Action]) -> Columns:
-    if isinstance(actions, Line):
+    if isinstance(actions, ActionLine):
         kind = np.full(len(actions), CODE[actions.kind])
         return compute_columns(kind, actions.stage, actions.microbatch, np.array([0, len(actions)]))
     return columns_of([actions])

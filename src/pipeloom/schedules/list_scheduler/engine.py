@@ -21,7 +21,7 @@ from ...ir.errors import DeadlockError
 from ...ir.schedule import Pair
 from . import inner_loop
 from .inner_loop import TOO_LONG
-from .loop_tables import State, Tables
+from .loop_tables import SchedulerState, Tables
 from .problem import EPS, Outcome, SchedulingProblem
 from .tables import as_lists, columns_in, tables_of
 
@@ -47,7 +47,7 @@ def run(task: SchedulingProblem, within_s: float = inf) -> Outcome | None:
     return _outcome(task, t, s, tuple(rules.pairs) if rules is not None else ())
 
 
-def _outcome(task: SchedulingProblem, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcome:
+def _outcome(task: SchedulingProblem, t: Tables, s: SchedulerState, pairs: tuple[Pair, ...]) -> Outcome:
     starts = np.split(np.asarray(s.start), t.row_at[1:-1])
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
@@ -74,14 +74,14 @@ class _Rules:
         self.pairs: list[Pair] = []
         self.order_all = inner_loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
 
-    def _hold_back(self, t: Tables, s: State, rank: int) -> None:
+    def _hold_back(self, t: Tables, s: SchedulerState, rank: int) -> None:
         """Hold back what must wait for another action of the rank, or for the other one of its pair."""
         for index in _own(t, rank):
             if s.batch[index] >= 0 and not s.fills[index]:
                 free = self._is_turn(t, s, rank, index)
                 s.hold[index] = self._partner_ready(t, s, index) if free else inf
 
-    def _is_turn(self, t: Tables, s: State, rank: int, index: int) -> bool:
+    def _is_turn(self, t: Tables, s: SchedulerState, rank: int, index: int) -> bool:
         before = self.task.before
         if before is None:
             return True
@@ -89,12 +89,12 @@ class _Rules:
         others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
         return not any(before(other, action) for other in others)
 
-    def _second(self, s: State, index: int) -> tuple[int, int] | None:
+    def _second(self, s: SchedulerState, index: int) -> tuple[int, int] | None:
         """Stream and micro-batch of what goes with the next action of a stream, in fixed rows."""
         action = self.task.paired.get(self._head(s, index)) if self.task.paired else None
         return None if action is None else (self.stream_of[action.stage, action.kind], action.microbatch)
 
-    def _partner_ready(self, t: Tables, s: State, index: int) -> float:
+    def _partner_ready(self, t: Tables, s: SchedulerState, index: int) -> float:
         """When the other action of a fixed pair has what it needs; 0 without one."""
         second = self._second(s, index)
         if second is None:
@@ -104,7 +104,7 @@ class _Rules:
         place = other * t.size + b
         return inf if full or s.missing[place] else float(s.arrival[place])
 
-    def _begin_unit(self, t: Tables, s: State, index: int, now: float) -> None:
+    def _begin_unit(self, t: Tables, s: SchedulerState, index: int, now: float) -> None:
         """As `inner_loop.begin_unit`, where the unit may be a pair."""
         task = self.task
         pair = [index]
@@ -124,7 +124,7 @@ class _Rules:
         for member in pair:
             inner_loop.begin.interpreted(t, s, member, now, end, end + after)
 
-    def _companions(self, t: Tables, s: State, index: int, now: float) -> list[int]:
+    def _companions(self, t: Tables, s: SchedulerState, index: int, now: float) -> list[int]:
         """A stream and one that may run with it now, in the order in which they run; or it alone."""
         together = self.task.together
         assert together is not None
@@ -142,12 +142,12 @@ class _Rules:
                 return [other, index]
         return [index]
 
-    def _around(self, t: Tables, s: State, index: int) -> tuple[float, float]:
+    def _around(self, t: Tables, s: SchedulerState, index: int) -> tuple[float, float]:
         """Seconds of what stands right before and right after the stream's next action."""
         place = index * t.size + s.batch[index]
         return (t.before[place], t.after[place]) if len(t.before) else (0.0, 0.0)
 
-    def _head(self, s: State, index: int) -> Action:
+    def _head(self, s: SchedulerState, index: int) -> Action:
         return self.task.streams[index].action(int(s.batch[index]))
 
 
@@ -156,7 +156,7 @@ def _own(t: Tables, rank: int) -> Sequence[int]:
     return t.own[t.own_at[rank] : t.own_at[rank + 1]]  # type: ignore[return-value]
 
 
-def _stuck(task: SchedulingProblem, t: Tables, s: State) -> DeadlockError:
+def _stuck(task: SchedulingProblem, t: Tables, s: SchedulerState) -> DeadlockError:
     full, waits = zip(*_waits(task, t, s), strict=True)
     if any(full):
         return DeadlockError(
@@ -168,7 +168,7 @@ def _stuck(task: SchedulingProblem, t: Tables, s: State) -> DeadlockError:
     return DeadlockError("no rank can move: " + "; ".join(waits[:16]), hint=f"reorder {at_fault}")
 
 
-def _waits(task: SchedulingProblem, t: Tables, s: State) -> Iterator[tuple[bool, str]]:
+def _waits(task: SchedulingProblem, t: Tables, s: SchedulerState) -> Iterator[tuple[bool, str]]:
     """Of each rank that has not run all whether a limit holds it up, and in words what does."""
     for rank in range(task.ranks):
         own = t.own[t.own_at[rank] : t.own_at[rank + 1]]
@@ -201,13 +201,13 @@ def _waits(task: SchedulingProblem, t: Tables, s: State) -> Iterator[tuple[bool,
             yield False, f"rank {rank} at {action} {what}"
 
 
-def _is_full(t: Tables, s: State, index: int) -> bool:
+def _is_full(t: Tables, s: SchedulerState, index: int) -> bool:
     """Whether only a limit keeps the next action of a stream from running."""
     b = s.batch[index]
     at_hand = s.missing[index * t.size + b] == 0
     return bool(at_hand and t.opens[index] and not inner_loop.may_open.interpreted(t, s, index, b))
 
 
-def _has_run(t: Tables, s: State, index: int, b: int) -> bool:
+def _has_run(t: Tables, s: SchedulerState, index: int, b: int) -> bool:
     begin = t.order_at[index]
     return b in list(t.order[begin : begin + s.next[index]])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...ir.kernels import kernel
-from .loop_tables import State
+from .loop_tables import SchedulerState
 from .problem import EPS
 
 
 @kernel
-def push(s: State, moment: float, rank: int) -> None:
+def push(s: SchedulerState, moment: float, rank: int) -> None:
     """Let a rank look around at a moment."""
     at = s.events[0]
     s.events[0] += 1
@@ -22,7 +22,7 @@ def push(s: State, moment: float, rank: int) -> None:
 
 
 @kernel
-def pop(s: State) -> int:
+def pop(s: SchedulerState) -> int:
     """The rank that looks around first; of several the lowest."""
     first: int = s.event_rank[0]
     s.events[0] -= 1
@@ -44,7 +44,7 @@ def pop(s: State) -> int:
 
 
 @kernel
-def wake(s: State) -> tuple[float, int]:
+def wake(s: SchedulerState) -> tuple[float, int]:
     """The time, and how many free ranks look around then: the first so many of `s.woken`."""
     now, count = s.event[0], 0
     while s.events[0] > 0 and s.event[0] <= now + EPS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...ir.kernels import kernel
 from .event_heap import push, wake
-from .loop_tables import State, Tables
+from .loop_tables import SchedulerState, Tables
 from .problem import EPS
 
 ALL: int = 0
@@ -23,7 +23,7 @@ DONE, TOO_LONG = 0, 1
 
 
 @kernel
-def look(t: Tables, s: State, index: int) -> None:
+def look(t: Tables, s: SchedulerState, index: int) -> None:
     """Note the next action of a stream, if there is one."""
     at = t.order_at[index] + s.next[index]
     if at >= t.order_at[index + 1]:
@@ -38,7 +38,7 @@ def look(t: Tables, s: State, index: int) -> None:
 
 
 @kernel
-def may_open(t: Tables, s: State, index: int, b: int) -> bool:
+def may_open(t: Tables, s: SchedulerState, index: int, b: int) -> bool:
     """Whether the limits let an F run now."""
     rank = t.rank[index]
     if s.opened[rank] >= t.open_rank[rank] or s.opened_stage[t.stage[index]] >= t.open_stage[t.stage[index]]:
@@ -65,7 +65,7 @@ def may_open(t: Tables, s: State, index: int, b: int) -> bool:
 
 
 @kernel
-def unit_arrival(t: Tables, s: State, index: int) -> float:
+def unit_arrival(t: Tables, s: SchedulerState, index: int) -> float:
     """When all streams of a unit have what they wait for and all its other ranks are free; infinite where
     that is not known yet."""
     seen: float = max(s.ready[index], s.hold[index])
@@ -79,7 +79,7 @@ def unit_arrival(t: Tables, s: State, index: int) -> float:
 
 
 @kernel
-def unit_may_open(t: Tables, s: State, index: int) -> bool:
+def unit_may_open(t: Tables, s: SchedulerState, index: int) -> bool:
     """Whether the limits of all ranks of a unit let its F run now."""
     b = s.batch[index]
     if not may_open(t, s, index, b):
@@ -91,7 +91,7 @@ def unit_may_open(t: Tables, s: State, index: int) -> bool:
 
 
 @kernel
-def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
+def choose(t: Tables, s: SchedulerState, rank: int, now: float, fill: bool) -> int:
     """The stream that a rank runs next, or NOTHING, or FILLABLE.
 
     A unit on several ranks that is more urgent than what the rank could run, and whose other ranks will be
@@ -152,7 +152,7 @@ def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
 
 
 @kernel
-def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) -> None:
+def begin(t: Tables, s: SchedulerState, index: int, now: float, end: float, free: float) -> None:
     """Run the next action of a stream: its results are there at `end`, its rank is free again at `free`."""
     rank, b = t.rank[index], s.batch[index]
     s.left[rank] -= t.seconds[index]
@@ -202,12 +202,12 @@ def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) 
 
 
 @kernel
-def hold_back(t: Tables, s: State, rank: int) -> None:
+def hold_back(t: Tables, s: SchedulerState, rank: int) -> None:
     """Hold nothing back: in its place stands what a user's functions say, where there are any."""
 
 
 @kernel
-def begin_unit(t: Tables, s: State, index: int, now: float) -> None:
+def begin_unit(t: Tables, s: SchedulerState, index: int, now: float) -> None:
     """Run the next action of a stream, and with it those of its unit on other ranks."""
     b = s.batch[index]
     for at in range(t.unit_at[index] - 1, t.unit_at[index + 1]):
@@ -221,7 +221,7 @@ def begin_unit(t: Tables, s: State, index: int, now: float) -> None:
 
 
 @kernel
-def announce(t: Tables, s: State, user: int, b: int, now: float) -> None:
+def announce(t: Tables, s: SchedulerState, user: int, b: int, now: float) -> None:
     """All that an action of a stream waits for will be there."""
     rank, seen = t.rank[user], s.arrival[user * t.size + b]
     if t.filler[user]:
@@ -234,7 +234,7 @@ def announce(t: Tables, s: State, user: int, b: int, now: float) -> None:
 
 
 @kernel
-def order_all(t: Tables, s: State, ranks: int) -> int:
+def order_all(t: Tables, s: SchedulerState, ranks: int) -> int:
     """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
     for rank in range(ranks):
         push(s, 0.0, rank)

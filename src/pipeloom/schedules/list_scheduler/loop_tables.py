@@ -63,7 +63,7 @@ class Tables(NamedTuple):
     within: float
 
 
-class State(NamedTuple):
+class SchedulerState(NamedTuple):
     """What changes. Per stream its next action: position, micro-batch, key, when it could start (`ready`) and
     what holds it back besides, and whether it fills gaps by now; per action what it still waits for and when
     the rest is there; per rank when it is free, how long it was idle between its actions (and last the most

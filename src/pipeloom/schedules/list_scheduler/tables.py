@@ -14,17 +14,17 @@ from ...ir.columns import CODE, CODED, Columns, Longs
 from ...ir.errors import ScheduleError
 from ..language.periodic import Periodic
 from .inner_loop import ALL, NONE, WARM
-from .loop_tables import State, Tables
+from .loop_tables import SchedulerState, Tables
 from .problem import SchedulingProblem, Stream
 
 NEVER = 1 << 40
 """What an action that is not run waits for: more than there is."""
 
 _EARLY = {"all": ALL, "warm": WARM, "none": NONE}
-Table = TypeVar("Table", Tables, State)
+Table = TypeVar("Table", Tables, SchedulerState)
 
 
-def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, State]:
+def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, SchedulerState]:
     """Tables of arrays, and the state before anything runs."""
     streams = task.streams
     orders = [np.asarray(s.order, np.int64) for s in streams]
@@ -92,7 +92,7 @@ def _routes(task: SchedulingProblem) -> Longs:
     )
 
 
-def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> State:
+def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> SchedulerState:
     """Before anything runs. lengths: micro-batches of each stream."""
     streams, size = task.streams, t.size
     count, actions = len(streams), len(t.order)
@@ -104,7 +104,7 @@ def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> State:
     left = np.bincount(t.rank, t.seconds * lengths, task.ranks).astype(np.float64)
     unopened = np.bincount(t.rank, t.opens * lengths, task.ranks).astype(np.int64)
     events = 2 * actions + task.ranks  # one when an action ends, one when its data are there
-    return State(
+    return SchedulerState(
         next=_none(count),
         batch=_none(count) - 1,
         key=_none(count),
@@ -143,7 +143,7 @@ def as_lists(table: Table) -> Table:
     return type(table)(*(x.tolist() if isinstance(x, np.ndarray) else x for x in table))  # type: ignore[arg-type]
 
 
-def columns_in(task: SchedulingProblem, t: Tables, s: State) -> Columns:
+def columns_in(task: SchedulingProblem, t: Tables, s: SchedulerState) -> Columns:
     """The rows that the loop has written."""
     codes: dict[Kind, int] = dict(CODE)
     for stream in task.streams:

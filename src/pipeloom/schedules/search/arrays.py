@@ -44,7 +44,7 @@ class Units(NamedTuple):
     span: bool
 
 
-class Clock(NamedTuple):
+class TimingArrays(NamedTuple):
     """What timing writes. Per entry its end; per rank when it is free, what it holds and has held at most,
     and when its own time began: with its first action where spans count, else with the step; negative before
     that."""
@@ -57,7 +57,7 @@ class Clock(NamedTuple):
 
 
 @kernel
-def reset(t: Units, c: Clock) -> None:
+def reset(t: Units, c: TimingArrays) -> None:
     for rank in range(len(c.free)):
         c.free[rank] = 0.0
         c.used[rank] = 0.0
@@ -66,7 +66,7 @@ def reset(t: Units, c: Clock) -> None:
 
 
 @kernel
-def run_entry(t: Units, c: Clock, u: int, b: int, m: int) -> float:
+def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
     """Run unit u of micro-batch b after all that came before. Returns: when it ends; or how long its ranks
     have then been at it, where spans count."""
     begin = 0.0
@@ -89,7 +89,7 @@ def run_entry(t: Units, c: Clock, u: int, b: int, m: int) -> float:
 
 
 @kernel
-def run_order(t: Units, c: Clock, order: Ints) -> float:
+def run_order(t: Units, c: TimingArrays, order: Ints) -> float:
     """Run an order. Returns: the seconds that are to be few, of the step or of the longest span; ends and
     peaks are in `c`."""
     reset(t, c)
@@ -100,7 +100,7 @@ def run_order(t: Units, c: Clock, order: Ints) -> float:
 
 
 @kernel
-def excess(t: Units, c: Clock) -> float:
+def excess(t: Units, c: TimingArrays) -> float:
     """By which share of their limits the ranks hold too much, all together."""
     over = 0.0
     for rank in range(len(t.cap)):
@@ -110,7 +110,7 @@ def excess(t: Units, c: Clock) -> float:
 
 
 @kernel
-def rest(c: Clock) -> float:
+def rest(c: TimingArrays) -> float:
     """When ranks end on average: of orders with the same step the one that leaves more room is nearer a
     better one."""
     total = 0.0

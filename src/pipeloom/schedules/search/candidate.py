@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import Clock, run_order
+from .arrays import TimingArrays, run_order
 from .problem import SearchProblem
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Repeating:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class OrderCandidate:
     """An order of everything, timed.
 
     order: see `arrays`.  step_s: of it.  cost_s: what the search makes short, the step or the longest span of
@@ -40,9 +40,9 @@ class Candidate:
     repeating: Repeating | None = None
 
 
-def new_clock(problem: SearchProblem) -> Clock:
+def new_clock(problem: SearchProblem) -> TimingArrays:
     ranks = problem.ranks
-    return Clock(
+    return TimingArrays(
         end=np.zeros(len(problem.units) * problem.microbatches),
         free=np.zeros(ranks),
         used=np.zeros(ranks),
@@ -51,11 +51,13 @@ def new_clock(problem: SearchProblem) -> Clock:
     )
 
 
-def timed(problem: SearchProblem, order: Ints, engine: str, repeating: Repeating | None = None) -> Candidate:
+def timed(
+    problem: SearchProblem, order: Ints, engine: str, repeating: Repeating | None = None
+) -> OrderCandidate:
     """An order with its times."""
     clock = new_clock(problem)
     cost_s = float(run_order(problem.arrays, clock, order))
-    return Candidate(
+    return OrderCandidate(
         order=order,
         step_s=float(clock.free.max()),
         cost_s=cost_s,
@@ -66,12 +68,12 @@ def timed(problem: SearchProblem, order: Ints, engine: str, repeating: Repeating
     )
 
 
-def fits(candidate: Candidate, caps: Floats) -> bool:
+def fits(candidate: OrderCandidate, caps: Floats) -> bool:
     """Whether it keeps to the limits."""
     return bool((np.array(candidate.peaks) <= caps).all())
 
 
-def one_by_one(problem: SearchProblem) -> Candidate:
+def one_by_one(problem: SearchProblem) -> OrderCandidate:
     """One micro-batch after the other: nothing needs less memory. Parts that exchange nothing go one after
     the other, too."""
     m = problem.microbatches

@@ -16,7 +16,7 @@ from math import exp, floor, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...ir.kernels import kernel
-from .arrays import EPS, Clock, Units, draw, excess, reset, rest, run_entry
+from .arrays import EPS, TimingArrays, Units, draw, excess, reset, rest, run_entry
 
 if TYPE_CHECKING:
     from .arrays import Floats, Ints
@@ -25,7 +25,7 @@ OVER = 4.0
 """What holding twice a limit costs, in periods."""
 
 
-class Moments(NamedTuple):
+class ClockState(NamedTuple):
     """Per unit: now, before the last move, and of the best so far; the units by phase, and their turns;
     costs: of now, of the best.  order: that of now, as `run_turns` wrote it."""
 
@@ -40,7 +40,7 @@ class Moments(NamedTuple):
 
 
 @kernel
-def settle(t: Units, s: Moments, period: float) -> None:
+def settle(t: Units, s: ClockState, period: float) -> None:
     """No unit before what it needs; and the units sorted by phase, equal ones by number."""
     count = len(t.seconds)
     for u in range(count):
@@ -61,7 +61,7 @@ def settle(t: Units, s: Moments, period: float) -> None:
 
 
 @kernel
-def run_turns(t: Units, c: Clock, s: Moments, m: int, within: float) -> float:
+def run_turns(t: Units, c: TimingArrays, s: ClockState, m: int, within: float) -> float:
     """Write and time the order of m micro-batches. Returns: its seconds as `run_order` has them, or something
     longer than `within` once that is certain."""
     reset(t, c)
@@ -83,7 +83,7 @@ def run_turns(t: Units, c: Clock, s: Moments, m: int, within: float) -> float:
 
 
 @kernel
-def move(t: Units, s: Moments, period: float, seed: Ints) -> None:
+def move(t: Units, s: ClockState, period: float, seed: Ints) -> None:
     """Change a moment; or that of all later ones; or swap two; or let one run a whole period sooner or
     later."""
     count = len(s.first)
@@ -107,7 +107,7 @@ def move(t: Units, s: Moments, period: float, seed: Ints) -> None:
 
 
 @kernel
-def anneal_moments(t: Units, c: Clock, s: Moments, plan: Floats, seed: Ints, tries: int) -> int:
+def anneal_moments(t: Units, c: TimingArrays, s: ClockState, plan: Floats, seed: Ints, tries: int) -> int:
     """Move the moments so many times. plan: the period, the micro-batches, the temperature at the start and
     at the end, a step that cannot be bettered. Returns: how many orders were timed."""
     period, m, floor_s = plan[0], int(plan[1]), plan[4]

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...ir.kernels import kernel
-from .arrays import EPS, Clock, Units, reset, run_entry
+from .arrays import EPS, TimingArrays, Units, reset, run_entry
 
 if TYPE_CHECKING:
     from .arrays import Floats, Ints
 
 
-class Rules(NamedTuple):
+class DispatchRules(NamedTuple):
     """Per unit: its priority, smaller first; how many micro-batches it may be ahead of the last unit of its
     stage, for F.  patience: share of what could run now for which a more urgent head is waited for.  next:
     per unit its next micro-batch."""
@@ -29,7 +29,7 @@ class Rules(NamedTuple):
 
 
 @kernel
-def may_begin(t: Units, c: Clock, r: Rules, u: int) -> bool:
+def may_begin(t: Units, c: TimingArrays, r: DispatchRules, u: int) -> bool:
     """Whether limits let the head of a unit run."""
     if t.memory[u] > 0 or t.kind[u] == 0:
         if r.next[u] - r.next[r.last[u]] >= r.ahead[u]:
@@ -41,7 +41,7 @@ def may_begin(t: Units, c: Clock, r: Rules, u: int) -> bool:
 
 
 @kernel
-def earliest(t: Units, c: Clock, r: Rules, u: int, m: int) -> float:
+def earliest(t: Units, c: TimingArrays, r: DispatchRules, u: int, m: int) -> float:
     """When the head of a unit could begin; infinite before what it needs has run."""
     b, begin = r.next[u], 0.0
     for at in range(t.on_at[u], t.on_at[u + 1]):
@@ -54,7 +54,7 @@ def earliest(t: Units, c: Clock, r: Rules, u: int, m: int) -> float:
 
 
 @kernel
-def dispatch(t: Units, c: Clock, r: Rules, order: Ints) -> float:
+def dispatch(t: Units, c: TimingArrays, r: DispatchRules, order: Ints) -> float:
     """Write an order. Returns: its seconds as `run_order` has them; infinite if the limits block it."""
     reset(t, c)
     m, units, cost = t.microbatches, len(t.seconds), 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .bounds import Bound
-from .candidate import Candidate
+from .candidate import OrderCandidate
 from .problem import SearchProblem
 
 
@@ -19,12 +19,12 @@ class Round:
     without limits."""
 
     problem: SearchProblem
-    best: Candidate
-    repeating: Candidate
+    best: OrderCandidate
+    repeating: OrderCandidate
     bound: Bound
     seed: int
     effort: float
-    without_limits: Mapping[str, Candidate] = field(default_factory=dict)
+    without_limits: Mapping[str, OrderCandidate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Found:
     """A candidate, if there is one that keeps to the limits, how many orders were timed for it, and what it
     proves."""
 
-    candidate: Candidate | None
+    candidate: OrderCandidate | None
     evaluations: int
     bound: Bound | None = None
 

@@ -4,7 +4,7 @@ micro-batches."""
 from __future__ import annotations
 
 from ...ir.errors import ScheduleError
-from .candidate import Candidate
+from .candidate import OrderCandidate
 from .problem import SearchProblem
 from .search import SearchResult
 
@@ -74,7 +74,7 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
     )
 
 
-def turn_of(problem: SearchProblem, candidate: Candidate) -> list[str]:
+def turn_of(problem: SearchProblem, candidate: OrderCandidate) -> list[str]:
     """Per rank what it runs in one turn."""
     assert candidate.repeating is not None
     period, first = candidate.repeating.period, candidate.repeating.first

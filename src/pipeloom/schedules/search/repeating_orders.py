@@ -6,15 +6,15 @@ from math import inf
 
 import numpy as np
 
-from .candidate import Candidate, Repeating, fits, new_clock, timed
-from .clock_kernel import Moments, run_turns, settle
+from .candidate import OrderCandidate, Repeating, fits, new_clock, timed
+from .clock_kernel import ClockState, run_turns, settle
 from .problem import SearchProblem
 
 
-def moments_of(repeating: Repeating, microbatches: int) -> Moments:
+def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
     count = len(repeating.first)
     first = np.array(repeating.first)
-    return Moments(
+    return ClockState(
         first=first,
         before=first.copy(),
         best=first.copy(),
@@ -26,7 +26,7 @@ def moments_of(repeating: Repeating, microbatches: int) -> Moments:
     )
 
 
-def written(problem: SearchProblem, repeating: Repeating, engine: str) -> Candidate:
+def written(problem: SearchProblem, repeating: Repeating, engine: str) -> OrderCandidate:
     """The order of a repeating order for all micro-batches, timed."""
     t, m = problem.arrays, problem.microbatches
     moments = moments_of(repeating, m)
@@ -35,7 +35,7 @@ def written(problem: SearchProblem, repeating: Repeating, engine: str) -> Candid
     return timed(problem, moments.order, engine, repeating)
 
 
-def repeating_of(problem: SearchProblem, candidate: Candidate) -> Candidate:
+def repeating_of(problem: SearchProblem, candidate: OrderCandidate) -> OrderCandidate:
     """The best of the repeating orders that an order comes near; it may break limits that the order keeps.
 
     What runs around one moment is taken as a turn of it: of every unit the micro-batch that runs then.
@@ -47,7 +47,7 @@ def repeating_of(problem: SearchProblem, candidate: Candidate) -> Candidate:
     starts = candidate.ends.reshape(-1, m) - seconds[:, None]
     low, high = m // 4, max(m // 4 + 1, 3 * m // 4)
     pace = float((starts[:, min(high, m - 1)] - starts[:, low]).mean()) / max(min(high, m - 1) - low, 1)
-    tries: list[Candidate] = []
+    tries: list[OrderCandidate] = []
     for period in sorted({max(problem.work), max(*problem.work, pace)}):
         period = max(period, 1e-9)
         for share in (0.5, 0.4, 0.6, 0.3, 0.7):

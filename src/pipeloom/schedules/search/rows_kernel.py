@@ -10,7 +10,7 @@ from math import log
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...ir.kernels import kernel
-from .arrays import EPS, Clock, Units, draw, run_entry
+from .arrays import EPS, TimingArrays, Units, draw, run_entry
 
 if TYPE_CHECKING:
     from .arrays import Floats, Ints
@@ -19,7 +19,7 @@ EVERY = 16
 """Entries between two snapshots."""
 
 
-class Rows(NamedTuple):
+class RowsState(NamedTuple):
     """order: now.  best: of all.  known: ends as of now.  snapshots: per place of which
     there is one, what is free, used and held at most per rank and when it began, and the longest seconds so
     far.  cost: of now, of best."""
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 @kernel
-def take(s: Rows, c: Clock, number: int, longest: float) -> None:
+def take(s: RowsState, c: TimingArrays, number: int, longest: float) -> None:
     """Write a snapshot."""
     ranks = len(c.free)
     for rank in range(ranks):
@@ -48,7 +48,7 @@ def take(s: Rows, c: Clock, number: int, longest: float) -> None:
 
 
 @kernel
-def time_from(t: Units, c: Clock, s: Rows, low: int, within: float, write: bool) -> float:
+def time_from(t: Units, c: TimingArrays, s: RowsState, low: int, within: float, write: bool) -> float:
     """Time the order from place `low` on; what stands before it is as it was. Returns: its cost, infinite
     where a limit is broken, or something longer than `within`."""
     m, ranks, number = t.microbatches, len(c.free), low // EVERY
@@ -90,7 +90,7 @@ def needs_it(t: Units, user: int, maker: int) -> bool:
 
 
 @kernel
-def target_of(t: Units, s: Rows, place: int, past: int, later: bool) -> int:
+def target_of(t: Units, s: RowsState, place: int, past: int, later: bool) -> int:
     """Where an entry comes to stand that goes past so many others on its ranks, as far as needs let it."""
     m = t.microbatches
     u, b = s.order[place] // m, s.order[place] % m
@@ -111,7 +111,7 @@ def target_of(t: Units, s: Rows, place: int, past: int, later: bool) -> int:
 
 
 @kernel
-def shift(s: Rows, place: int, target: int) -> None:
+def shift(s: RowsState, place: int, target: int) -> None:
     """Move the entry at a place to another one."""
     entry, at = s.order[place], place
     while at < target:
@@ -124,7 +124,7 @@ def shift(s: Rows, place: int, target: int) -> None:
 
 
 @kernel
-def anneal_rows(t: Units, c: Clock, s: Rows, plan: Floats, seed: Ints, tries: int) -> int:
+def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Ints, tries: int) -> int:
     """Try so many moves. plan: the temperature at the start and at the end, a step that cannot be bettered.
     Returns: how many orders were timed."""
     heat, timed = plan[0], 0

@@ -21,7 +21,7 @@ from math import inf, log2
 
 from ...ir.errors import PlanError
 from .bounds import Bound, lower_bound
-from .candidate import Candidate, fits, one_by_one
+from .candidate import OrderCandidate, fits, one_by_one
 from .engine import Round
 from .levels import Levels, levels_of
 from .problem import SearchProblem
@@ -89,8 +89,8 @@ class SearchResult:
     micro-batches.  ended: "searched", "optimal", "time limit" or "interrupted"."""
 
     problem: SearchProblem = field(repr=False)
-    best: Candidate
-    repeating: Candidate
+    best: OrderCandidate
+    repeating: OrderCandidate
     progress: Progress
     ended: str
 
@@ -98,16 +98,16 @@ class SearchResult:
 class _Known:
     """The best of some orders, and the best that repeats, within the limits of a problem."""
 
-    def __init__(self, problem: SearchProblem, first: Candidate) -> None:
+    def __init__(self, problem: SearchProblem, first: OrderCandidate) -> None:
         self.problem, self.best = problem, first
         self.repeating = self._repeats(first)
         self.library: dict[str, float] = {}  # seconds by name
 
-    def _repeats(self, candidate: Candidate) -> Candidate:
+    def _repeats(self, candidate: OrderCandidate) -> OrderCandidate:
         found = repeating_of(self.problem, candidate)
         return found if fits(found, self.problem.arrays.cap) else candidate
 
-    def offer(self, candidate: Candidate) -> None:
+    def offer(self, candidate: OrderCandidate) -> None:
         if candidate.engine.startswith(LIBRARY):
             self.library[candidate.engine.removeprefix(LIBRARY)] = candidate.cost_s
         if candidate.cost_s < self.best.cost_s - SAME:
@@ -168,10 +168,10 @@ class _Search:
         _refuse_too_little(problem, self.first)
         self.levels = levels_of(problem)
         self.known = _Known(problem, self.first)
-        self.without_limits: dict[str, Candidate] = {}
+        self.without_limits: dict[str, OrderCandidate] = {}
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> OrderCandidate:
         return self.known.best
 
     def progress(self) -> Progress:
@@ -206,7 +206,7 @@ class _Search:
                     return "time limit"
         return "searched"
 
-    def _take(self, candidate: Candidate, known: _Known | None) -> None:
+    def _take(self, candidate: OrderCandidate, known: _Known | None) -> None:
         if known is not None:
             known.offer(candidate)
         else:
@@ -247,7 +247,7 @@ class _Search:
             if not self._in_vain(size):
                 yield from self._made(_Known(self.levels.at(size), known.best), number, few)
 
-    def _unlike(self) -> dict[str, Candidate]:
+    def _unlike(self) -> dict[str, OrderCandidate]:
         """The library's orders without limits, of such that take and hold alike the first."""
         alike = {(one.cost_s, one.peaks): name for name, one in reversed(self.without_limits.items())}
         return {name: one for name, one in self.without_limits.items() if name in alike.values()}
@@ -257,7 +257,7 @@ class _Search:
         return lower_bound(self.levels.at(size)).seconds >= self.best.cost_s
 
     def _made(
-        self, known: _Known, number: int, names: Mapping[str, Candidate]
+        self, known: _Known, number: int, names: Mapping[str, OrderCandidate]
     ) -> Iterator[tuple[str, Round, _Known]]:
         before = known.best
         yield "library", replace(self._round(known, number, 1.0), without_limits=names), known
@@ -322,7 +322,7 @@ def search_orders(
     )
 
 
-def _refuse_too_little(problem: SearchProblem, first: Candidate) -> None:
+def _refuse_too_little(problem: SearchProblem, first: OrderCandidate) -> None:
     for rank, (held, cap) in enumerate(zip(first.peaks, problem.arrays.cap, strict=True)):
         if held > cap:
             raise PlanError(

@@ -15,7 +15,7 @@ from ...ir.explanation import Explanation, Idle, Reason
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
-from .timeline_index import Span
+from .timeline_index import TimedSpan
 from .wait_causes import Causes
 
 MORE = 1e-9
@@ -60,7 +60,7 @@ def explain_idle_time(
     )
 
 
-def _idle(causes: Causes, rank: int, step_s: float, last: Span | None) -> Iterator[Idle]:
+def _idle(causes: Causes, rank: int, step_s: float, last: TimedSpan | None) -> Iterator[Idle]:
     """All idle time of one rank, in order."""
     budget_s = max(causes.busy_s) - causes.busy_s[rank]
     now_s = 0.0
@@ -82,7 +82,7 @@ def _idle(causes: Causes, rank: int, step_s: float, last: Span | None) -> Iterat
         yield Idle(rank=rank, start_s=now_s, end_s=step_s, reason="drain", waits_for=other, on_rank=on_rank)
 
 
-def _wait(causes: Causes, item: Span, since_s: float) -> list[Idle]:
+def _wait(causes: Causes, item: TimedSpan, since_s: float) -> list[Idle]:
     """The wait of a rank from `since_s` until `item` begins, cut where the reason changes."""
     cause = causes.cause(item)
     waits_for, on_rank = "", -1
@@ -92,7 +92,7 @@ def _wait(causes: Causes, item: Span, since_s: float) -> list[Idle]:
     elif cause is not None and (cause.rank != item.rank or cause.kind == "copy"):
         waits_for, on_rank = cause.action, cause.rank
 
-    def piece(start_s: float, end_s: float, reason: Reason, root: Span | None = None) -> Idle:
+    def piece(start_s: float, end_s: float, reason: Reason, root: TimedSpan | None = None) -> Idle:
         text, rank, waiting = ("", -1, "") if root is None else (root.action, root.rank, root.waiting)
         return Idle(
             rank=item.rank,
@@ -133,7 +133,7 @@ def _wait(causes: Causes, item: Span, since_s: float) -> list[Idle]:
     return pieces[::-1]
 
 
-def _reason(causes: Causes, item: Span, root: Span | None) -> Reason:
+def _reason(causes: Causes, item: TimedSpan, root: TimedSpan | None) -> Reason:
     if root is None:
         return "fill"
     if root.waiting:

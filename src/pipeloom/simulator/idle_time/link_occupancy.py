@@ -24,7 +24,7 @@ from ...ir.tied_gradients import reductions
 from ..all_reduce import link_seconds
 from ..layout import message_bytes
 from ..shared_links import crosses
-from .timeline_index import COPY_STREAMS, Key, Span, TimelineIndex, Times
+from .timeline_index import COPY_STREAMS, Key, TimedSpan, TimelineIndex, Times
 
 Link: TypeAlias = tuple[str, int | str]
 """("out of" or "into", a node); or (a copy stream, a switch)."""
@@ -59,7 +59,7 @@ class LinkOccupancy:
             entries.sort(key=lambda entry: entry[0])
             self._served[link] = [times for times, _ in entries], [key for _, key in entries]
 
-        self._sums: list[tuple[Span, set[Link]]] = []
+        self._sums: list[tuple[TimedSpan, set[Link]]] = []
         """What sums over ranks there were, with the links that they go through."""
         for row, items in zip(reductions(stages, program.placement), index.sums, strict=False):
             links: set[Link] = set()
@@ -83,7 +83,7 @@ class LinkOccupancy:
             self._links[text] = ("out of", a), ("into", b)
             self._held[text] = float(held[route])
 
-    def summing(self, key: Key, start_s: float) -> Span | None:
+    def summing(self, key: Key, start_s: float) -> TimedSpan | None:
         """A sum over ranks that went on until a message began, or longer, and goes through a link of it."""
         links = self._links.get(key[0], ())
         for item, held in self._sums if links else ():

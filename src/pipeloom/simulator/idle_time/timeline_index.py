@@ -16,7 +16,7 @@ Key: TypeAlias = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)  # looked up very often, and each is made once; not frozen, as that is slow
-class Span:
+class TimedSpan:
     """Something that took time: an action, a message on its way, a sum over ranks, a copy.
 
     place: which of its rank's compute actions it is; of a message, the place of the action that waits; of a
@@ -39,11 +39,11 @@ class Span:
 class SpansByEnd:
     """Spans to be found by their end."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[TimedSpan]) -> None:
         self._spans = sorted(spans, key=lambda i: i.end_s)
         self._ends = [i.end_s for i in self._spans]
 
-    def until(self, at_s: float, *, most: int | None = None) -> Span | None:
+    def until(self, at_s: float, *, most: int | None = None) -> TimedSpan | None:
         """The last one that took time and ended by `at_s`; `most`: of the first so many."""
         place = bisect_right(self._ends, at_s, hi=most)
         while place:
@@ -68,13 +68,13 @@ class TimelineIndex:
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        self.rows: list[list[Span]] = [[] for _ in range(timeline.ranks)]
-        self.computed: dict[Key, Span] = {}
+        self.rows: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
+        self.computed: dict[Key, TimedSpan] = {}
         self.sent: dict[Key, Times] = {}
         self.received: dict[Key, Times] = {}
         self.copies: dict[Key, tuple[int, str, Times]] = {}
-        self.beside: list[list[Span]] = [[] for _ in range(timeline.ranks)]
-        self.sums: list[list[Span]] = [[] for _ in range(timeline.ranks)]
+        self.beside: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
+        self.sums: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
         once = isinstance(timeline.events, SimulatedEvents)  # the simulator runs each instruction once
         repeats: Counter[tuple[str, int, str]] = Counter()
         for stream, rank, text, start_s, end_s in zip(*_listed(timeline), strict=True):
@@ -84,7 +84,7 @@ class TimelineIndex:
                 repeats[stream, rank, text] += 1
             if stream == "compute":
                 row = self.rows[rank]
-                item = Span("compute", rank, text, repeat, start_s, end_s, len(row))
+                item = TimedSpan("compute", rank, text, repeat, start_s, end_s, len(row))
                 self.computed[text, repeat] = item
                 row.append(item)
             elif stream == "send" and "SEND" in text:
@@ -92,11 +92,11 @@ class TimelineIndex:
             elif stream in COPY_STREAMS:
                 self.copies[text, repeat] = rank, stream, (start_s, end_s)
             elif stream in ("send", "host"):
-                self.beside[rank].append(Span("copy", rank, text, 0, start_s, end_s, 0))
+                self.beside[rank].append(TimedSpan("copy", rank, text, 0, start_s, end_s, 0))
             elif "RECV" in text:
                 self.received[text, repeat] = start_s, end_s
             elif text not in ("END", "ROOM"):
-                self.sums[rank].append(Span("reduce", rank, text, 0, start_s, end_s, 0))
+                self.sums[rank].append(TimedSpan("reduce", rank, text, 0, start_s, end_s, 0))
 
 
 def _listed(timeline: Timeline) -> EventLists:

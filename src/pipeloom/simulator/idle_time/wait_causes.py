@@ -41,7 +41,7 @@ from ...ir.stages import StageGraph
 from ...ir.tied_gradients import reductions
 from ...ir.timeline import Timeline
 from .link_occupancy import LinkOccupancy
-from .timeline_index import Key, Span, SpansByEnd, TimelineIndex
+from .timeline_index import Key, SpansByEnd, TimedSpan, TimelineIndex
 
 COPIES = {kind: row.stream for kind, row in KINDS.items() if row.stream in ("d2h", "h2d")}
 """Kind -> the stream that it runs on."""
@@ -63,10 +63,10 @@ class Causes:
     ) -> None:
         """cluster: where it ran, to know of links that several ranks share."""
         self._flow = flow_of(stages)
-        self._causes: dict[Span, Span | None] = {}
-        self._roots: dict[Span, Span | None] = {}
+        self._causes: dict[TimedSpan, TimedSpan | None] = {}
+        self._roots: dict[TimedSpan, TimedSpan | None] = {}
         self._read: dict[str, Action | None] = {}
-        self._messages: dict[tuple[str, Span], Span | None] = {}
+        self._messages: dict[tuple[str, TimedSpan], TimedSpan | None] = {}
         self._read_program(program, stages)
         index = TimelineIndex(timeline)
         self._occupancy = LinkOccupancy(program, index, stages, self._flow, cluster) if cluster else None
@@ -133,12 +133,12 @@ class Causes:
         self._computed = [SpansByEnd(row) for row in self.rows]
         self._copied = [SpansByEnd(row) for row in index.beside]
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
-        self._copies: dict[Key, Span] = {}
+        self._copies: dict[Key, TimedSpan] = {}
         """What is copied to the host and back; beside other copies, each stream on its own."""
-        lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
+        lanes: dict[tuple[int, str], list[TimedSpan]] = defaultdict(list)
         for (text, repeat), (rank, stream, times) in index.copies.items():
             issuer = self._made.get((self._issuer.get(text, ""), repeat))
-            item = Span("copy", rank, text, repeat, *times, issuer.place + 1 if issuer else 0)
+            item = TimedSpan("copy", rank, text, repeat, *times, issuer.place + 1 if issuer else 0)
             self._copies[text, repeat] = item
             lanes[rank, stream].append(item)
         self._lanes = {lane: SpansByEnd(items) for lane, items in lanes.items()}
@@ -146,7 +146,7 @@ class Causes:
     @cached_property
     def _arrived(self) -> list[SpansByEnd]:
         """Messages by the rank that they go to; few timelines ask for them."""
-        found: list[list[Span]] = [[] for _ in self.rows]
+        found: list[list[TimedSpan]] = [[] for _ in self.rows]
         for text, repeat in self._moved:
             user = self._made.get((self._user.get(text, ""), repeat))
             if user and (item := self.message(text, user)):
@@ -167,11 +167,11 @@ class Causes:
             )
         return self._read[text]
 
-    def before(self, item: Span) -> Span | None:
+    def before(self, item: TimedSpan) -> TimedSpan | None:
         """The compute action before this one on its rank."""
         return self.rows[item.rank][item.place - 1] if item.place else None
 
-    def cause(self, item: Span) -> Span | None:
+    def cause(self, item: TimedSpan) -> TimedSpan | None:
         """What ended last of all that an item waited for; None if it waited for nothing.
 
         Where an action's rank became free just as its message came, the rank is the cause.
@@ -180,7 +180,7 @@ class Causes:
             self._causes[item] = self._find_cause(item)
         return self._causes[item]
 
-    def _find_cause(self, item: Span) -> Span | None:
+    def _find_cause(self, item: TimedSpan) -> TimedSpan | None:
         if item.kind == "compute":
             found = list(self._needs(item))
         elif item.kind == "transfer":
@@ -195,7 +195,7 @@ class Causes:
             found = [i for i in (self._computed[item.rank].until(item.start_s),) if i]
         return max(found, key=lambda i: i.end_s, default=None)
 
-    def _needs(self, item: Span) -> Iterator[Span]:
+    def _needs(self, item: TimedSpan) -> Iterator[TimedSpan]:
         previous = self.before(item)
         if previous is not None:
             yield previous
@@ -215,7 +215,7 @@ class Causes:
         if copy := self._copied[item.rank].until(item.start_s):
             yield copy
 
-    def _reload(self, action: Action, repeat: int) -> Span | None:
+    def _reload(self, action: Action, repeat: int) -> TimedSpan | None:
         """The copy that a RECOMPUTE waits for, or a backward where nothing is recomputed; or an AWAIT."""
         again = str(replace(action, kind=RECOMPUTE)) in self._actions
         if action.kind not in (AWAIT, *((RECOMPUTE,) if again else (B, I))):
@@ -223,7 +223,7 @@ class Causes:
         kind = OFFLOAD if action.kind == AWAIT else RELOAD
         return self._copies.get((str(replace(action, kind=kind)), repeat))
 
-    def _issued(self, copy: Span) -> Iterator[Span]:
+    def _issued(self, copy: TimedSpan) -> Iterator[TimedSpan]:
         """What a copy to the host or back waits for: its rank, its stream, and of a RELOAD its OFFLOAD."""
         action = parse_action(copy.action)
         if issuer := self._made.get((self._issuer[copy.action], copy.repeat)):
@@ -236,7 +236,7 @@ class Causes:
         if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
             yield earlier
 
-    def message(self, text: str, user: Span) -> Span | None:
+    def message(self, text: str, user: TimedSpan) -> TimedSpan | None:
         """A message, by the text of its SEND, on its way to `user`; None if the timeline does not have it.
 
         A run notes when its receiver waited for it, but not when it moved: it is then taken to be on its
@@ -247,7 +247,7 @@ class Causes:
             self._messages[text, user] = self._message(text, user)
         return self._messages[text, user]
 
-    def _message(self, text: str, user: Span) -> Span | None:
+    def _message(self, text: str, user: TimedSpan) -> TimedSpan | None:
         repeat = user.repeat
         made = self._made.get((self._maker.get(text, ""), repeat))
         if made is None:
@@ -258,13 +258,13 @@ class Causes:
         elif (waited := self._waited.get((self._received[text], repeat))) is not None:
             end_s = waited[1]
             start_s = min(max(made.end_s, waited[0]), end_s)
-        return Span("transfer", made.rank, text, repeat, start_s, end_s, user.place, user.rank)
+        return TimedSpan("transfer", made.rank, text, repeat, start_s, end_s, user.place, user.rank)
 
-    def maker(self, message: Span) -> Span:
+    def maker(self, message: TimedSpan) -> TimedSpan:
         """The action that made a message."""
         return self._made[self._maker[message.action], message.repeat]
 
-    def _held_up(self, message: Span) -> Iterator[Span]:
+    def _held_up(self, message: TimedSpan) -> Iterator[TimedSpan]:
         maker = self.maker(message)
         yield maker
         latest_s = maker.end_s
@@ -291,7 +291,7 @@ class Causes:
             if moved and (e := self._occupancy.summing(key, message.start_s)):
                 yield replace(self._summed(e, message.place, message.start_s), waiting=message.action)
 
-    def _holder(self, item: Span, since_s: float) -> Span | None:
+    def _holder(self, item: TimedSpan, since_s: float) -> TimedSpan | None:
         """What held a shared link that a message or a copy waited for from `since_s` on."""
         if self._occupancy is None:
             return None
@@ -304,7 +304,7 @@ class Causes:
             held = self.message(text, user)
         return None if held is None else replace(held, end_s=until_s, waiting=item.action)
 
-    def _reduction(self, item: Span) -> Iterator[Span]:
+    def _reduction(self, item: TimedSpan) -> Iterator[TimedSpan]:
         """The sum over ranks before a STEP: from when the last of its ranks came to it."""
         previous = self.before(item)
         begin_s = previous.end_s if previous else 0.0
@@ -313,16 +313,16 @@ class Causes:
                 yield self._summed(e, item.place, e.end_s)
                 return
 
-    def _summed(self, e: Span, place: int, end_s: float) -> Span:
+    def _summed(self, e: TimedSpan, place: int, end_s: float) -> TimedSpan:
         """A sum over ranks up to `end_s`, from when the last of its ranks came to it."""
         came = [i.end_s for r in self._peers(e) if (i := self._computed[r].until(end_s))]
         return replace(e, place=place, start_s=min(max(came, default=e.start_s), end_s), end_s=end_s)
 
-    def _peers(self, sum_up: Span) -> Sequence[int]:
+    def _peers(self, sum_up: TimedSpan) -> Sequence[int]:
         """The ranks of a REDUCE; all of them for any other sum, such as that of the gradients' norm."""
         return self._partners[sum_up.rank] if REDUCE in sum_up.action else range(len(self.rows))
 
-    def data(self, item: Span, earlier: Span) -> bool:
+    def data(self, item: TimedSpan, earlier: TimedSpan) -> bool:
         """Whether an action, or a copy, needs what an earlier one of its rank made."""
         one, other = self._action(item.action), self._action(earlier.action)
         if one is None or other is None or item.repeat != earlier.repeat:
@@ -332,14 +332,14 @@ class Causes:
             return ON_RESIDUALS.index(other.kind) < ON_RESIDUALS.index(one.kind)
         return any(made in needs(one, self._flow) for made in produces(other))
 
-    def root(self, item: Span) -> Span | None:
+    def root(self, item: TimedSpan) -> TimedSpan | None:
         """Follow back until something could have begun earlier but for its rank, or its link, being busy.
 
         Returns: what its rank or link was busy with; None at the beginning of the step.
         """
-        passed: list[Span] = []
-        now: Span | None = item
-        root: Span | None = None
+        passed: list[TimedSpan] = []
+        now: TimedSpan | None = item
+        root: TimedSpan | None = None
         while now is not None:
             if now in self._roots:
                 root = self._roots[now]
@@ -353,7 +353,7 @@ class Causes:
         self._roots.update(dict.fromkeys(passed, root))
         return root
 
-    def _busy(self, item: Span, cause: Span) -> bool:
+    def _busy(self, item: TimedSpan, cause: TimedSpan) -> bool:
         if item.kind == "transfer":
             own = cause.kind == "compute" and cause.rank == item.to_rank != item.rank
             return own or cause.kind == "transfer"
@@ -362,7 +362,7 @@ class Causes:
             return placed and cause.kind in ("compute", "copy") and not self.data(item, cause)
         return item.kind == cause.kind == "compute" and not self.data(item, cause)
 
-    def back(self, item: Span | None, at_s: float) -> Iterator[tuple[Span, float, float, bool]]:
+    def back(self, item: TimedSpan | None, at_s: float) -> Iterator[tuple[TimedSpan, float, float, bool]]:
         """What led to `item`, which ends at `at_s`: pieces without a hole, the latest first, down to 0.
 
         Yields: an item, its piece's start and end, and whether that is the item itself; if not, it is time
@@ -379,7 +379,7 @@ class Causes:
                 yield item, end_s, start_s, False
             at_s, item = end_s, earlier
 
-    def path(self, item: Span, at_s: float) -> Iterator[PathStep]:
+    def path(self, item: TimedSpan, at_s: float) -> Iterator[PathStep]:
         """The same as pieces of a critical path."""
         for i, start_s, end_s, itself in self.back(item, at_s):
             yield PathStep(
@@ -392,7 +392,7 @@ class Causes:
                 waiting=i.waiting if itself else "",
             )
 
-    def last(self) -> Span | None:
+    def last(self) -> TimedSpan | None:
         """The compute action that ends last; of several, one that took time."""
         ends = [row[-1] for row in self.rows if row]
         return max(ends, key=lambda i: (i.end_s, i.end_s - i.start_s), default=None)

@@ -19,7 +19,7 @@ from ..checkpoints import inside_checkpoint
 from ..job import Job
 from ..job_calls import scalar_loss
 from ..random import python_random_kept, seed_python
-from .skeleton import Skeleton, Unit
+from .skeleton import ModuleUnit, Skeleton
 from .torch_functions import RANDOM, function_name, leaves_in
 
 START = ""
@@ -76,7 +76,7 @@ class InterceptedForward(TorchFunctionMode):
         return self._inside
 
     @abstractmethod
-    def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, unit: ModuleUnit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called for the time `number`, from 0. Nothing is intercepted meanwhile."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class InterceptedForward(TorchFunctionMode):
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return scalar_loss(job, outputs, batch)
 
-    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, unit: ModuleUnit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's forward was called; inside another unit it just runs."""
         if self._inside:
             return unit.original_forward(*args, **kwargs)

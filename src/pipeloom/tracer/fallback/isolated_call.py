@@ -13,7 +13,7 @@ from ..parameter_changes import refuse_new_tensor
 from .intercepted_forward import output_name
 from .memory_meter import MemoryMeter
 from .recorded_run import UnitOutput
-from .skeleton import Skeleton, Unit
+from .skeleton import ModuleUnit, Skeleton
 from .torch_functions import open_up
 
 
@@ -24,7 +24,7 @@ class IsolatedCall:
     changed_attributes: names of attributes that are Python values and that it changed.
     """
 
-    def __init__(self, skeleton: Skeleton, unit: Unit, leaves: Sequence[Any]) -> None:
+    def __init__(self, skeleton: Skeleton, unit: ModuleUnit, leaves: Sequence[Any]) -> None:
         self.skeleton = skeleton
         self.unit = unit
         self.leaves = leaves

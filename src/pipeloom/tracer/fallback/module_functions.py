@@ -27,7 +27,7 @@ from .intercepted_forward import call_name
 from .lack_of_data import lack_of_data_explained
 from .memory_meter import MemoryMeter
 from .recorded_run import LOSS
-from .skeleton import Skeleton, Unit
+from .skeleton import ModuleUnit, Skeleton
 from .stage_run import StageRun, StageRunResult
 from .stage_task import StageTask
 
@@ -289,7 +289,7 @@ class ModuleFunctions:
     def _ready(self, graph: _Graph, sink: Sink | None) -> Iterator[None]:
         """Activation checkpointing runs units again in the backward: with the same state and seeds."""
 
-        def rerun(unit: Unit, args: Any, kwargs: Any) -> Any:
+        def rerun(unit: ModuleUnit, args: Any, kwargs: Any) -> Any:
             calls = [call for call in self.task.recording.calls if call.unit == unit.fqn]
             if not any(call.random for call in calls):
                 return unit.original_forward(*args, **kwargs)

@@ -28,7 +28,7 @@ from .intercepted_forward import START, InterceptedForward, call_name, glue_name
 from .isolated_call import IsolatedCall
 from .memory_meter import MemoryMeter
 from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, UnitCall, is_source
-from .skeleton import Skeleton, Unit
+from .skeleton import ModuleUnit, Skeleton
 from .torch_functions import (
     DETACHING,
     HOOKS,
@@ -301,7 +301,7 @@ class ForwardRecorder(InterceptedForward):
 
     # --- units ------------------------------------------------------------------------------------
 
-    def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, unit: ModuleUnit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = call_name(unit.fqn, number)
         self.call_of_storage = {s: n for s, n in self.call_of_storage.items() if s in self.meter.alive}
         open_up((args, kwargs))

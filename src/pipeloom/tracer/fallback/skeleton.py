@@ -29,7 +29,7 @@ class Location(NamedTuple):
 
 
 @dataclass(eq=False)
-class Unit:
+class ModuleUnit:
     """A module that is never cut.
 
     original_forward: its own forward, or that one compiled.  attribute: where the skeleton puts its function.
@@ -44,7 +44,7 @@ class Unit:
     attribute: str = "forward"
 
 
-UnitHook = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
+UnitHook = Callable[[ModuleUnit, tuple[Any, ...], dict[str, Any]], Any]
 """(unit, args, kwargs) -> what the unit's forward is to return."""
 
 
@@ -66,7 +66,7 @@ class Skeleton:
         self.constants: dict[str, Tensor] = {}
         self.params = tuple(dict(self.model.named_parameters()))
         self.with_hooks = frozenset(hook.owner for hook in backward_hooks(self.model))
-        self.units: dict[str, Unit] = {}
+        self.units: dict[str, ModuleUnit] = {}
         self.intercept: UnitHook | None = None
         self.rerun: UnitHook | None = None
         self._canonical: dict[int, str] = {}
@@ -148,11 +148,11 @@ class Skeleton:
         for fqn in fqns:
             module = self.model.get_submodule(fqn)
             attribute = "_call_impl" if fqn in self.with_hooks else "forward"
-            unit = Unit(fqn, module, getattr(module, attribute), attribute=attribute)
+            unit = ModuleUnit(fqn, module, getattr(module, attribute), attribute=attribute)
             self.units[fqn] = unit
             setattr(module, attribute, self._hooked_forward(unit))
 
-    def _hooked_forward(self, unit: Unit) -> Callable[..., Any]:
+    def _hooked_forward(self, unit: ModuleUnit) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.intercept is not None:
                 return self.intercept(unit, args, kwargs)

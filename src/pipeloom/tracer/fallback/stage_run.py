@@ -46,7 +46,7 @@ from .absent_tensors import (
 from .forward_path import ForwardPath
 from .intercepted_forward import InterceptedForward, call_name, glue_name
 from .recorded_run import UnitCall
-from .skeleton import Skeleton, Unit
+from .skeleton import ModuleUnit, Skeleton
 from .stage_task import CallPlace, StageTask, StopPoint
 from .torch_functions import LIKE, PLACES, READS, SILENT, count_numbers, leaves_in, python_value, read_numbers
 
@@ -283,7 +283,7 @@ class StageRun(InterceptedForward):
 
     # --- units ------------------------------------------------------------------------------------
 
-    def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, unit: ModuleUnit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self.task.place(unit.fqn, number)
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [self._resolve(leaf) for leaf in leaves]
@@ -316,7 +316,7 @@ class StageRun(InterceptedForward):
                     self.resolved[leaves[index]] = self.received[name]
                 self.bound_inputs.add(name)
 
-    def _stop_before(self, unit: Unit, leaves: list[Any]) -> None:
+    def _stop_before(self, unit: ModuleUnit, leaves: list[Any]) -> None:
         """The stage is done. What it did not make as recorded is the argument of the next unit."""
         for index, name in self.task.stop.arguments.items():
             if name not in self.task.sends or index >= len(leaves):
@@ -330,7 +330,7 @@ class StageRun(InterceptedForward):
         self._note_call(unit)  # so that the next stage can see that it takes the same way
         raise _Stop
 
-    def _note_call(self, unit: Unit) -> None:
+    def _note_call(self, unit: ModuleUnit) -> None:
         """Note a call. Raises: CutError if earlier stages called another unit here."""
         calls, earlier = self.result.path.calls, self.earlier_path.calls
         number = self.task.units.index(unit.fqn)
@@ -342,7 +342,7 @@ class StageRun(InterceptedForward):
             )
         calls.append(number)
 
-    def _run(self, unit: Unit, name: str, place: CallPlace, leaves: list[Any], spec: TreeSpec) -> Any:
+    def _run(self, unit: ModuleUnit, name: str, place: CallPlace, leaves: list[Any], spec: TreeSpec) -> Any:
         """Run one of the stage's own units. name: of the call."""
         what = f"an argument of {unit.fqn}"
         arguments = [
@@ -359,7 +359,7 @@ class StageRun(InterceptedForward):
             self._bind_outputs(unit, place.call, arguments, result)
         return result
 
-    def _bind_outputs(self, unit: Unit, call: UnitCall, arguments: list[Any], result: Any) -> None:
+    def _bind_outputs(self, unit: ModuleUnit, call: UnitCall, arguments: list[Any], result: Any) -> None:
         flat, _ = tree_flatten(result)
         now, captured = constant_leaves(flat), constant_leaves(call.leaves)
         if self.task.has_other_stages and now != captured:
@@ -376,7 +376,7 @@ class StageRun(InterceptedForward):
                 owner = unit.module.get_submodule(output.module)
                 self._bind(output.name, getattr(owner, output.attribute))
 
-    def _stub(self, unit: Unit, call: UnitCall, leaves: list[Any]) -> Any:
+    def _stub(self, unit: ModuleUnit, call: UnitCall, leaves: list[Any]) -> Any:
         """What another stage's unit gives."""
         flat = [sendable_leaf(leaf, unit.fqn) for leaf in call.leaves]
         for output in call.outputs:

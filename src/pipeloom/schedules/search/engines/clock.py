@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..candidate import Candidate, Repeating, fits, new_clock
+from ..candidate import OrderCandidate, Repeating, fits, new_clock
 from ..clock_kernel import anneal_moments, settle
 from ..engine import Found, Round
 from ..problem import SearchProblem
@@ -42,7 +42,7 @@ def run(task: Round) -> Iterator[Found]:
     units = len(problem.units)
     near = repeating_of(problem, task.best)
     starts = [near.repeating, task.repeating.repeating, None]
-    best: Candidate | None = None
+    best: OrderCandidate | None = None
     for chain in range(CHAINS):
         few = min(m, max(16, FEW[chain] * problem.ranks))
         small = replace(problem, microbatches=few) if few < m else problem

@@ -18,7 +18,7 @@ import numpy as np
 
 from ....ir.action import B, F, W
 from ..bounds import Bound
-from ..candidate import Candidate, fits, timed
+from ..candidate import OrderCandidate, fits, timed
 from ..engine import Found, Round
 from ..problem import SearchProblem
 from .cp_sat import new_solver
@@ -38,7 +38,7 @@ class Exact:
     """candidate: the best order found.  bound_s: no order is faster.  proved: it is the fastest; or the least
     span with ranks that may begin as late as they like."""
 
-    candidate: Candidate | None
+    candidate: OrderCandidate | None
     bound_s: float
     proved: bool
 
@@ -58,7 +58,7 @@ def run(task: Round) -> Iterator[Found]:
 
 
 def solve(
-    problem: SearchProblem, *, hint: Candidate | None = None, effort: float = 30.0, seed: int = 0
+    problem: SearchProblem, *, hint: OrderCandidate | None = None, effort: float = 30.0, seed: int = 0
 ) -> Exact:
     """The fastest order of a small case, or the best one within the effort.
 

@@ -12,7 +12,7 @@ from ....ir.errors import ScheduleError
 from ....ir.schedule import Schedule
 from ...placements import both_ways, loop, wave
 from ...registry import FAMILIES, Times, build, entry
-from ..candidate import Candidate, fits, timed
+from ..candidate import OrderCandidate, fits, timed
 from ..engine import Found, Round
 from ..merge_kernel import Merge, merge
 from ..problem import SearchProblem
@@ -57,7 +57,7 @@ def fitting(problem: SearchProblem) -> list[str]:
     return names
 
 
-def library_order(problem: SearchProblem, name: str) -> Candidate | None:
+def library_order(problem: SearchProblem, name: str) -> OrderCandidate | None:
     """A schedule of the library as an order; None if it does not run so, or breaks a limit.
 
     The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
@@ -73,14 +73,14 @@ def library_order(problem: SearchProblem, name: str) -> Candidate | None:
     return min(known, key=lambda one: one.cost_s, default=None)
 
 
-def without_limits(problem: SearchProblem, name: str) -> Candidate | None:
+def without_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
     """A schedule of the library that knows no limits."""
     if not all(stage.split for stage in problem.stages) and _splits(problem, name):
         return None
     return _built(problem, name, limited=False)
 
 
-def within_limits(problem: SearchProblem, name: str) -> Candidate | None:
+def within_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
     """What a schedule that runs without limits makes of them; None if it does not know how."""
     return None if entry(name).recipe is None else _built(problem, name, limited=True)
 
@@ -95,7 +95,7 @@ def _splits(problem: SearchProblem, name: str) -> bool:
     )
 
 
-def _built(problem: SearchProblem, name: str, *, limited: bool) -> Candidate | None:
+def _built(problem: SearchProblem, name: str, *, limited: bool) -> OrderCandidate | None:
     schedule = _schedule(problem, name, limited=limited)
     order = None if schedule is None else order_of_rows(problem, schedule.rows)
     if order is None:

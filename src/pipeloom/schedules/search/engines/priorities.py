@@ -11,8 +11,8 @@ from math import ceil, inf
 import numpy as np
 
 from ....ir.action import B, F, I
-from ..candidate import Candidate, fits, new_clock, timed
-from ..dispatch_kernel import Rules, dispatch
+from ..candidate import OrderCandidate, fits, new_clock, timed
+from ..dispatch_kernel import DispatchRules, dispatch
 from ..engine import Found, Round
 from ..problem import SearchProblem
 from .clock import COMPILED
@@ -60,14 +60,14 @@ def run(task: Round) -> Iterator[Found]:
     yield Found(candidate=_checked(problem, kept, best), evaluations=tried)
 
 
-def _checked(problem: SearchProblem, order: np.ndarray, cost_s: float) -> Candidate | None:
+def _checked(problem: SearchProblem, order: np.ndarray, cost_s: float) -> OrderCandidate | None:
     if cost_s == np.inf:
         return None
     found = timed(problem, order.copy(), "priorities")
     return found if fits(found, problem.arrays.cap) else None
 
 
-def plain_rules(problem: SearchProblem) -> list[Rules]:
+def plain_rules(problem: SearchProblem) -> list[DispatchRules]:
     """Kind first x stage first x in flight x patience x W at once or late."""
     deep = {s: i for i, s in enumerate(problem.order_of_stages)}
     count = len(deep)
@@ -101,9 +101,9 @@ def _ahead(problem: SearchProblem, flight: int) -> list[float]:
 
 def rules_of(
     problem: SearchProblem, priority: Sequence[float], ahead: Sequence[float], patience: float
-) -> Rules:
+) -> DispatchRules:
     last = {(u.stage, r): i for i, u in enumerate(problem.units) for r in u.ranks}
-    return Rules(
+    return DispatchRules(
         priority=np.array(priority, np.float64),
         ahead=np.array(ahead, np.float64),
         patience=np.array([patience]),
@@ -112,7 +112,7 @@ def rules_of(
     )
 
 
-def changed(problem: SearchProblem, rules: Rules, random: np.random.Generator) -> Rules:
+def changed(problem: SearchProblem, rules: DispatchRules, random: np.random.Generator) -> DispatchRules:
     """Two priorities of one rank swapped, or one limit changed by one."""
     priority, ahead = rules.priority.copy(), rules.ahead.copy()
     patience = rules.patience.copy()
@@ -129,4 +129,4 @@ def changed(problem: SearchProblem, rules: Rules, random: np.random.Generator) -
         ahead[u] = max(1.0, now + random.choice([-1, 1]))
     else:
         patience[0] = random.choice([0.0, 0.5, 1.0, 2.0])
-    return Rules(priority=priority, ahead=ahead, patience=patience, last=rules.last, next=rules.next)
+    return DispatchRules(priority=priority, ahead=ahead, patience=patience, last=rules.last, next=rules.next)

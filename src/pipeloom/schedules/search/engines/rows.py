@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..candidate import Candidate, fits, new_clock, timed
+from ..candidate import OrderCandidate, fits, new_clock, timed
 from ..engine import Found, Round
 from ..problem import SearchProblem
-from ..rows_kernel import EVERY, Rows, anneal_rows, time_from
+from ..rows_kernel import EVERY, RowsState, anneal_rows, time_from
 from .clock import COMPILED
 
 ENTRIES = 1_000_000
@@ -33,12 +33,12 @@ def run(task: Round) -> Iterator[Found]:
 
 
 def anneal(
-    problem: SearchProblem, start: Candidate, seed: np.ndarray, bound_s: float, tries: int
+    problem: SearchProblem, start: OrderCandidate, seed: np.ndarray, bound_s: float, tries: int
 ) -> tuple[np.ndarray, int]:
     """The best order on the way, and how many were timed."""
     t, clock, count = problem.arrays, new_clock(problem), len(start.order)
     places = -(-count // EVERY)
-    state = Rows(
+    state = RowsState(
         order=start.order.copy(),
         best=start.order.copy(),
         known=start.ends.copy(),
