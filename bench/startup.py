@@ -72,7 +72,7 @@ PHASES = {
         "Pipeline.step",
         "Pipeline.evaluate",
     ),
-    "pipeloom.rank_contention": ("contention",),
+    "pipeloom.caches": ("contention",),
     "pipeloom.plan_advice": ("plan_with_advice",),
     "pipeloom.verification": ("require_equal_once",),
     "pipeloom.rank_stages": ("RankStages.weights", "make_variant"),

@@ -12,17 +12,13 @@ import os
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from .caches import cache_folder, daily, may_keep, times_key
 from .ir.errors import PlanError
 from .ir.graph import OpGraph
 from .ir.profile import Profile
 from .ir.stages import StageGraph, cut
-from .kept import age_s, cache_folder, forget_old, keep
-from .kept_profiles import may_keep, times_key
 from .planner.search.layer_groups import borders, layer_names, layers
 from .planner.stage_cost.readers import Readers
 
@@ -93,25 +89,25 @@ def pieces_of(graph: OpGraph) -> StageGraph:
 def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
     """Those of the last day on this machine's CPU, and the others measured now. What could not be
     compiled, or not in time, is tried the next time."""
-    from .profiler.compiled_pieces import piece_signatures
+    from .profiler.compiled_pieces import CompiledRatio, piece_signatures
 
-    path: Path | None = None
-    known: dict[Hashable, CompiledRatio] = {}
     signatures = piece_signatures(captured, pieces)
-    if device == "cpu" and may_keep(captured):
-        chosen = sorted(item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES))
-        cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
-        path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, repr(chosen))}.json"
-        rows = zip(signatures, _read(path, len(signatures)), strict=True)
-        known = {signature: ratio for signature, ratio in rows if ratio is not None}
-    if known.keys() == set(signatures):
-        return [known[signature] for signature in signatures]
-    measured = _measured(captured, eager, pieces, device, known, kept=path is not None)
-    if path is not None:
-        forget_old(path.parent)
-        kept = [None if r.why_not else (r.forward, r.backward) for r in measured]
-        keep(path, f"{msgspec.json.encode(kept).decode()}\n", what="how long compiled pieces take")
-    return measured
+    keeps = device == "cpu" and may_keep(captured)
+
+    def measure(known: list[CompiledRatio] | None) -> list[CompiledRatio]:
+        usable = known if known is not None and len(known) == len(signatures) else []
+        compiled = {s: ratio for s, ratio in zip(signatures, usable, strict=False) if not ratio.why_not}
+        return _measured(captured, eager, pieces, device, compiled, kept=keeps)
+
+    def is_whole(known: list[CompiledRatio]) -> bool:
+        return len(known) == len(signatures) and not any(ratio.why_not for ratio in known)
+
+    if not keeps:
+        return measure(None)
+    chosen = sorted(item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES))
+    cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
+    path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, repr(chosen))}.json"
+    return daily(path, list[CompiledRatio], measure, is_whole)
 
 
 def _measured(
@@ -175,18 +171,3 @@ def _told(eager: Profile, costs: Profile, pieces: StageGraph, ratios: list[Compi
     left = sum(1 for ratio in ratios if ratio.why_not)
     rest = f"; {left} of {len(pieces.stages)} pieces could not be compiled and count as eager" if left else ""
     return f"forwards {of('forward_s'):.2f} and backwards {of('backward_s'):.2f} times as long as eager{rest}"
-
-
-def _read(path: Path, count: int) -> list[CompiledRatio | None]:
-    """By piece; None where nothing is kept, or it is too old or damaged: then it is measured again."""
-    from .profiler.compiled_pieces import CompiledRatio
-
-    nothing: list[CompiledRatio | None] = [None] * count
-    if age_s(path) is None:
-        return nothing
-    try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[tuple[float, float] | None])
-        ratios = [CompiledRatio(forward=row[0], backward=row[1]) if row else None for row in rows]
-    except (OSError, ValueError):  # msgspec's errors are ValueErrors
-        return nothing
-    return ratios if len(ratios) == count else nothing

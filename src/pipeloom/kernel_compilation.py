@@ -4,7 +4,7 @@ Compiling them takes half a minute, once per installation: about as long as capt
 enough for them to run compiled. A process of its own plans a small model, in which they do so from the start,
 and numba's cache keeps the code for all processes. As a program this is that process:
 
-    python -m pipeloom.api.kernel_compilation STRATEGY [TREATMENT ...]
+    python -m pipeloom.kernel_compilation STRATEGY [TREATMENT ...]
 
 Whatever happens to it, the search compiles what it does not find.
 """
@@ -21,13 +21,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread, Timer
 
+from .caches import cache_folder, keep
 from .clusters.names import find_cluster
 from .ir.errors import InfeasibleError
 from .ir.graph import Op, OpGraph, Parameter, Value
 from .ir.kernels import code_is_kept, compile_at_once
 from .ir.memory_policy import Treatment
 from .ir.plan import Plan
-from .kept import cache_folder, keep
 from .planner.make_plan import make_plan
 from .planner.registry import planner
 from .planner.request import PlanOptions
@@ -97,7 +97,7 @@ def _start(strategy: str, treatments: Sequence[Treatment]) -> list[subprocess.Po
 
 def _note(strategy: str, treatments: Sequence[Treatment] | None) -> Path:
     """The file that says that the code has been made, on this machine by this installation."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parent
     newest = max(file.stat().st_mtime_ns for file in package.rglob("*.py"))
     where = (platform.node(), package, os.environ.get("NUMBA_CACHE_DIR"))
     about = (*where, newest, sys.version, strategy, *(treatments or ()))
@@ -113,7 +113,7 @@ def compile_kernels_for(strategy: str, treatments: tuple[Treatment, ...] | None 
         for memory in MEMORY:
             with suppress(InfeasibleError):  # with some treatments the small model does not fit: go without
                 plan_small(strategy, memory, treatments)
-    keep(note, "", what="that kernels are compiled")
+    keep(note, "")
 
 
 def plan_small(strategy: str, memory: str, treatments: tuple[Treatment, ...] | None = None) -> Plan:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from .batch_sizes import best_plan, largest_below, largest_plan
+from .caches import beside_ranks, kept_profile
 from .clusters.names import cpu_cluster, find_cluster
 from .compiled_profiles import compiled_profile
 from .ir.cluster import MOST_DEVICES, Cluster
@@ -19,7 +20,6 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.units import parse_bytes
 from .ir.weight_policy import WEIGHT_POLICIES
-from .kept_profiles import kept_profile
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .passes import capture, estimate, profile, with_updates
@@ -29,7 +29,6 @@ from .planner.microbatch_sizes import ProfiledModel, shared_rows
 from .planner.registry import planner
 from .planner.request import PlanOptions
 from .planner.search_watch import SearchWatch
-from .rank_contention import beside_ranks
 from .schedules.chunks import with_chunks
 from .tracer.job import Job
 

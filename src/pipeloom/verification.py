@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
+from .caches import cache_folder, keep
 from .ir.errors import BatchError, PeerError, VerifyError
 from .ir.flow import flow_of
 from .ir.graph import OpGraph, storages
@@ -26,7 +27,6 @@ from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
 from .ir.units import format_bytes
 from .ir.weight_policy import FLUSH
-from .kept import cache_folder, keep
 from .options import Options
 from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
@@ -456,7 +456,7 @@ def require_equal_once(job: Job, plan: Plan, captured: Captured, options: Option
     if not found.independent:
         _warn(job, f"it was compared with {found.reference}")
         return
-    keep(remembered, f"equal within {found.tolerance:g}: {found.worst:.3g}\n", what="the comparison")
+    keep(remembered, f"equal within {found.tolerance:g}: {found.worst:.3g}\n")
 
 
 def compare_first(

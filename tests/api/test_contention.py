@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import time
 from dataclasses import replace
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 from tests.support import zoo
 
+from pipeloom.caches import beside_ranks, contention
 from pipeloom.ir.errors import ConfigError
 from pipeloom.passes import capture, profile
 from pipeloom.planning import make_request, plan_size
 from pipeloom.profiler.contention import Contention, measure_contention
-from pipeloom.rank_contention import beside_ranks, contention
 
 profiler = importlib.import_module("pipeloom.profiler.contention")
 
@@ -47,19 +46,6 @@ def test_what_was_measured_days_ago_is_measured_again(measured: list[int], tmp_p
     os.utime(file, (0, time.time() - 2 * 24 * 3600))
     contention(2)
     assert measured == [2, 2]
-
-
-@pytest.mark.parametrize(
-    "damage", ["", "[]", "{}", "[" * 200_000, '{"products": 0.1, "others": 1}', '{"products": "a"}']
-)
-def test_what_is_remembered_and_damaged_is_measured_again(
-    measured: list[int], tmp_path: Path, damage: str
-) -> None:
-    contention(2)
-    (file,) = tmp_path.glob("pipeloom/contention/*.json")
-    file.write_text(damage)
-    assert contention(2).products == 2.0 and measured == [2, 2]
-    assert json.loads(file.read_text()) == {"products": 2.0, "others": 1.5}
 
 
 @pytest.mark.parametrize("name", ["skips", pytest.param("gpt2", marks=pytest.mark.slow)])

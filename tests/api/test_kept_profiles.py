@@ -16,8 +16,9 @@ from runs import capture_of
 from torch import Tensor
 
 from pipeloom import passes, planning
+from pipeloom.caches import daily, kept_profile
 from pipeloom.ir.profile import OpCost, Profile, batch_text
-from pipeloom.kept_profiles import kept_profile
+from pipeloom.profiler.compiled_pieces import CompiledRatio
 from pipeloom.tracer.captured import Captured
 
 
@@ -161,3 +162,17 @@ def test_where_nothing_can_be_written_it_is_measured_again(measured: Measured, t
     kept_profile(captured, measured)
     kept_profile(captured, measured)
     assert measured.times == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "[" * 200_000, '[{"forward": 1.0}]', '[{"forward": 0.0, "backward": 1.0}, {}]'],
+    ids=["empty", "none", "another kind", "nested", "too few", "impossible"],
+)
+def test_what_is_damaged_is_measured_again(tmp_path: Path, text: str) -> None:
+    file, whole = tmp_path / "ratios.json", [CompiledRatio(forward=0.5), CompiledRatio(backward=0.5)]
+    file.write_text(text)
+    known = [
+        daily(file, list[CompiledRatio], lambda _: whole, lambda ratios: len(ratios) == 2) for _ in range(2)
+    ]
+    assert known == [whole, whole] and len(json.loads(file.read_text())) == 2

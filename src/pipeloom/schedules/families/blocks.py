@@ -125,7 +125,7 @@ def _path(times: MeanTimes, position: Floats, cost: Floats) -> list[int]:
 
 
 def _unrolled(times: MeanTimes, at: Floats) -> Floats:
-    """Times within a period -> times of one micro-batch on its way down, up, down and up."""
+    """MeanTimes within a period -> times of one micro-batch on its way down, up, down and up."""
     ranks, transfer = times.ranks, times.transfer
     found = np.array(at)
 

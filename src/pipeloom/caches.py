@@ -1,0 +1,205 @@
+"""What was found out about this machine or a model here, kept in the user's cache folder.
+
+Measured figures are kept for a day, as a machine's other users come and go: op times, how ranks slow
+each other, and how long compiled pieces take (`compiled_profiles.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from platformdirs import user_cache_path
+
+from . import __version__
+from .ir import json_codec
+from .ir.errors import ConfigError
+from .ir.graph import OpGraph
+from .ir.profile import Profile, batch_text
+from .ir.text_files import write_whole
+
+if TYPE_CHECKING:
+    from .profiler.contention import Contention
+    from .tracer.captured import Captured
+
+T = TypeVar("T")
+
+A_DAY_S = 24 * 3600.0
+
+OLD_S = 3600.0
+"""Op times that are older than this are mentioned: the machine may have had other work then."""
+
+KEEP_VARIABLE = "PIPELOOM_KEEP_PROFILES"
+"""Environment: 0 measures each time, and keeps nothing."""
+
+CONTENTION_VARIABLE = "PIPELOOM_CONTENTION"
+"""Environment: a factor for all ops instead of measured ones, such as 1."""
+
+SPEED_VARIABLES = ("ATEN_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
+"""What names of environment variables begin with that choose kernels or how they run."""
+
+_log = logging.getLogger("pipeloom")
+
+
+def cache_folder(name: str) -> Path:
+    """The folder for things of one kind. It need not be there."""
+    return user_cache_path("pipeloom") / name
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache folder. If that is not possible, the next run finds out again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except (OSError, ConfigError) as error:
+        _log.debug("%s is not kept: %s", path, error)
+
+
+def daily(
+    path: Path,
+    kind: type[T],
+    measure: Callable[[T | None], T],
+    is_whole: Callable[[T], bool] = lambda known: True,
+) -> T:
+    """What was measured during the last day and kept in a file, or what is measured now, and kept.
+
+    measure: gets what is kept if it is not whole, else None.
+    A file that is missing, too old or damaged counts as nothing kept. Old files beside it are removed.
+    """
+    known = None
+    if age_s(path) < A_DAY_S:
+        try:
+            known = json_codec.from_json(path.read_bytes(), kind, what=str(path))
+        except (OSError, ConfigError):
+            known = None
+    if known is not None and is_whole(known):
+        return known
+    measured = measure(known)
+    for old in path.parent.glob("*.json"):
+        if age_s(old) >= A_DAY_S:
+            old.unlink(missing_ok=True)
+    keep(path, json_codec.to_json(measured, indent=0) + "\n")
+    return measured
+
+
+def age_s(path: Path) -> float:
+    """Seconds since a file was written; infinite for one that is not there."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return float("inf")
+
+
+def machine_name() -> str:
+    """A name for this machine as far as its speed goes, PyTorch's version included."""
+    import torch
+
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line for line in lines if line.startswith("model name")), platform.processor())
+    parts = (platform.node(), platform.machine(), model, str(cores), torch.__version__)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> Profile:
+    """The times of a captured model's ops on this machine's CPU: those of the last day, or measured now.
+
+    They are those of the same ops, with the same arguments and layouts, on the same machine, with the same
+    version and settings of PyTorch. Measured each time is a model that is cut between its modules, and one
+    with ops that are not PyTorch's own: what these compute may change under the same name.
+
+    measure: measures them, with one thread.
+    """
+    if not may_keep(captured):
+        return measure(captured)
+    path = cache_folder("profiles") / f"{times_key(captured)}.json"
+    age = age_s(path)
+    expected = ("measured", captured.graph.fingerprint, batch_text(captured.graph.inputs))
+
+    def is_whole(known: Profile) -> bool:
+        times = [t for c in known.costs.values() for t in (c.forward_s, c.input_grad_s, c.weight_grad_s)]
+        complete = known.costs.keys() == {op.name for op in captured.graph.ops}
+        same = (known.source, known.graph, known.batch) == expected
+        return complete and same and min(times, default=0.0) >= 0.0
+
+    measured_now = False
+
+    def measure_now(_: Profile | None) -> Profile:
+        nonlocal measured_now
+        measured_now = True
+        return measure(captured)
+
+    profile = daily(path, Profile, measure_now, is_whole)
+    if not measured_now and age > OLD_S:
+        _log.warning(
+            "%s is planned with op times that were measured %.0f h ago; %s=0 measures them again",
+            captured.graph.name,
+            age / 3600,
+            KEEP_VARIABLE,
+        )
+    return profile
+
+
+def may_keep(captured: Captured) -> bool:
+    """Whether what was measured of a model's ops holds when it is planned again."""
+    own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
+    return own and os.environ.get(KEEP_VARIABLE) != "0"
+
+
+def times_key(captured: Captured, *more: str) -> str:
+    """What the times hold for. more: that they depend on, besides."""
+    import torch
+
+    from .profiler.measure_ops import op_signatures
+
+    set_there = sorted(item for item in os.environ.items() if item[0].startswith(SPEED_VARIABLES))
+    parts = [
+        machine_name(),
+        __version__,
+        str(captured.autocast),
+        torch.get_float32_matmul_precision(),
+        str(torch.are_deterministic_algorithms_enabled()),
+        str(torch.backends.mkldnn.enabled),
+        repr(set_there),
+        captured.graph.fingerprint,
+        *(repr(signature) for signature in op_signatures(captured).items()),
+        *more,
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def beside_ranks(profile: Profile, graph: OpGraph, ranks: int) -> Profile:
+    """A profile measured by one process of this machine's CPU, as ops take beside the other ranks.
+
+    ranks: processes that will compute at once on this machine. A profile of another device, or one that was
+    not measured, is returned as it is, and so is one of a single rank.
+    """
+    if ranks < 2 or profile.source != "measured" or profile.device != "cpu":
+        return profile
+    return contention(ranks).slowed(profile, graph)
+
+
+def contention(ranks: int) -> Contention:
+    """How ranks of this machine slow each other.
+
+    Raises: ConfigError if the environment's factor is none.
+    """
+    from .profiler.contention import Contention, measure_contention  # only now: they import torch
+
+    if given := os.environ.get(CONTENTION_VARIABLE):
+        try:
+            return Contention(ranks=ranks, products=float(given), others=float(given))
+        except ValueError as error:
+            what = f"{CONTENTION_VARIABLE} is {given!r}: {error}"
+            raise ConfigError(what, hint="use 1 or more") from None
+    path = cache_folder("contention") / f"{machine_name()}-{ranks}.json"
+    return daily(path, Contention, lambda _: measure_contention(ranks))
