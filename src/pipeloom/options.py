@@ -39,7 +39,7 @@ class Options:
     offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
     unless given. Their files have no names and vanish with the process.
     compare: before the first step of a model that was not trained here before, compare two micro-batches with
-    plain PyTorch; see `api.first_comparison`. Off by default where PIPELOOM_COMPARE is 0.
+    plain PyTorch; see `verification.py`. Off by default where PIPELOOM_COMPARE is 0.
 
     Raises: ConfigError for an `autocast` that cannot be trained with.
 

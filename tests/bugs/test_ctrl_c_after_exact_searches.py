@@ -10,7 +10,7 @@ SEARCHES = textwrap.dedent(
     """
     import signal
     import pipeloom
-    from pipeloom.api import SearchOptions
+    from pipeloom.schedules.search.search import SearchOptions
 
     stages = [{"F": 1.1, "I": 0.7, "W": 0.9, "bytes": 1, "ranks": s} for s in range(2)]
     only = SearchOptions(engines=("ENGINE",))

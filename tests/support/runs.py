@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ def shared_captures() -> Iterator[None]:
     shared = {real: partial(_remembered, real) for real in (capture, capture_evaluation)}
     with ExitStack() as stack:
         for real, once in {**shared, stage_functions: _traced_once}.items():
-            for module in [m for name, m in sys.modules.items() if name.startswith("pipeloom.api")]:
+            for module in [m for name, m in sys.modules.items() if re.fullmatch(r"pipeloom\.\w+", name)]:
                 if vars(module).get(real.__name__) is real:
                     stack.enter_context(patch.object(module, real.__name__, once))
         yield

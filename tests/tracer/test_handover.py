@@ -82,11 +82,8 @@ def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pyte
 
     expected = threads(2, lambda *rank: numbers(*rank, takes_over=False))
     monkeypatch.setattr(torch.export, "export", refuse_to_export)
-    for of_ranks in (
-        "pipeline_parts.capture",
-        "rank_stages.capture_evaluation",
-    ):  # an earlier result is no excuse
-        monkeypatch.setattr(f"pipeloom.api.{of_ranks}", refuse_to_export)
+    for of_ranks in ("pipeline.capture", "rank_stages.capture_evaluation"):  # an earlier result is no excuse
+        monkeypatch.setattr(f"pipeloom.{of_ranks}", refuse_to_export)
     assert threads(2, lambda *rank: numbers(*rank, takes_over=True)) == expected
 
 

@@ -37,7 +37,7 @@ def test_a_directory_is_held_until_the_end(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
-    code = "import os, pathlib, signal, sys; from pipeloom.train import RunLock\n"
+    code = "import os, pathlib, signal, sys; from pipeloom.train.run_lock import RunLock\n"
     code += "RunLock().take(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert done.returncode == -signal.SIGKILL and (tmp_path / LOCK).is_file()

@@ -212,7 +212,7 @@ PLAN_OPTIONS = (
 
 
 def plan_options(command: Command) -> Command:
-    """What `api.plan` needs, under its argument names."""
+    """What `planning.plan` needs, under its argument names."""
     return _with_options(command, _stages_option(click.IntRange(1)))
 
 
