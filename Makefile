@@ -32,7 +32,7 @@ test-all: $(READY)  ## all tests, the slow ones too; Hypothesis draws new exampl
 lint: $(READY)  ## ruff, formatting, who may import whom, and mypy in strict mode on src
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 fmt: $(READY)  ## put imports in order and format

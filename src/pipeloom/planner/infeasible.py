@@ -1,4 +1,4 @@
-"""Why no cut fits: the stage that binds, and the least that would do. Advice is `plan_advice.py`'s, which tries it.
+"""Why no cut fits: the stage that binds, and the least that would do. `plan_advice.py` tries the advice.
 
 With memory optimisation the least is what remains when everything is freed that may be.
 """
