@@ -1,8 +1,8 @@
 """What a planner finds under a smaller cap is a candidate under a larger one.
 
-Planners weigh stages, and free memory as far as caps ask for it; only then is the step simulated. So with less
-room they may find a cut with a faster step. They search once more, under the next smaller cap that their plan
-does not keep. Such caps are powers of one number, whatever cap was asked for.
+Planners weigh stages, and free memory as far as caps ask for it; only then is the step simulated. So with
+less room they may find a cut with a faster step. They search once more, under the next smaller cap that their
+plan does not keep. Such caps are powers of one number, whatever cap was asked for.
 """
 
 from __future__ import annotations
