@@ -35,7 +35,8 @@ MEMORY_LIMIT, TIME_LIMIT_S = 0.03, 180.0
 """Of the default job."""
 
 WIDTHS = {"default": 128, "wide": 512}
-JOB = """from pipeloom.train import Config, ModelConfig, default_job
+JOB = """from pipeloom.train.config import Config, ModelConfig
+from pipeloom.train.workload import default_job
 
 
 def job():

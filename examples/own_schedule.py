@@ -14,11 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeloom.ir.action import W
-from pipeloom.ir.operation import Operation, declare
-from pipeloom.schedules.language.patterns import phases
-from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.language.shape import Shape
+from pipeloom.schedule_language import Operation, Recipe, Shape, W, declare, phases
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -165,7 +165,7 @@ def _with_memory(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
 def _memory_sentence(enough: Cluster, cluster: Cluster, stages: int) -> str:
     """What the devices of a cluster need to have as much as is enough. Those that have it are not named.
 
-    >>> from pipeloom.clusters import find_cluster
+    >>> from pipeloom.clusters.names import find_cluster
     >>> two, three = find_cluster("2 x a100-40"), find_cluster("a100-40 with 3GiB + 2 x v100-32 with 1GiB")
     >>> _memory_sentence(_with_memory(two, 2, [50 << 30]), two, 2)
     'give each device at least 50.0 GiB'

@@ -143,9 +143,10 @@ def test_it_is_not_tried_again_where_the_small_model_does_not_fit(
 
 LARGE = """
 from layered import layered
-from pipeloom.clusters import find_cluster
-from pipeloom.planner import PlanOptions, make_plan
-from pipeloom.profiler import roofline
+from pipeloom.clusters.names import find_cluster
+from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.profiler.roofline import roofline
 
 graph = layered(40)
 cluster = find_cluster("8 nodes of 1 x a100-40 with 1500MiB")

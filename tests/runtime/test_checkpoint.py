@@ -130,13 +130,14 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
 CRASH = """
 import os, signal, sys, pathlib, torch
 from torch import nn
-from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
 
 folder, first, second = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 def save(step):
     parameters = {"w": nn.Parameter(torch.full((1000,), float(step)))}
     optimizer = torch.optim.SGD(parameters.values())
-    state = checkpoint.TrainState(parameters=parameters, optimizers=(optimizer,))
+    state = TrainState(parameters=parameters, optimizers=(optimizer,))
     checkpoint.save(folder, state, step=min(step, second), extra={"value": step}, group=None, keep=1)
 
 def deadly(calls, function):
@@ -166,7 +167,7 @@ for moment in range(100):
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, -signal.SIGKILL), code
     found = {"w": nn.Parameter(torch.zeros(1000))}
-    step, extra = checkpoint.load(folder, checkpoint.TrainState(parameters=found), group=None)
+    step, extra = checkpoint.load(folder, TrainState(parameters=found), group=None)
     assert bool((found["w"] == extra["value"]).all()), (moment, step, extra)
     print(moment, extra["value"], code, flush=True)
     if status == 0:
@@ -200,9 +201,10 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_previous(tmp_path: Path) -> N
 import resource, sys, pathlib, torch
 from torch import nn
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.state import TrainState
 folder = pathlib.Path(sys.argv[1])
-state = checkpoint.TrainState(parameters={"w": nn.Parameter(torch.ones(100_000))})
+state = TrainState(parameters={"w": nn.Parameter(torch.ones(100_000))})
 checkpoint.save(folder, state, step=1, extra={}, group=None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:

@@ -23,8 +23,8 @@ CHILD = textwrap.dedent(
     from pipeloom.ir.memory_policy import MemoryPolicy
     from pipeloom.ir.plan import Plan, StagePlan
     from pipeloom.ir.stages import cut
-    from pipeloom.tracer import capture
-    from pipeloom.tracer.stage import stage_residuals
+    from pipeloom.tracer.capture import capture
+    from pipeloom.tracer.stage.trace import stage_residuals
 
     WIDTH, ROWS, DEPTH, MICROBATCHES = 32, 1 << 13, 24, 12
 

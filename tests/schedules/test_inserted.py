@@ -253,7 +253,8 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
     assert made.name == name and sum(a.kind == "COMPRESS" for row in made.rows for a in row) == 12
     file = tmp_path / "mine_in_test.py"
     file.write_text(
-        "from pipeloom.schedules import Entry, Recipe\n"
+        "from pipeloom.schedules.language.recipe import Recipe\n"
+        "from pipeloom.schedules.library_entry import Entry\n"
         "def order(s):\n    return Recipe(\n"
         "        priority=lambda a: (a.kind == 'F', a.microbatch % s.option('k', 1)))\n"
         "def wrong(s):\n    return 3\n"

@@ -217,7 +217,8 @@ EXCHANGE = """
 from pathlib import Path
 import torch
 from pipeloom.ir.action import B, F
-from pipeloom.schedules import Operation, Recipe, declare
+from pipeloom.ir.operation import Operation, declare
+from pipeloom.schedules.language.recipe import Recipe
 
 def exchange(context):
     sums = torch.tensor([1.0 + context.rank])

@@ -30,7 +30,8 @@ from pipeloom.simulator.simulate import simulate
 
 TABLE = (0, 1, (2, 3), 4)
 ENTRY = """
-from pipeloom.schedules import Entry, Recipe
+from pipeloom.schedules.library_entry import Entry
+from pipeloom.schedules.language.recipe import Recipe
 
 def order(s):
     return Recipe(priority=lambda a: (a.kind == 'B', a.microbatch))

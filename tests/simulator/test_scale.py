@@ -138,10 +138,10 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
 def test_small_schedules_load_no_compiler() -> None:
     code = (
         "import sys\n"
-        "from pipeloom import schedules\n"
+        "from pipeloom.schedules import registry\n"
         "from pipeloom.ir.stages import chain\n"
-        "from pipeloom.lowering import lower\n"
-        "lower(schedules.build('1f1b', chain(4), (0, 1, 2, 3), 8), chain(4))\n"
+        "from pipeloom.lowering.passes import lower\n"
+        "lower(registry.build('1f1b', chain(4), (0, 1, 2, 3), 8), chain(4))\n"
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,7 +24,7 @@ TOLERANCE = 1e-12
 ONE_WAY = [
     name
     for name in every_schedule.SYNCHRONOUS
-    if every_schedule.schedules.entry(name).place in ("line", "loop", "wave")
+    if every_schedule.registry.entry(name).place in ("line", "loop", "wave")
 ]
 
 

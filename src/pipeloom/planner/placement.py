@@ -208,11 +208,12 @@ def residual_room(
 
 
 def held_on_device(schedule: Schedule) -> tuple[int, ...]:
-    """As `schedules.in_flight`, without those that are on the host: from what waits until they are there, and
+    """As `in_flight`, without those that are on the host: from what waits until they are there, and
     if nothing does, from their RELOAD on, which they then have not left before.
 
     >>> from pipeloom.ir.stages import chain
-    >>> held_on_device(schedules.build("1f1b", chain(3), (0, 1, 2), 8))
+    >>> from pipeloom.schedules import registry
+    >>> held_on_device(registry.build("1f1b", chain(3), (0, 1, 2), 8))
     (3, 2, 1)
     """
     if all(action.kind == F for row in schedule.rows for action in row):

@@ -111,7 +111,7 @@ def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
 
 OPERATIONS = """
 from pipeloom.ir.action import W
-from pipeloom.schedules import Operation, declare
+from pipeloom.ir.operation import Operation, declare
 
 PRESS = declare(
     Operation(letters="PRESS", meaning="compression", after=W, seconds=0.25, stages=lambda s: s < 2)

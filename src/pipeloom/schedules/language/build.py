@@ -35,7 +35,7 @@ def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine
     Raises: DeadlockError if its limits block; ScheduleError if it breaks a rule.
 
     >>> from pipeloom.ir.action import B
-    >>> from pipeloom.schedules import shape_of
+    >>> from pipeloom.schedules.registry import shape_of
     >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))
     0F0 0F1 0B0 0B1
     """

@@ -65,7 +65,7 @@ def phases(
         the stages of the rank in their order, unless given. W follows the order of I.
     Raises: ScheduleError if the pattern asks for more than there is, or for a kind that `kinds` lacks.
 
-    >>> from pipeloom.schedules import shape_of
+    >>> from pipeloom.schedules.registry import shape_of
     >>> for row in phases(shape_of(2, microbatches=2), warm_up=lambda r: 1 - r, repeat="FB", kinds="FB"):
     ...     print(*row)
     0F0 0F1 0B0 0B1

@@ -20,7 +20,7 @@ def repeating(shape: Shape, turn: Sequence[str]) -> tuple[tuple[Action, ...], ..
         the micro-batch three turns before. What has no micro-batch yet, or no more, is left out.
     Raises: ScheduleError if a word cannot be read, or there is not one line per rank.
 
-    >>> from pipeloom.schedules import shape_of
+    >>> from pipeloom.schedules.registry import shape_of
     >>> for row in repeating(shape_of(2, microbatches=3), ["0F 0B-1", "1F 1B"]):
     ...     print(*row)
     0F0 0F1 0B0 0F2 0B1 0B2

@@ -89,7 +89,7 @@ class Shape:
         count once. Source: "pipeline depth", arXiv 2406.17145.
 
         >>> from pipeloom.ir.flow import dag
-        >>> from pipeloom.schedules import shape_of
+        >>> from pipeloom.schedules.registry import shape_of
         >>> towers = dag(5, [(0, 1), (1, 4), (2, 3), (3, 4)])
         >>> shape_of(5, stages=towers, microbatches=8).depth, shape_of(5, microbatches=8).depth
         (3, 5)

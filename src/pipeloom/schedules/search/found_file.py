@@ -112,14 +112,14 @@ def _shards(problem: SearchProblem) -> str:
 
 
 def _imports(problem: SearchProblem, declared_in: str) -> str:
-    names = ["Entry", "Recipe", "Shape", "repeating"]
+    names = "Entry, Recipe, Shape, dag, repeating"
     if not problem.operations:
-        return f"from pipeloom.ir.flow import dag\nfrom pipeloom.schedules import {', '.join(names)}\n"
+        return f"from pipeloom.schedule_language import {names}\n"
     own = ", ".join(f'DECLARED["{operation.letters}"]' for operation in problem.operations)
     return (
-        "from pathlib import Path\n\nfrom pipeloom.ir.flow import dag\n"
+        "from pathlib import Path\n\n"
         "from pipeloom.ir.operation import OPERATIONS as DECLARED\n"
-        f"from pipeloom.schedules import Entry, Recipe, Shape, load_file, repeating\n\n"
+        f"from pipeloom.schedule_language import {names}, load_file\n\n"
         f"load_file(Path({declared_in!r}))\nOPERATIONS = ({own},)\n"
     )
 
