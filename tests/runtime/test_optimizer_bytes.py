@@ -122,6 +122,29 @@ def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
     assert groups and not any(group["params"] for group in groups)
 
 
+class Pair(torch.optim.Optimizer):
+    """Keeps two tensors of each parameter in one list."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("pair", [torch.zeros_like(p), torch.zeros_like(p)])
+
+
+@pytest.mark.parametrize(("make", "each"), [(maker("Adam"), 2 * 3 * 4 + 4), (Pair, 2 * 3 * 4)])
+def test_a_step_asks_for_the_state_that_it_will_make_and_only_once(make: Make, each: int) -> None:
+    """A parameter without gradient has no state, and was asked for at every step; so was state in lists."""
+    params = {name: nn.Parameter(torch.zeros(3)) for name in ("used", "unused")}
+    weights = Weights(params, {}, make)
+    for step in range(2):
+        weights.grads.add("used", torch.ones(3))
+        assert weights.step_adds_bytes == weights.step_bytes + (each if step == 0 else 0)
+        weights.step()
+        assert weights.sizes["optimizer"] == each
+
+
 class NeedsData(torch.optim.Optimizer):
     """Its step cannot be made without data."""
 

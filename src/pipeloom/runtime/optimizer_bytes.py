@@ -127,9 +127,8 @@ def update_bytes(
 
 def _refuse_state_beside(optimizer: Optimizer) -> None:
     """Raises: PlanError if one that holds others has made state of its own."""
-    held = {id(t) for part in optimizers_of(optimizer) for t in tree_leaves([*part.state.values()])}
-    own = tree_leaves([*getattr(optimizer, "state", {}).values()])
-    if any(isinstance(value, Tensor) and id(value) not in held for value in own):
+    held = {id(t) for part in optimizers_of(optimizer) for t in kept_tensors(part.state.values())}
+    if any(id(t) not in held for t in kept_tensors(getattr(optimizer, "state", {}).values())):
         raise PlanError(
             f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
             hint="it would not be saved: keep it in the state of one of these optimizers",
@@ -186,12 +185,12 @@ def _step_one(
         for each in stepped:
             if late and isinstance(step := part.state.get(each, {}).get("step"), Tensor):
                 step.fill_(LATE)
-        held = [leaf for each in stepped for leaf in tree_leaves(dict(part.state.get(each, {})))]
+        held = kept_tensors(part.state.get(each, {}) for each in stepped)
         with _Storages((*stepped, *(each.grad for each in stepped), *held)) as scratch:
             optimizer.step()
         most = max(most, scratch.peak_bytes)
     group["params"], param.grad = params, None
-    return storage_bytes(tree_leaves(dict(part.state.get(param, {})))), most
+    return storage_bytes(kept_tensors([part.state.get(param, {})])), most
 
 
 def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[str, UpdateBytes]:
@@ -207,7 +206,7 @@ def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[s
     states: dict[int, list[Tensor]] = {}
     for part in optimizers_of(optimizer):
         for param, state in part.state.items():
-            states[id(param)] = [v for v in state.values() if isinstance(v, Tensor)]
+            states[id(param)] = kept_tensors([state])
     found = {}
     for name, param in small.items():
         state = states.get(id(param), [])
@@ -288,6 +287,11 @@ class _Storages(_NumbersAreOne):  # type: ignore[no-untyped-call]
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     return (value.untyped_storage() for value in values if isinstance(value, Tensor))
+
+
+def kept_tensors(states: Iterable[Any]) -> list[Tensor]:
+    """What an optimizer keeps, inside lists too.  states: of its parameters."""
+    return [leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -15,7 +15,7 @@ place, so an update copies the newest parameters once, into the buffers of a ver
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -29,9 +29,11 @@ from .optimizer_bytes import (
     MakeOptimizer,
     default_optimizer,
     forget_stand_ins,
+    kept_tensors,
     make_checked,
     optimizers_of,
     stand_in,
+    storage_bytes,
     update_bytes,
 )
 
@@ -303,9 +305,12 @@ class Weights:
 
     @property
     def step_adds_bytes(self) -> int:
-        """What `step` takes beyond what there is: its scratch, and at the first one the optimizer's state."""
-        state = sum(update.state for update in self.update_bytes.values())
-        return self.step_bytes + max(0, state - self.sizes["optimizer"])
+        """What `step` takes beyond what there is: its scratch, and state of parameters that have none yet and
+        will be updated."""
+        has_state = {id(param) for optimizer in self.optimizers for param in optimizer.state}
+        updated = {name: self.update_bytes[name] for name in self.summed.touched & self.stepped}
+        new = [update.state for name, update in updated.items() if id(self.params[name]) not in has_state]
+        return self.step_bytes + sum(new)
 
     def discard_gradients(self) -> None:
         for param in self.params.values():
@@ -319,16 +324,11 @@ class Weights:
         kept = [t for state in self._versions.values() for n, t in state.items() if n in self.params]
         kept += [tensor for version in self._spare for tensor in version.values()]
         return {
-            "parameters": _bytes(kept),
-            "gradients": _bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
-            "buffers": _bytes(self.buffers.values()),
-            "optimizer": _bytes(self._state()),
+            "parameters": storage_bytes(kept),
+            "gradients": storage_bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
+            "buffers": storage_bytes(self.buffers.values()),
+            "optimizer": storage_bytes(kept_tensors(s for o in self.optimizers for s in o.state.values())),
         }
-
-    def _state(self) -> Iterator[Tensor]:
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -344,10 +344,6 @@ def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor
         parts[name] = flat.as_strided(like.shape, like.stride(), at)
         at += like.numel()
     return flat, parts
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
