@@ -188,10 +188,45 @@ class Slow(torch.optim.Optimizer):
             self.state[p]["slow"] = p.detach().clone()
 
 
+class SlowList(torch.optim.SGD):
+    """Keeps a list of copies of its parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=1.0)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+
+class NeedsDataSlow(Slow):
+    """Steps one that needs data, so that small parameters are stepped."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.fast: Any = NeedsData(self.fast.param_groups[0]["params"])
+
+
+class NeedsDataWhenMade(torch.optim.SGD):
+    """Its learning rate is the size of the parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        params = list(params)
+        super().__init__(params, lr=sum(p.abs().sum().item() for p in params))
+
+
+def test_data_of_parameters_in_an_attribute_is_refused_where_the_optimizer_is_made() -> None:
+    """A rank has some parameters only, so a list of all of them does not go with its groups."""
+    everywhere = {name: stand_in((2,), torch.float32) for name in ("a", "b")}
+    with pytest.raises(PlanError, match="slow"):
+        Weights({"b": nn.Parameter(torch.zeros(2))}, {}, SlowList, everywhere=everywhere)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
         (Slow, "of its own"),
+        (NeedsDataSlow, "of its own"),
+        (SlowList, "slow"),
+        (lambda params: Holds(SlowList(params)), "SlowList"),
+        (NeedsDataWhenMade, "meta"),
         (lambda params: Holds(), "Holds"),
         (lambda params: Holds(*(torch.optim.SGD(params, lr=1.0) for _ in range(2))), "both"),
         (lambda params: torch.optim.SGD(params, lr=-1.0), "learning rate"),

@@ -117,22 +117,36 @@ def update_bytes(
             found = _by_kind(optimizer, params, device != "cpu")
         except Exception as first:  # its step needs data, or cannot be made at all
             try:
-                return _of_small(make, params)
+                found = _of_small(make, params)
             except Exception as error:  # the user's code
                 told = first if type(first) is type(error) else error
                 raise _refusal(make, params, told) from None
-    _refuse_state_beside(optimizer)
+    refuse_kept_beside(optimizer)
     return found
 
 
-def _refuse_state_beside(optimizer: Optimizer) -> None:
-    """Raises: PlanError if one that holds others has made state of its own."""
+def refuse_kept_beside(optimizer: Optimizer) -> None:
+    """Raises: PlanError if an optimizer keeps data of parameters in an attribute, where nobody can tell whose
+    it is, or if one that holds others has made state of its own."""
+    for each in (optimizer, *optimizers_of(optimizer)):
+        for name, value in vars(each).items():
+            if name not in ("param_groups", "state", "defaults") and any(
+                map(_is_of_parameters, tree_leaves(value))
+            ):
+                raise PlanError(
+                    f"{type(each).__name__} keeps data of parameters in its attribute {name!r}",
+                    hint="a rank has some parameters only: keep what belongs to a parameter p in state[p]",
+                )
     held = {id(t) for part in optimizers_of(optimizer) for t in kept_tensors(part.state.values())}
     if any(id(t) not in held for t in kept_tensors(getattr(optimizer, "state", {}).values())):
         raise PlanError(
             f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
             hint="it would not be saved: keep it in the state of one of these optimizers",
         )
+
+
+def _is_of_parameters(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value.is_meta)
 
 
 def _by_kind(
@@ -203,6 +217,7 @@ def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[s
     for each in small.values():
         each.grad = torch.ones_like(each)
     optimizer.step()
+    refuse_kept_beside(optimizer)
     states: dict[int, list[Tensor]] = {}
     for part in optimizers_of(optimizer):
         for param, state in part.state.items():
@@ -227,7 +242,10 @@ def _refusal(make: MakeOptimizer, params: Mapping[str, nn.Parameter], error: Exc
     more = f" (and {len(refused) - 1} more)" if some and len(refused) > 1 else ""
     advice = "let another optimizer have these: Job.optimizer may return an object that holds several"
     if not some:
-        advice = "step() is called without a closure, and gradients are dense; choose an optimizer for that"
+        advice = (
+            "step() is called without a closure, gradients are dense, and parameters of other ranks have no "
+            "data when it is made; choose an optimizer for that"
+        )
     return PlanError(f"Job.optimizer cannot train {whom}{more}: {type(error).__name__}: {error}", hint=advice)
 
 

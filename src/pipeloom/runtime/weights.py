@@ -32,6 +32,7 @@ from .optimizer_bytes import (
     kept_tensors,
     make_checked,
     optimizers_of,
+    refuse_kept_beside,
     stand_in,
     storage_bytes,
     update_bytes,
@@ -139,6 +140,8 @@ class Weights:
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
         self.optimizer = make_checked(self._make_optimizer, here) if here else None
         self.optimizers = optimizers_of(self.optimizer)
+        if self.optimizer is not None:
+            refuse_kept_beside(self.optimizer)
         for each in self.optimizers:
             forget_stand_ins(each)
         self.keep_gradients = keep_gradients
