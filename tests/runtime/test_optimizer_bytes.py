@@ -164,6 +164,28 @@ def test_one_that_needs_data_steps_small_parameters() -> None:
     }
 
 
+def test_groups_with_equal_settings_are_stepped_once() -> None:
+    """Their optimizer stepped each of them, and passed over all others each time."""
+    steps = []
+
+    class Counts(torch.optim.Adam):
+        def step(self) -> None:  # type: ignore[override]
+            steps.append(1)
+            super().step()
+
+    def grouped(counts: int) -> Make:
+        betas = [(0.9, 0.99), (0.5, 0.99)]
+        return lambda params: Counts(
+            [{"params": [p], "betas": betas[i % counts]} for i, p in enumerate(params)]
+        )
+
+    params = {str(i): stand_in((3,), torch.float32) for i in range(20)}
+    for counts in (1, 2):
+        steps.clear()
+        assert len(set(update_bytes(grouped(counts), params, "cpu").values())) == 1
+        assert len(steps) == 3 * counts  # one makes the state, and two are looked at
+
+
 class Holds:
     """Steps some optimizers, which need not be for distinct parameters."""
 

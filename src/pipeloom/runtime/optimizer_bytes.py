@@ -30,8 +30,8 @@ LATE = 1000.0
 SMALL = 4
 """Most entries of a dimension of a small parameter."""
 
-Kind: TypeAlias = tuple[int, int, torch.Size, torch.dtype]
-"""Optimizer, group, shape and dtype: parameters that are alike in these take equal bytes."""
+Kind: TypeAlias = tuple[int, str, torch.Size, torch.dtype]
+"""Optimizer, settings of the group, shape and dtype: parameters that are alike in these take equal bytes."""
 
 
 def default_optimizer(device: str) -> MakeOptimizer:
@@ -157,12 +157,13 @@ def _by_kind(
     known: dict[Kind, UpdateBytes] = {}
     found = dict.fromkeys(params, UpdateBytes(state=0, step=0))
     for index, part in enumerate(optimizers_of(optimizer)):
-        for number, group in enumerate(part.param_groups):
+        for group in part.param_groups:
             together, fused = _runs_together(part, group, accelerated), bool(group.get("fused"))
             runs_here = {"foreach": together, "fused": False} | ({"capturable": False} if accelerated else {})
             group.update({key: value for key, value in runs_here.items() if key in group})
+            settings = repr({key: value for key, value in group.items() if key != "params"})
             for param in group["params"]:
-                kind = (index, number, param.shape, param.dtype)
+                kind = (index, settings, param.shape, param.dtype)
                 if kind not in known:
                     state, scratch = _step_one(optimizer, part, group, param)
                     known[kind] = UpdateBytes(state=state, step=0 if fused else scratch, together=together)
