@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .compiled_profiles import compiled_profile
-from .ir.cluster import Cluster, Device
+from .ir.cluster import Cluster, Device, is_cpu
 from .ir.errors import ConfigError, PlanError
 from .ir.graph import OpGraph
 from .ir.plan import Plan
@@ -30,6 +30,7 @@ def capture(
     *,
     batch: Mapping[str, Tensor] | None = None,
     autocast: dtype | None = None,
+    devices: Iterable[str] = (),
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
 
@@ -37,6 +38,7 @@ def capture(
     microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
     whose first dimension is the micro-batch, by the names of the forward's arguments.
     autocast: torch.bfloat16 for mixed precision; None for none.
+    devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
@@ -58,19 +60,19 @@ def capture(
 
     require_autocast(autocast)
     captured = trace(job, microbatch_size, batch=batch, autocast=autocast)
-    return replace(captured, graph=with_updates(captured.graph, job))
+    return replace(captured, graph=with_updates(captured.graph, job, devices))
 
 
 def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGraph:
     """The graph with what the job's optimizer takes for each parameter.
 
-    devices: names of those it is to run on, by default CPUs. On others PyTorch's optimizers update many
-    parameters at once.
+    devices: names of those it is to run on, by default CPUs (`ir.cluster.is_cpu`). On others PyTorch's
+    optimizers update many parameters at once.
     Raises: PlanError if the optimizer cannot train the model.
     """
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
-    kind = "cpu" if all(name.startswith("cpu") for name in devices) else "cuda"
+    kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
     return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
 
 
