@@ -14,7 +14,7 @@ from .ir.graph import OpGraph
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.timeline import Timeline
-from .planner.plan_costs import PlanCosts
+from .planner.plan_costs import PlanCosts, with_planned_state
 from .profiler.roofline import roofline
 from .tracer.job import Job
 
@@ -140,7 +140,10 @@ def simulate(
 ) -> Timeline:
     """Predict a step of a plan from a profile. Needs neither torch nor the model.
 
-    plan: its cut, schedule, memory policy and placement.  graph: of the model that it was made for.
+    plan: its cut, schedule, memory policy and placement.
+    graph: of the model that it was made for. What the optimizer takes is in it, for the `devices` that it was
+        captured for; if it does not say so, it keeps what the plan says, and one copy of the largest
+        parameter is scratch.
     costs: one profile for all devices, or by device name.
     cluster: at least one device per rank, in rank order, with their links.
     Returns: when what happens, in seconds from the start of the step, and bytes held.
@@ -177,4 +180,4 @@ def simulate(
                 f"{', '.join(plan.batch)}",
                 hint="profile with the plan's micro-batch size",
             )
-    return PlanCosts(graph, costs, cluster).simulate(plan)
+    return PlanCosts(with_planned_state(graph, plan), costs, cluster).simulate(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -104,6 +105,24 @@ def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> Non
         graph = planning.captured_model(job, 2, cluster).graph
         updates = [p.given_update for p in graph.parameters if p.trainable]
         assert len(made) == 1 and {u is not None and u.together for u in updates} == {together}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "more", [{}, {"width": 2, "shard_optimizer": True}, {"weights": "2bw", "clips": True}]
+)
+def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
+    momentum: float, more: dict
+) -> None:
+    """Adam's was counted."""
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("width", 1))
+    unknown = capture_of(job)
+    graph = passes.with_updates(unknown.graph, job)
+    assert not any(p.given_update for p in unknown.graph.parameters)
+    made, costs = plan(job, cluster=cluster, captured=unknown, **HOW | more), passes.estimate(graph, cluster)
+    known, guessed = (passes.simulate(made, g, costs, cluster).peaks for g in (graph, unknown.graph))
+    assert [p["optimizer"] for p in guessed] == [p["optimizer"] for p in known]
 
 
 @pytest.mark.slow
