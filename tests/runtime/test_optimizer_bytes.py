@@ -111,6 +111,17 @@ def test_two_optimizers_in_one_each_count_their_own() -> None:
     assert both["c"] == counted(maker("AdamW"))["c"]
 
 
+@pytest.mark.parametrize("name", [name for name in TRAINS if name != BOTH])
+def test_a_parameter_without_dimensions_is_counted(name: str) -> None:
+    """It gave a traceback."""
+    (update,) = update_bytes(maker(name), {"scale": stand_in((), torch.float32)}, "cpu").values()
+    param = nn.Parameter(torch.ones(()))
+    weights = Weights({"scale": param}, {}, maker(name))
+    weights.grads.add("scale", torch.ones(()))
+    weights.step()
+    assert weights.sizes["optimizer"] == update.state
+
+
 @pytest.mark.parametrize("name", (*TRAINS, "Muon"))
 def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
     """Its optimizer has the groups of one process, without parameters."""

@@ -94,7 +94,7 @@ def forget_stand_ins(optimizer: Optimizer) -> None:
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
     """A parameter without data."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"))
+    return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
 def stand_ins(graph: OpGraph) -> dict[str, nn.Parameter]:
