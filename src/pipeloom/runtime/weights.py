@@ -238,12 +238,20 @@ class Weights:
             self.last_gradients = {n: summed.sums[n].clone() for n in sorted(summed.touched)}
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """factor: one number on the device, which the host does not wait for."""
+        """Each gradient times a factor, in at least float32, rounded once.
+
+        factor: one number on the device, which the host does not wait for.
+        """
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return
         sums = [self.summed.sums[name] for name in self.summed.touched]
         exact = {kind: torch.promote_types(kind, torch.float32) for kind in {each.dtype for each in sums}}
         factors = {kind: factor.reshape(()).to(exact[kind]) for kind in exact}
         for each in sums:
-            each.mul_(factors[each.dtype])
+            exactly = factors[each.dtype]
+            # Accelerators round a tensor without dimensions to the other's dtype; CPUs do not, and would make
+            # a copy in float32 of what is multiplied by one with dimensions.
+            each.mul_(exactly if each.device.type == "cpu" else exactly.expand(each.shape))
 
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
