@@ -229,6 +229,22 @@ class SlowList(torch.optim.SGD):
         self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
 
 
+class Lists(torch.optim.SGD):
+    """Keeps its groups under other names, too."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=1.0)
+        self.all, self.groups = self.param_groups[0]["params"], [*self.param_groups]
+
+
+def test_lists_of_groups_may_have_other_names() -> None:
+    everywhere = {name: stand_in((2,), torch.float32) for name in ("a", "b")}
+    own = nn.Parameter(torch.zeros(2))
+    weights = Weights({"b": own}, {}, Lists, everywhere=everywhere)
+    assert isinstance(weights.optimizer, Lists) and weights.optimizer.all == [own]
+    assert weights.step_bytes == 0
+
+
 class NeedsDataSlow(Slow):
     """Steps one that needs data, so that small parameters are stepped."""
 

@@ -84,12 +84,12 @@ def make_checked(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> Opt
 
 
 def forget_stand_ins(optimizer: Optimizer) -> None:
-    """Take parameters without data out of an optimizer, and leave its groups as they are."""
+    """Take parameters without data out of an optimizer, and leave its groups, and their lists, in place."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.is_meta:
                 optimizer.state.pop(param, None)
-        group["params"] = [param for param in group["params"] if not param.is_meta]
+        group["params"][:] = [param for param in group["params"] if not param.is_meta]
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
@@ -127,17 +127,18 @@ def update_bytes(
 
 def refuse_kept_beside(optimizer: Optimizer) -> None:
     """Raises: PlanError if an optimizer keeps data of parameters in an attribute, where nobody can tell whose
-    it is, or if one that holds others has made state of its own."""
-    for each in (optimizer, *optimizers_of(optimizer)):
-        for name, value in vars(each).items():
-            if name not in ("param_groups", "state", "defaults") and any(
-                map(_is_of_parameters, tree_leaves(value))
-            ):
+    it is (the list of a group may be there too), or if one that holds others has made state of its own."""
+    parts = optimizers_of(optimizer)
+    lists = {id(group["params"]) for part in parts for group in part.param_groups}
+    for each in (optimizer, *parts):
+        for name in vars(each).keys() - {"param_groups", "state", "defaults"}:
+            leaves = tree_leaves(vars(each)[name], is_leaf=lambda value: id(value) in lists)
+            if any(map(_is_of_parameters, leaves)):
                 raise PlanError(
                     f"{type(each).__name__} keeps data of parameters in its attribute {name!r}",
                     hint="a rank has some parameters only: keep what belongs to a parameter p in state[p]",
                 )
-    held = {id(t) for part in optimizers_of(optimizer) for t in kept_tensors(part.state.values())}
+    held = {id(t) for part in parts for t in kept_tensors(part.state.values())}
     if any(id(t) not in held for t in kept_tensors(getattr(optimizer, "state", {}).values())):
         raise PlanError(
             f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
