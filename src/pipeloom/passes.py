@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .compiled_profiles import compiled_profile
-from .ir.cluster import Cluster, Device
+from .ir.cluster import Cluster, Device, is_cpu
 from .ir.errors import ConfigError, PlanError
 from .ir.graph import OpGraph
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.timeline import Timeline
-from .planner.plan_costs import PlanCosts
+from .planner.plan_costs import PlanCosts, with_planned_state
 from .profiler.roofline import roofline
 from .tracer.job import Job
 
@@ -30,6 +30,7 @@ def capture(
     *,
     batch: Mapping[str, Tensor] | None = None,
     autocast: dtype | None = None,
+    devices: Iterable[str] = (),
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
 
@@ -37,6 +38,7 @@ def capture(
     microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
     whose first dimension is the micro-batch, by the names of the forward's arguments.
     autocast: torch.bfloat16 for mixed precision; None for none.
+    devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
@@ -58,19 +60,19 @@ def capture(
 
     require_autocast(autocast)
     captured = trace(job, microbatch_size, batch=batch, autocast=autocast)
-    return replace(captured, graph=with_updates(captured.graph, job))
+    return replace(captured, graph=with_updates(captured.graph, job, devices))
 
 
 def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGraph:
     """The graph with what the job's optimizer takes for each parameter.
 
-    devices: names of those it is to run on, by default CPUs. On others PyTorch's optimizers update many
-    parameters at once.
+    devices: names of those it is to run on, by default CPUs (`ir.cluster.is_cpu`). On others PyTorch's
+    optimizers update many parameters at once.
     Raises: PlanError if the optimizer cannot train the model.
     """
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
-    kind = "cpu" if all(name.startswith("cpu") for name in devices) else "cuda"
+    kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
     return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
 
 
@@ -138,7 +140,10 @@ def simulate(
 ) -> Timeline:
     """Predict a step of a plan from a profile. Needs neither torch nor the model.
 
-    plan: its cut, schedule, memory policy and placement.  graph: of the model that it was made for.
+    plan: its cut, schedule, memory policy and placement.
+    graph: of the model that it was made for. What the optimizer takes is in it, for the `devices` that it was
+        captured for; if it does not say so, it keeps what the plan says, and one copy of the largest
+        parameter is scratch.
     costs: one profile for all devices, or by device name.
     cluster: at least one device per rank, in rank order, with their links.
     Returns: when what happens, in seconds from the start of the step, and bytes held.
@@ -175,4 +180,4 @@ def simulate(
                 f"{', '.join(plan.batch)}",
                 hint="profile with the plan's micro-batch size",
             )
-    return PlanCosts(graph, costs, cluster).simulate(plan)
+    return PlanCosts(with_planned_state(graph, plan), costs, cluster).simulate(plan)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .ir.action import STEP
-from .ir.cluster import Cluster, Device, Link
+from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.costs import StageCost
 from .ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from .ir.plan import Plan
@@ -336,7 +336,7 @@ class PlanRequest:
 
     def _runs_as_traced(self, captured: Captured) -> bool:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
-        on_cpus = all(device.name.startswith("cpu") for device in self.cluster.devices)
+        on_cpus = all(is_cpu(device.name) for device in self.cluster.devices)
         runs = self.options.weights in (None, FLUSH) and registry.entry(self.schedule).weights == FLUSH
         return self.capped and on_cpus and runs and not captured.graph.fallback
 

@@ -335,8 +335,12 @@ def captured_model(
             f"one profile, of device {profiled.device}, for the kinds {', '.join(sorted(kinds))}",
             hint="leave the profile out, and each kind is estimated from its figures",
         )
-    captured = captured or capture(job, size, batch=batch)
-    graph = with_updates(captured.graph, job, kinds or ({profiled.device} if profiled else ()))
+    devices = kinds or ({profiled.device} if profiled is not None else set())
+    if captured is not None:
+        graph = with_updates(captured.graph, job, devices)
+    else:
+        captured = capture(job, size, batch=batch, devices=devices)
+        graph = captured.graph
     if (rows := shared_rows(captured.graph)) not in (None, size):
         raise PlanError(
             f"the captured model has micro-batches of {rows} rows, the plan is for {size}",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 import zoo
 from runs import capture_of
+from torch import nn
 
 from pipeloom import passes, plan, planning
 from pipeloom.clusters.files import load_cluster
@@ -85,6 +89,40 @@ def test_nodes_need_a_link_between_them(tmp_path) -> None:
     file.write_text(f'{rows}[within_node]\nbandwidth = "12GB"\n')
     with pytest.raises(ConfigError, match=r"2 nodes and there is no \[between_nodes\] table"):
         load_cluster(file)
+
+
+def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> None:
+    """It was made at the capture for CPUs, and again for the devices."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(params))
+        return made[-1]
+
+    job = replace(zoo.job("skips"), optimizer=optimizer)
+    for cluster, together in ((cpu_cluster(2), False), (find_cluster("2 x a100-40"), True)):
+        made.clear()
+        graph = planning.captured_model(job, 2, cluster).graph
+        updates = [p.given_update for p in graph.parameters if p.trainable]
+        assert len(made) == 1 and {u is not None and u.together for u in updates} == {together}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "more", [{}, {"width": 2, "shard_optimizer": True}, {"weights": "2bw", "clips": True}]
+)
+def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
+    momentum: float, more: dict
+) -> None:
+    """Adam's was counted."""
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("width", 1))
+    unknown = capture_of(job)
+    graph = passes.with_updates(unknown.graph, job)
+    assert not any(p.given_update for p in unknown.graph.parameters)
+    made, costs = plan(job, cluster=cluster, captured=unknown, **HOW | more), passes.estimate(graph, cluster)
+    known, guessed = (passes.simulate(made, g, costs, cluster).peaks for g in (graph, unknown.graph))
+    assert [p["optimizer"] for p in guessed] == [p["optimizer"] for p in known]
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeloom.runtime.weights import Weights, clip_factor
 
@@ -30,3 +33,39 @@ def test_gradients_are_clipped_as_torch_does(dtype: torch.dtype, odd: float) -> 
         return torch.isclose(weights.grads.sums[name], params[name].grad, rtol=tolerance, equal_nan=True)
 
     assert all(close(name).all() for name in params)
+
+
+def test_gradients_within_the_limit_are_not_written_on_cpus() -> None:
+    """Each of them was multiplied by 1."""
+    weights = Weights({"p": nn.Parameter(torch.ones(4))}, {}, None)
+    weights.grads.add("p", torch.ones(4))
+    total = weights.grads.sums["p"]
+    before = total._version
+    weights.scale_gradients(clip_factor(torch.tensor(2.0), 3.0))
+    assert total._version == before
+    weights.scale_gradients(clip_factor(torch.tensor(2.0), 1.0))
+    assert total._version > before
+
+
+class Products(TorchDispatchMode):
+    """The dtypes that products are computed in, by device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul_.Tensor:
+            self.seen.append((args[0].device.type, torch.result_type(*args)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_accelerators_scale_narrow_gradients_in_float32() -> None:
+    """A number there took the gradients' dtype before it multiplied. The meta device stands for them."""
+    for shape in ((5, 3), ()):
+        param = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device="meta"))
+        weights = Weights({"p": param}, {}, lambda own: torch.optim.SGD(own, lr=0.1))
+        weights.grads.add("p", torch.zeros_like(param))
+        with Products() as products:
+            weights.scale_gradients(torch.zeros((), device="meta"))
+        assert products.seen == [("meta", torch.float32)]

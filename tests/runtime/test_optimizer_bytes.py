@@ -111,6 +111,17 @@ def test_two_optimizers_in_one_each_count_their_own() -> None:
     assert both["c"] == counted(maker("AdamW"))["c"]
 
 
+@pytest.mark.parametrize("name", [name for name in TRAINS if name != BOTH])
+def test_a_parameter_without_dimensions_is_counted(name: str) -> None:
+    """It gave a traceback."""
+    (update,) = update_bytes(maker(name), {"scale": stand_in((), torch.float32)}, "cpu").values()
+    param = nn.Parameter(torch.ones(()))
+    weights = Weights({"scale": param}, {}, maker(name))
+    weights.grads.add("scale", torch.ones(()))
+    weights.step()
+    assert weights.sizes["optimizer"] == update.state
+
+
 @pytest.mark.parametrize("name", (*TRAINS, "Muon"))
 def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
     """Its optimizer has the groups of one process, without parameters."""
@@ -120,6 +131,29 @@ def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
     assert weights.sizes["optimizer"] == weights.step_adds_bytes == 0
     groups = [group for optimizer in weights.optimizers for group in optimizer.param_groups]
     assert groups and not any(group["params"] for group in groups)
+
+
+class Pair(torch.optim.Optimizer):
+    """Keeps two tensors of each parameter in one list."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("pair", [torch.zeros_like(p), torch.zeros_like(p)])
+
+
+@pytest.mark.parametrize(("make", "each"), [(maker("Adam"), 2 * 3 * 4 + 4), (Pair, 2 * 3 * 4)])
+def test_a_step_asks_for_the_state_that_it_will_make_and_only_once(make: Make, each: int) -> None:
+    """A parameter without gradient has no state, and was asked for at every step; so was state in lists."""
+    params = {name: nn.Parameter(torch.zeros(3)) for name in ("used", "unused")}
+    weights = Weights(params, {}, make)
+    for step in range(2):
+        weights.grads.add("used", torch.ones(3))
+        assert weights.step_adds_bytes == weights.step_bytes + (each if step == 0 else 0)
+        weights.step()
+        assert weights.sizes["optimizer"] == each
 
 
 class NeedsData(torch.optim.Optimizer):
@@ -139,6 +173,28 @@ def test_one_that_needs_data_steps_small_parameters() -> None:
     assert {n: u.state for n, u in counted(NeedsData).items()} == {
         n: 4 * torch.Size(s).numel() for n, s in SHAPES.items()
     }
+
+
+def test_groups_with_equal_settings_are_stepped_once() -> None:
+    """Their optimizer stepped each of them, and passed over all others each time."""
+    steps = []
+
+    class Counts(torch.optim.Adam):
+        def step(self) -> None:  # type: ignore[override]
+            steps.append(1)
+            super().step()
+
+    def grouped(counts: int) -> Make:
+        betas = [(0.9, 0.99), (0.5, 0.99)]
+        return lambda params: Counts(
+            [{"params": [p], "betas": betas[i % counts]} for i, p in enumerate(params)]
+        )
+
+    params = {str(i): stand_in((3,), torch.float32) for i in range(20)}
+    for counts in (1, 2):
+        steps.clear()
+        assert len(set(update_bytes(grouped(counts), params, "cpu").values())) == 1
+        assert len(steps) == 3 * counts  # one makes the state, and two are looked at
 
 
 class Holds:
@@ -165,10 +221,61 @@ class Slow(torch.optim.Optimizer):
             self.state[p]["slow"] = p.detach().clone()
 
 
+class SlowList(torch.optim.SGD):
+    """Keeps a list of copies of its parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=1.0)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+
+class Lists(torch.optim.SGD):
+    """Keeps its groups under other names, too."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=1.0)
+        self.all, self.groups = self.param_groups[0]["params"], [*self.param_groups]
+
+
+def test_lists_of_groups_may_have_other_names() -> None:
+    everywhere = {name: stand_in((2,), torch.float32) for name in ("a", "b")}
+    own = nn.Parameter(torch.zeros(2))
+    weights = Weights({"b": own}, {}, Lists, everywhere=everywhere)
+    assert isinstance(weights.optimizer, Lists) and weights.optimizer.all == [own]
+    assert weights.step_bytes == 0
+
+
+class NeedsDataSlow(Slow):
+    """Steps one that needs data, so that small parameters are stepped."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.fast: Any = NeedsData(self.fast.param_groups[0]["params"])
+
+
+class NeedsDataWhenMade(torch.optim.SGD):
+    """Its learning rate is the size of the parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        params = list(params)
+        super().__init__(params, lr=sum(p.abs().sum().item() for p in params))
+
+
+def test_data_of_parameters_in_an_attribute_is_refused_where_the_optimizer_is_made() -> None:
+    """A rank has some parameters only, so a list of all of them does not go with its groups."""
+    everywhere = {name: stand_in((2,), torch.float32) for name in ("a", "b")}
+    with pytest.raises(PlanError, match="slow"):
+        Weights({"b": nn.Parameter(torch.zeros(2))}, {}, SlowList, everywhere=everywhere)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
         (Slow, "of its own"),
+        (NeedsDataSlow, "of its own"),
+        (SlowList, "slow"),
+        (lambda params: Holds(SlowList(params)), "SlowList"),
+        (NeedsDataWhenMade, "meta"),
         (lambda params: Holds(), "Holds"),
         (lambda params: Holds(*(torch.optim.SGD(params, lr=1.0) for _ in range(2))), "both"),
         (lambda params: torch.optim.SGD(params, lr=-1.0), "learning rate"),

@@ -72,8 +72,9 @@ def profile(
             hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
         )
 
-    captured = passes.capture(job_of(model), microbatch_size)
     described = cluster_of(cluster)
+    devices = {device} if described is None else {each.name for each in described.devices}
+    captured = passes.capture(job_of(model), microbatch_size, devices=devices)
     if described is None:
         costs = passes.profile(captured, device=device, compiled=compiled)
     else:

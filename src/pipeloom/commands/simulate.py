@@ -127,9 +127,9 @@ def _costs(
     if graph_file is not None:
         captured, graph = None, json_codec.load(graph_file, OpGraph)
     else:
-        job = job_of(model)
-        captured = passes.capture(job, plan.microbatch_size)
-        graph = passes.with_updates(captured.graph, job, {d.name for d in cluster.devices} if cluster else ())
+        devices = {device.name for device in cluster.devices} if cluster is not None else ()
+        captured = passes.capture(job_of(model), plan.microbatch_size, devices=devices)
+        graph = captured.graph
     if profiled is not None:
         return graph, profiled
     if captured is None or cluster is not None:

@@ -21,6 +21,15 @@ OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwis
 """Classes of ops that differ in the share of the peak rate or bandwidth that they achieve."""
 
 
+def is_cpu(device: str) -> bool:
+    """Whether a device of this name is a CPU: the names of CPUs, and no others, begin with "cpu".
+
+    >>> [is_cpu(name) for name in ("cpu", "cpu-fast", "cuda", "a100-40")]
+    [True, True, False, False]
+    """
+    return device.startswith("cpu")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One direction of a connection between two devices.

@@ -107,6 +107,19 @@ class PlanCosts:
         return self._models[placement, options]
 
 
+def with_planned_state(graph: OpGraph, plan: Plan) -> OpGraph:
+    """A graph that does not say what the optimizer takes, with the state per trained byte of a plan."""
+    trained = [p for p in graph.parameters if p.trainable]
+    gradients = sum(stage.memory.gradients for stage in plan.stages)
+    if not gradients or any(p.given_update for p in trained):
+        return graph
+    options = CostOptions(microbatches=1, weights=plan.weights, clips=plan.clips, width=plan.width)
+    # Of replicas that share out the optimizer, a plan counts an even share.
+    copies = options.gradient_sets * (plan.width if plan.shard_optimizer else 1)
+    ratio = sum(stage.memory.optimizer for stage in plan.stages) * copies / gradients
+    return graph.with_updates({p.name: replace(p.update, state=round(p.bytes * ratio)) for p in trained})
+
+
 def count_once(
     costs: Sequence[StageCost],
     stages: StageGraph,

@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from ..ir.cluster import Device
+from ..ir.cluster import Device, is_cpu
 from ..ir.errors import ConfigError
 from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, storages, tensor_bytes, views_of_state
 from ..ir.profile import OpCost, Profile, batch_text
@@ -276,7 +276,7 @@ class _Operands:
 
     @property
     def on_cpu(self) -> bool:
-        return self.of.device.name.startswith("cpu")
+        return is_cpu(self.of.device.name)
 
     @property
     def _copies_values(self) -> bool:

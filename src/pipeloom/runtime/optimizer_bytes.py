@@ -30,8 +30,8 @@ LATE = 1000.0
 SMALL = 4
 """Most entries of a dimension of a small parameter."""
 
-Kind: TypeAlias = tuple[int, int, torch.Size, torch.dtype]
-"""Optimizer, group, shape and dtype: parameters that are alike in these take equal bytes."""
+Kind: TypeAlias = tuple[int, str, torch.Size, torch.dtype]
+"""Optimizer, settings of the group, shape and dtype: parameters that are alike in these take equal bytes."""
 
 
 def default_optimizer(device: str) -> MakeOptimizer:
@@ -84,17 +84,17 @@ def make_checked(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> Opt
 
 
 def forget_stand_ins(optimizer: Optimizer) -> None:
-    """Take parameters without data out of an optimizer, and leave its groups as they are."""
+    """Take parameters without data out of an optimizer, and leave its groups, and their lists, in place."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.is_meta:
                 optimizer.state.pop(param, None)
-        group["params"] = [param for param in group["params"] if not param.is_meta]
+        group["params"][:] = [param for param in group["params"] if not param.is_meta]
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
     """A parameter without data."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
 def stand_ins(graph: OpGraph) -> dict[str, nn.Parameter]:
@@ -117,23 +117,37 @@ def update_bytes(
             found = _by_kind(optimizer, params, device != "cpu")
         except Exception as first:  # its step needs data, or cannot be made at all
             try:
-                return _of_small(make, params)
+                found = _of_small(make, params)
             except Exception as error:  # the user's code
                 told = first if type(first) is type(error) else error
                 raise _refusal(make, params, told) from None
-    _refuse_state_beside(optimizer)
+    refuse_kept_beside(optimizer)
     return found
 
 
-def _refuse_state_beside(optimizer: Optimizer) -> None:
-    """Raises: PlanError if one that holds others has made state of its own."""
-    held = {id(t) for part in optimizers_of(optimizer) for t in tree_leaves([*part.state.values()])}
-    own = tree_leaves([*getattr(optimizer, "state", {}).values()])
-    if any(isinstance(value, Tensor) and id(value) not in held for value in own):
+def refuse_kept_beside(optimizer: Optimizer) -> None:
+    """Raises: PlanError if an optimizer keeps data of parameters in an attribute, where nobody can tell whose
+    it is (the list of a group may be there too), or if one that holds others has made state of its own."""
+    parts = optimizers_of(optimizer)
+    lists = {id(group["params"]) for part in parts for group in part.param_groups}
+    for each in (optimizer, *parts):
+        for name in vars(each).keys() - {"param_groups", "state", "defaults"}:
+            leaves = tree_leaves(vars(each)[name], is_leaf=lambda value: id(value) in lists)
+            if any(map(_is_of_parameters, leaves)):
+                raise PlanError(
+                    f"{type(each).__name__} keeps data of parameters in its attribute {name!r}",
+                    hint="a rank has some parameters only: keep what belongs to a parameter p in state[p]",
+                )
+    held = {id(t) for part in parts for t in kept_tensors(part.state.values())}
+    if any(id(t) not in held for t in kept_tensors(getattr(optimizer, "state", {}).values())):
         raise PlanError(
             f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
             hint="it would not be saved: keep it in the state of one of these optimizers",
         )
+
+
+def _is_of_parameters(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value.is_meta)
 
 
 def _by_kind(
@@ -144,12 +158,13 @@ def _by_kind(
     known: dict[Kind, UpdateBytes] = {}
     found = dict.fromkeys(params, UpdateBytes(state=0, step=0))
     for index, part in enumerate(optimizers_of(optimizer)):
-        for number, group in enumerate(part.param_groups):
+        for group in part.param_groups:
             together, fused = _runs_together(part, group, accelerated), bool(group.get("fused"))
             runs_here = {"foreach": together, "fused": False} | ({"capturable": False} if accelerated else {})
             group.update({key: value for key, value in runs_here.items() if key in group})
+            settings = repr({key: value for key, value in group.items() if key != "params"})
             for param in group["params"]:
-                kind = (index, number, param.shape, param.dtype)
+                kind = (index, settings, param.shape, param.dtype)
                 if kind not in known:
                     state, scratch = _step_one(optimizer, part, group, param)
                     known[kind] = UpdateBytes(state=state, step=0 if fused else scratch, together=together)
@@ -186,12 +201,12 @@ def _step_one(
         for each in stepped:
             if late and isinstance(step := part.state.get(each, {}).get("step"), Tensor):
                 step.fill_(LATE)
-        held = [leaf for each in stepped for leaf in tree_leaves(dict(part.state.get(each, {})))]
+        held = kept_tensors(part.state.get(each, {}) for each in stepped)
         with _Storages((*stepped, *(each.grad for each in stepped), *held)) as scratch:
             optimizer.step()
         most = max(most, scratch.peak_bytes)
     group["params"], param.grad = params, None
-    return storage_bytes(tree_leaves(dict(part.state.get(param, {})))), most
+    return storage_bytes(kept_tensors([part.state.get(param, {})])), most
 
 
 def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[str, UpdateBytes]:
@@ -204,10 +219,11 @@ def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[s
     for each in small.values():
         each.grad = torch.ones_like(each)
     optimizer.step()
+    refuse_kept_beside(optimizer)
     states: dict[int, list[Tensor]] = {}
     for part in optimizers_of(optimizer):
         for param, state in part.state.items():
-            states[id(param)] = [v for v in state.values() if isinstance(v, Tensor)]
+            states[id(param)] = kept_tensors([state])
     found = {}
     for name, param in small.items():
         state = states.get(id(param), [])
@@ -228,7 +244,10 @@ def _refusal(make: MakeOptimizer, params: Mapping[str, nn.Parameter], error: Exc
     more = f" (and {len(refused) - 1} more)" if some and len(refused) > 1 else ""
     advice = "let another optimizer have these: Job.optimizer may return an object that holds several"
     if not some:
-        advice = "step() is called without a closure, and gradients are dense; choose an optimizer for that"
+        advice = (
+            "step() is called without a closure, gradients are dense, and parameters of other ranks have no "
+            "data when it is made; choose an optimizer for that"
+        )
     return PlanError(f"Job.optimizer cannot train {whom}{more}: {type(error).__name__}: {error}", hint=advice)
 
 
@@ -288,6 +307,11 @@ class _Storages(_NumbersAreOne):  # type: ignore[no-untyped-call]
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     return (value.untyped_storage() for value in values if isinstance(value, Tensor))
+
+
+def kept_tensors(states: Iterable[Any]) -> list[Tensor]:
+    """What an optimizer keeps, inside lists too.  states: of its parameters."""
+    return [leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

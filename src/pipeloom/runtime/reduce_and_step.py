@@ -145,8 +145,9 @@ class ReduceAndStep:
             step.weights.step()
         _exchange_parameters(step, str(action))
         self._after_step()
+        sizes = step.weights.sizes
         for kind in ("optimizer", "parameters"):
-            step.ledger.set(kind, step.weights.sizes[kind], str(action))
+            step.ledger.set(kind, sizes[kind], str(action))
         step.ledger.during(str(action), step.weights.step_bytes, {})
 
     def needed_bytes(self, step: StepContext, action: StageAction) -> int:

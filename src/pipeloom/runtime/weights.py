@@ -15,7 +15,7 @@ place, so an update copies the newest parameters once, into the buffers of a ver
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -29,9 +29,12 @@ from .optimizer_bytes import (
     MakeOptimizer,
     default_optimizer,
     forget_stand_ins,
+    kept_tensors,
     make_checked,
     optimizers_of,
+    refuse_kept_beside,
     stand_in,
+    storage_bytes,
     update_bytes,
 )
 
@@ -137,6 +140,8 @@ class Weights:
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
         self.optimizer = make_checked(self._make_optimizer, here) if here else None
         self.optimizers = optimizers_of(self.optimizer)
+        if self.optimizer is not None:
+            refuse_kept_beside(self.optimizer)
         for each in self.optimizers:
             forget_stand_ins(each)
         self.keep_gradients = keep_gradients
@@ -233,12 +238,20 @@ class Weights:
             self.last_gradients = {n: summed.sums[n].clone() for n in sorted(summed.touched)}
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """factor: one number on the device, which the host does not wait for."""
+        """Each gradient times a factor, in at least float32, rounded once.
+
+        factor: one number on the device, which the host does not wait for.
+        """
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return
         sums = [self.summed.sums[name] for name in self.summed.touched]
         exact = {kind: torch.promote_types(kind, torch.float32) for kind in {each.dtype for each in sums}}
         factors = {kind: factor.reshape(()).to(exact[kind]) for kind in exact}
         for each in sums:
-            each.mul_(factors[each.dtype])
+            exactly = factors[each.dtype]
+            # Accelerators round a tensor without dimensions to the other's dtype; CPUs do not, and would make
+            # a copy in float32 of what is multiplied by one with dimensions.
+            each.mul_(exactly if each.device.type == "cpu" else exactly.expand(each.shape))
 
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
@@ -303,9 +316,12 @@ class Weights:
 
     @property
     def step_adds_bytes(self) -> int:
-        """What `step` takes beyond what there is: its scratch, and at the first one the optimizer's state."""
-        state = sum(update.state for update in self.update_bytes.values())
-        return self.step_bytes + max(0, state - self.sizes["optimizer"])
+        """What `step` takes beyond what there is: its scratch, and state of parameters that have none yet and
+        will be updated."""
+        has_state = {id(param) for optimizer in self.optimizers for param in optimizer.state}
+        updated = {name: self.update_bytes[name] for name in self.summed.touched & self.stepped}
+        new = [update.state for name, update in updated.items() if id(self.params[name]) not in has_state]
+        return self.step_bytes + sum(new)
 
     def discard_gradients(self) -> None:
         for param in self.params.values():
@@ -319,16 +335,11 @@ class Weights:
         kept = [t for state in self._versions.values() for n, t in state.items() if n in self.params]
         kept += [tensor for version in self._spare for tensor in version.values()]
         return {
-            "parameters": _bytes(kept),
-            "gradients": _bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
-            "buffers": _bytes(self.buffers.values()),
-            "optimizer": _bytes(self._state()),
+            "parameters": storage_bytes(kept),
+            "gradients": storage_bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
+            "buffers": storage_bytes(self.buffers.values()),
+            "optimizer": storage_bytes(kept_tensors(s for o in self.optimizers for s in o.state.values())),
         }
-
-    def _state(self) -> Iterator[Tensor]:
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -344,10 +355,6 @@ def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor
         parts[name] = flat.as_strided(like.shape, like.stride(), at)
         at += like.numel()
     return flat, parts
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
