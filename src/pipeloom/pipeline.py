@@ -333,6 +333,8 @@ class PipelineParts:
         self.expected = self.forecast().untimed()
         self.scheduler = make_scheduler(options.scheduler, self.weights.optimizer)
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
+        if self.tier is not None:
+            self.watch.on_exit(self.tier.close)
         self.worker = Worker(
             rank=self.rank,
             program=self.program,
@@ -659,8 +661,4 @@ class Pipeline(PipelineParts):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if self.tier is not None:
-                self.tier.close()
-        finally:
-            self.watch.__exit__(kind, error, trace)
+        self.watch.__exit__(kind, error, trace)

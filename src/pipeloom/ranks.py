@@ -21,7 +21,7 @@ from .ir.schedule import Program
 from .options import Options
 from .runtime.checkpoint.files import newest, read_index, verify_sizes
 from .runtime.failure.watch import Watch
-from .runtime.launch.connect import connect, gather_text, watch_ranks
+from .runtime.launch.connect import close_at_exit, connect, gather_text, watch_ranks
 from .runtime.posted_channel import PostedChannel
 from .runtime.transports.dist_channel import DistChannel
 from .runtime.transports.local_channel import LocalChannel, local_channels
@@ -146,6 +146,7 @@ def join_ranks(
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
+        close_at_exit(channel.watch)
         return JoinedRanks(channel.watch, local=channel)
     joined = connect(device, group=group, timeout_s=options.timeout_s)
     lost_s = min(LOST_S, options.timeout_s)

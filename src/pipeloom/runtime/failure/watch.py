@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -42,6 +43,10 @@ STUCK_S = 10.0
 YIELD_S = 1.0
 """Time that a rank stays after another one's failure: torchrun ends all ranks once one has ended, and the
 one that failed has yet to print its traceback."""
+
+
+UNCAUGHT: list[BaseException] = []
+"""The error that the script ended with, if any; `shorten_peer_errors` notes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +126,9 @@ class Watch:
             self._main_knows.set()
             if self._board.failure is not None:
                 self._interrupt()
-            for leave in reversed(self._on_exit):
-                leave()
-            self._linger()
-            self._board.stop()
-            self._ctrl_c.stop()
+            with ExitStack() as ended:  # calls each, last one first, whatever another raises
+                for end in (self._ctrl_c.stop, self._board.stop, self._linger, *self._on_exit):
+                    ended.callback(end)
 
     def check(self) -> None:
         """Raises: PeerError if another rank failed. Cheap."""
@@ -329,12 +332,17 @@ def _is_clean(error: BaseException) -> bool:
 
 
 def shorten_peer_errors() -> None:
-    """Let an uncaught PeerError print one line: the failing rank prints its traceback itself, once."""
+    """Let an uncaught PeerError print one line: the failing rank prints its traceback itself, once.
+
+    Any uncaught error is noted in `UNCAUGHT`. `sys.last_value` would not do: IPython and pytest set it for
+    errors that they handle.
+    """
     previous = sys.excepthook
     if getattr(previous, "shortens_peer_errors", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        UNCAUGHT[:] = [error]
         if issubclass(kind, PeerError):
             print(f"pipeloom: this rank ends because {_in_short(error)}", file=sys.stderr)
         else:
