@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -249,17 +249,26 @@ class Watch:
         stuck_s = time.monotonic() + STUCK_S
         while True:
             statuses = self._board.statuses()
-            left = [status for r in others if (status := statuses[r]) is None or status.doing != FINISHED]
+            left = {r for r in others if (status := statuses[r]) is None or status.doing != FINISHED}
             if not left:
                 return
-            if time.monotonic() > stuck_s and all(status and self._is_stuck(status) for status in left):
+            if time.monotonic() > stuck_s and left <= self._wait_in_vain(statuses):
                 raise TimeoutError
             if self._board.wait_for_failure(0.1) is not None:
                 raise ConnectionError("a rank failed")
 
-    def _is_stuck(self, other: RankStatus) -> bool:
-        """Whether another rank waits for this one, which has finished: their scripts do not fit together."""
-        return self.rank in other.waits_on and other.waiting_s > STUCK_S and not other.is_silent
+    def _wait_in_vain(self, statuses: Sequence[RankStatus | None]) -> set[int]:
+        """The ranks that wait for this one, which has finished, or for one of them: their scripts do not fit
+        together."""
+        waits_on = {
+            r: set(status.waits_on)
+            for r, status in enumerate(statuses)
+            if status is not None and status.waiting_s > STUCK_S and not status.is_silent
+        }
+        vain: set[int] = set()
+        while more := {r for r, on in waits_on.items() if on & {self.rank, *vain}} - vain:
+            vain |= more
+        return vain
 
     def _linger(self) -> None:
         failure = self._board.failure
