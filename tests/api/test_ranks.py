@@ -21,8 +21,7 @@ from pipeloom.runtime.transports.local_channel import LocalChannel
 GATHER = """
 import gc
 import torch.distributed as dist
-from pipeloom.runtime import gather_text
-from pipeloom.runtime.launch import watch_ranks
+from pipeloom.runtime.launch.connect import gather_text, watch_ranks
 dist.init_process_group("gloo")
 with watch_ranks(dist.group.WORLD) as watch:
     texts = [

@@ -18,7 +18,7 @@ from pipeloom.runtime.launch.processes import Processes
 
 SCRIPT = """
 import os, sys
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
 
 def work():
     if os.environ["RANK"] == "1":

@@ -24,7 +24,7 @@ SCRIPT = textwrap.dedent(
     import runs, zoo
     from pipeloom import Pipeline
     from pipeloom.ir.errors import PipeloomError
-    from pipeloom.runtime.launch import launch
+    from pipeloom.runtime.launch.launch import launch
 
     def work(caps):
         job = zoo.job("skips")

@@ -130,7 +130,7 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
 CRASH = """
 import os, signal, sys, pathlib, torch
 from torch import nn
-from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
 
 folder, first, second = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 def save(step):
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_previous(tmp_path: Path) -> N
 import resource, sys, pathlib, torch
 from torch import nn
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
 folder = pathlib.Path(sys.argv[1])
 state = checkpoint.TrainState(parameters={"w": nn.Parameter(torch.ones(100_000))})
 checkpoint.save(folder, state, step=1, extra={}, group=None)

@@ -16,7 +16,7 @@ TARGETS = HERE / "dist_targets.py"
 
 LAUNCHER = """
 import json, sys
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
 import dist_targets
 sys.exit(launch(getattr(dist_targets, sys.argv[1]), int(sys.argv[2])))
 """

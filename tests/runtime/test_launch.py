@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 LAUNCHER = """
 import json, sys
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
 import launch_targets
 sys.exit(launch(getattr(launch_targets, sys.argv[1]), **json.loads(sys.argv[2])))
 """
@@ -160,7 +160,8 @@ def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
     """It told them nothing, so they get less time than after a failure: that would be 600 s here."""
     script = (
         "import os, signal, sys, time\n"
-        "from pipeloom.runtime.launch import launch, processes\n"
+        "from pipeloom.runtime.launch import processes\n"
+        "from pipeloom.runtime.launch.launch import launch\n"
         "def work():\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
         "if __name__ == '__main__':\n"
