@@ -407,9 +407,8 @@ class Pipeline(PipelineParts):
     """Trains a job's model on the ranks of a plan. Every rank makes one and calls it with the same batch.
 
     Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
-    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. When a process on CPUs ends,
-    groups are destroyed and dropped from its script's globals, as gloo's threads must end first: what else
-    holds one is to be dropped by the script.
+    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. Use it in a `with`, or call
+    `close()`; otherwise it closes when the script ends, and other ranks are not told of a `sys.exit(1)`.
 
     job: the model, its batches and its optimizer.  plan: a plan or the path of its file, the same on every
         rank.  options: how it runs; see `Options`.
