@@ -333,6 +333,8 @@ class PipelineParts:
         self.expected = self.forecast().untimed()
         self.scheduler = make_scheduler(options.scheduler, self.weights.optimizer)
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
+        if self.tier is not None:
+            self.watch.on_exit(self.tier.close)
         self.worker = Worker(
             rank=self.rank,
             program=self.program,
@@ -405,9 +407,8 @@ class Pipeline(PipelineParts):
     """Trains a job's model on the ranks of a plan. Every rank makes one and calls it with the same batch.
 
     Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
-    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. When a process on CPUs ends,
-    groups are destroyed and dropped from its script's globals, as gloo's threads must end first: what else
-    holds one is to be dropped by the script.
+    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. Use it in a `with`, or call
+    `close()`; otherwise it closes when the script ends, and other ranks are not told of a `sys.exit(1)`.
 
     job: the model, its batches and its optimizer.  plan: a plan or the path of its file, the same on every
         rank.  options: how it runs; see `Options`.
@@ -659,8 +660,4 @@ class Pipeline(PipelineParts):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if self.tier is not None:
-                self.tier.close()
-        finally:
-            self.watch.__exit__(kind, error, trace)
+        self.watch.__exit__(kind, error, trace)

@@ -21,7 +21,7 @@ from .ir.schedule import Program
 from .options import Options
 from .runtime.checkpoint.files import newest, read_index, verify_sizes
 from .runtime.failure.watch import Watch
-from .runtime.launch.connect import connect, gather_text, watch_ranks
+from .runtime.launch.connect import close_at_exit, connect, gather_text, watch_ranks
 from .runtime.posted_channel import PostedChannel
 from .runtime.transports.dist_channel import DistChannel
 from .runtime.transports.local_channel import LocalChannel, local_channels
@@ -62,7 +62,8 @@ def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     result. Every rank calls it. However long it takes: the others begin no operation that has a limit before
     it is there.
 
-    Raises: CommunicationError if the store is gone, as when rank 0 was killed that served it.
+    Raises: CommunicationError on the others if `make` raised an error that is not pipeloom's, or if the store
+        is gone, as when rank 0 was killed that served it.
     """
     store, rank = group.get_group_store(), group.rank()
     made = f"pipeloom/results/{group.group_name}/{store.add(f'pipeloom/results/{rank}', 1)}"
@@ -72,9 +73,17 @@ def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
             message[0] = make()
         except PipeloomError as error:
             message[1] = error
+        except BaseException as error:
+            store.set(made, type(error).__name__)
+            raise
         store.set(made, "")
     else:
         _await_key(group, made)
+        if failed := store.get(made).decode():
+            raise CommunicationError(
+                f"rank {rank} gets no result from rank 0, which failed: {failed}",
+                hint="see what rank 0 printed",
+            )
     dist.broadcast_object_list(message, src=0, group=group)
     value, problem = message
     if problem is not None:
@@ -146,6 +155,7 @@ def join_ranks(
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
+        close_at_exit(channel.watch)
         return JoinedRanks(channel.watch, local=channel)
     joined = connect(device, group=group, timeout_s=options.timeout_s)
     lost_s = min(LOST_S, options.timeout_s)

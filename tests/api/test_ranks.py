@@ -14,15 +14,14 @@ import torch.distributed as dist
 import zoo
 
 from pipeloom import Pipeline
-from pipeloom.ir.errors import PlanError
+from pipeloom.ir.errors import CommunicationError, PlanError
 from pipeloom.ranks import result_of_rank_0
 from pipeloom.runtime.transports.local_channel import LocalChannel
 
 GATHER = """
 import gc
 import torch.distributed as dist
-from pipeloom.runtime.launch.connect import gather_text
-from pipeloom.runtime.launch.connect import watch_ranks
+from pipeloom.runtime.launch.connect import gather_text, watch_ranks
 dist.init_process_group("gloo")
 with watch_ranks(dist.group.WORLD) as watch:
     texts = [
@@ -59,7 +58,7 @@ def test_the_others_begin_nothing_that_has_a_limit_before_rank_0_is_through(
             waiting.set()
             return store.check(keys)
 
-        seen = SimpleNamespace(check=check, add=store.add, set=store.set)
+        seen = SimpleNamespace(check=check, add=store.add, set=store.set, get=store.get)
         return SimpleNamespace(rank=lambda: rank, get_group_store=lambda: seen, group_name="all")
 
     def broadcast(message: list[Any], src: int, group: Any) -> None:
@@ -78,6 +77,23 @@ def test_the_others_begin_nothing_that_has_a_limit_before_rank_0_is_through(
     assert result_of_rank_0(group(0), plan) == "plan"
     other.join(300)
     assert order[0] == "planned" and len(order) == 3
+
+
+def test_the_others_wait_no_longer_when_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by an error that it cannot hand on, such as one of the job's file."""
+    store = dist.HashStore()
+    monkeypatch.setattr("pipeloom.ranks.time.sleep", lambda _: pytest.fail("waits for ever"))
+
+    def group(rank: int) -> Any:
+        return SimpleNamespace(rank=lambda: rank, get_group_store=lambda: store, group_name="all")
+
+    def plan() -> str:
+        raise KeyError("width")
+
+    with pytest.raises(KeyError):
+        result_of_rank_0(group(0), plan)
+    with pytest.raises(CommunicationError, match="KeyError"):
+        result_of_rank_0(group(1), plan)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
+from pipeloom.runtime.failure.noticeboard import Failure
 from pipeloom.runtime.offload import cuda_tier
 from pipeloom.runtime.offload.cuda_tier import CudaTier
 from pipeloom.runtime.offload.file_tier import FileTier
@@ -76,9 +77,6 @@ def test_what_fails_behind_the_tier_leaves_none(tmp_path: Path, monkeypatch: pyt
 def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path))
-    left: list[object] = []
-    monkeypatch.setattr(type(pipeline.watch), "__exit__", lambda watch, *why: left.append(why[1]))
     close = FileTier.close
 
     def broken(tier: FileTier) -> None:
@@ -86,9 +84,12 @@ def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(FileTier, "close", broken)
+    pipeline = Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path))
+    left: list[Failure | None] = []
+    pipeline.watch.on_exit(lambda: left.append(pipeline.watch.failure))
     with pytest.raises(OSError, match="the disk is gone"), pipeline:
         raise ValueError("the user's own mistake")
-    assert len(left) == 1 and isinstance(left[0], ValueError)
+    assert len(left) == 1 and left[0] is not None and left[0].summary.startswith("ValueError")
 
 
 class LateError:

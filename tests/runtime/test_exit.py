@@ -1,4 +1,4 @@
-"""A script of two ranks that closes nothing ends well, and keeps what it has in its globals."""
+"""A script that closes nothing ends well, keeps what it has in its globals, and tells what it ended with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import runs
+import zoo
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import CommunicationError
+from pipeloom.runtime.failure.noticeboard import local_boards
+from pipeloom.runtime.failure.watch import Watch, shorten_peer_errors
+from pipeloom.runtime.launch import connect
 
 SCRIPT = textwrap.dedent(
     """
@@ -69,7 +77,7 @@ def ends_of(kind: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(5, id="5 in a row", marks=pytest.mark.slow)])
 def test_it_ends_with_status_0_and_keeps_its_globals(kind: str, times: int) -> None:
     for _ in range(times):
         for status, output, errors in ends_of(kind):
@@ -81,3 +89,71 @@ def test_what_it_ends_with_is_told_to_the_others() -> None:
     waiting, failed = ends_of("fails")
     assert failed[0] == 1 and failed[2].count("Traceback") == 1 and "no such luck" in failed[2]
     assert waiting[0] == 1 and "rank 1 failed: ValueError: no such luck" in waiting[2]
+
+
+@pytest.fixture
+def nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start of a script."""
+    monkeypatch.setattr(connect, "_OPEN", WeakSet())
+    monkeypatch.setattr("pipeloom.runtime.failure.watch.UNCAUGHT", uncaught := [])
+    monkeypatch.setattr(connect, "UNCAUGHT", uncaught)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+
+
+def watches(count: int) -> list[Watch]:
+    made = [Watch(board) for board in local_boards(count)]
+    for watch in made:
+        watch.__enter__()
+        connect.close_at_exit(watch)
+    return made
+
+
+@pytest.mark.usefixtures("nothing_open")
+def test_an_error_that_was_handled_is_not_what_the_script_ends_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython and pytest leave theirs in `sys.last_value`."""
+    monkeypatch.setattr(sys, "last_value", ValueError("an old one"), raising=False)
+    watch, _ = watches(2)
+    connect._leave_ranks()
+    assert watch.failure is None
+
+
+@pytest.mark.usefixtures("nothing_open")
+def test_an_uncaught_error_is_what_it_ends_with() -> None:
+    watch, _ = watches(2)
+    shorten_peer_errors()
+    error = ValueError("no such luck")
+    sys.excepthook(ValueError, error, None)
+    connect._leave_ranks()
+    assert watch.failure is not None and "no such luck" in watch.failure.summary
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("error", [OSError("disk"), CommunicationError("lost")])
+def test_an_error_of_one_pipeline_leaves_no_other_open(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail() -> None:
+        raise error
+
+    ended: list[object] = []
+    monkeypatch.setattr(connect._OURS, "is_set", lambda: True)
+    monkeypatch.setattr(connect.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(connect.dist, "destroy_process_group", lambda: ended.append("groups"))
+    for watch in (made := watches(3)):
+        watch.on_exit(lambda watch=watch: ended.append(watch.rank))  # type: ignore[misc]
+        watch.on_exit(fail)
+    try:
+        connect._leave_ranks()
+    except OSError as raised:
+        assert raised is error
+    assert sorted(ended[:-1]) == [watch.rank for watch in made] and ended[-1] == "groups"  # type: ignore[type-var]
+
+
+@pytest.mark.usefixtures("nothing_open")
+def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
+    job = zoo.job("skips")
+    plan = runs.treated_plan(job, runs.even_plan(job, 1, microbatches=2), "offload")
+    pipeline = Pipeline(job, plan, options=Options(offload_dir=tmp_path))
+    threads = pipeline.tier._threads  # type: ignore[union-attr]
+    connect._leave_ranks()
+    assert threads and not any(thread.is_alive() for thread in threads)

@@ -1,7 +1,9 @@
-"""The groups that NCCL gets: their limits, and their end. torch.distributed's calls are stood in for."""
+"""The groups that NCCL gets: their limits, and their end. torch.distributed's calls are stood in for, or gloo
+makes the groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from pipeloom.runtime.failure.noticeboard import local_boards
 from pipeloom.runtime.failure.watch import Watch
 from pipeloom.runtime.launch.connect import connect
+from pipeloom.runtime.transports.gloo import GlooTransport
 from pipeloom.runtime.transports.nccl import NcclTransport
 from pipeloom.runtime.transports.transport import SumGroup
 
@@ -89,3 +92,65 @@ def test_a_failure_ends_sums_too(made: dict[str, Any]) -> None:
     found._control.interrupt = lambda: None  # type: ignore[method-assign]  # over gloo: it has tests of its own
     found.interrupt()
     assert sorted(made["aborted"]) == ["nccl 1", "nccl 2", "nccl 4", "world"]
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    """As a script has made it, of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def transports(world: dist.ProcessGroup) -> list[GlooTransport | NcclTransport]:
+    """Of both kinds, with the groups that they open."""
+    watch = Watch(local_boards(1)[0])
+    made = [
+        GlooTransport(world),
+        NcclTransport(world, watch, device=torch.device("cpu"), timeout_s=LIMIT_S, pairs=(), backend="gloo"),
+    ]
+    for one in made:
+        one.open_groups([SumGroup("tied", (0,))])
+    return made
+
+
+def group_names() -> list[str]:
+    return sorted(dist.distributed_c10d._world.pg_names.values())
+
+
+def test_closing_destroys_the_groups_that_were_opened_and_no_others(world: dist.ProcessGroup) -> None:
+    dist.new_group([0])
+    own = group_names()
+    made = transports(world)
+    assert len(group_names()) == len(own) + 5
+    for one in [*made, *made]:
+        one.close()
+    assert group_names() == own
+
+
+def test_groups_stay_where_their_end_would_let_a_name_come_back(world: dist.ProcessGroup) -> None:
+    made = transports(world)
+    dist.new_group([0], use_local_synchronization=True)
+    open_names = group_names()
+    for one in made:
+        one.close()
+    assert group_names() == open_names
+
+
+def test_groups_stay_after_a_failure(world: dist.ProcessGroup) -> None:
+    """To destroy one waits for its operations, and some may never end."""
+    made = transports(world)
+    open_names = group_names()
+    for one in made:
+        one.interrupt()
+        one.close()
+    assert group_names() == open_names
+
+
+def test_a_script_may_have_ended_all_groups(world: dist.ProcessGroup) -> None:
+    made = transports(world)
+    dist.destroy_process_group()
+    for one in made:
+        one.close()

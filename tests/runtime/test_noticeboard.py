@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure.noticeboard import Failure, StoreBoard, local_boards
+from pipeloom.runtime.failure.noticeboard import Failure, Noticeboard, StoreBoard, local_boards
 from pipeloom.runtime.failure.rank_status import FINISHED, RankStatus
 from pipeloom.runtime.failure.watch import Watch
 
@@ -228,25 +228,30 @@ def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[Stor
         watch.wait("1SEND_B0>0 from rank 1", (1,), block)
 
 
-def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the script of the rank that serves the store ends early."""
+@pytest.mark.parametrize("waits_for", [{1: 0}, {1: 0, 2: 1}, {1: 2, 2: 3, 3: 0}])
+def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, waits_for: dict[int, int]
+) -> None:
+    """As where the script of the rank that serves the store ends early; or for who waits for that one."""
     monkeypatch.setattr("pipeloom.runtime.failure.watch.STUCK_S", 0.0)
-    first, second = local_boards(2)
-    waits, told, ended = threading.Event(), threading.Event(), []
+    first, *others = local_boards(1 + len(waits_for))
+    waits, told, ended = threading.Semaphore(0), threading.Event(), []
 
     def block() -> None:
-        waits.set()
+        waits.release()
         raise ConnectionError if told.wait(20) else TimeoutError
 
-    def wait() -> None:
-        with pytest.raises((PeerError, CommunicationError)) as caught, Watch(second) as watch:
+    def wait(board: Noticeboard) -> None:
+        with pytest.raises((PeerError, CommunicationError)) as caught, Watch(board) as watch:
             watch.on_failure(told.set)
-            watch.wait("a sum over all ranks", (0,), block)
+            watch.wait("a sum over all ranks", (waits_for[board.rank],), block)
         ended.append(caught.type)
 
-    other = threading.Thread(target=wait)
-    other.start()
+    threads = [threading.Thread(target=wait, args=(board,)) for board in others]
+    for thread in threads:
+        thread.start()
     with pytest.raises(CommunicationError, match="finished"), Watch(first, hosts_store=True):
-        assert waits.wait(300)
-    other.join(300)
-    assert ended == [PeerError]
+        assert all(waits.acquire(timeout=300) for _ in others)
+    for thread in threads:
+        thread.join(300)
+    assert ended == [PeerError] * len(others)

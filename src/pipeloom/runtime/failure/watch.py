@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -42,6 +43,10 @@ STUCK_S = 10.0
 YIELD_S = 1.0
 """Time that a rank stays after another one's failure: torchrun ends all ranks once one has ended, and the
 one that failed has yet to print its traceback."""
+
+
+UNCAUGHT: list[BaseException] = []
+"""The error that the script ended with, if any; `shorten_peer_errors` notes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +126,9 @@ class Watch:
             self._main_knows.set()
             if self._board.failure is not None:
                 self._interrupt()
-            for leave in reversed(self._on_exit):
-                leave()
-            self._linger()
-            self._board.stop()
-            self._ctrl_c.stop()
+            with ExitStack() as ended:  # calls each, last one first, whatever another raises
+                for end in (self._ctrl_c.stop, self._board.stop, self._linger, *self._on_exit):
+                    ended.callback(end)
 
     def check(self) -> None:
         """Raises: PeerError if another rank failed. Cheap."""
@@ -246,17 +249,26 @@ class Watch:
         stuck_s = time.monotonic() + STUCK_S
         while True:
             statuses = self._board.statuses()
-            left = [status for r in others if (status := statuses[r]) is None or status.doing != FINISHED]
+            left = {r for r in others if (status := statuses[r]) is None or status.doing != FINISHED}
             if not left:
                 return
-            if time.monotonic() > stuck_s and all(status and self._is_stuck(status) for status in left):
+            if time.monotonic() > stuck_s and left <= self._wait_in_vain(statuses):
                 raise TimeoutError
             if self._board.wait_for_failure(0.1) is not None:
                 raise ConnectionError("a rank failed")
 
-    def _is_stuck(self, other: RankStatus) -> bool:
-        """Whether another rank waits for this one, which has finished: their scripts do not fit together."""
-        return self.rank in other.waits_on and other.waiting_s > STUCK_S and not other.is_silent
+    def _wait_in_vain(self, statuses: Sequence[RankStatus | None]) -> set[int]:
+        """The ranks that wait for this one, which has finished, or for one of them: their scripts do not fit
+        together."""
+        waits_on = {
+            r: set(status.waits_on)
+            for r, status in enumerate(statuses)
+            if status is not None and status.waiting_s > STUCK_S and not status.is_silent
+        }
+        vain: set[int] = set()
+        while more := {r for r, on in waits_on.items() if on & {self.rank, *vain}} - vain:
+            vain |= more
+        return vain
 
     def _linger(self) -> None:
         failure = self._board.failure
@@ -329,12 +341,17 @@ def _is_clean(error: BaseException) -> bool:
 
 
 def shorten_peer_errors() -> None:
-    """Let an uncaught PeerError print one line: the failing rank prints its traceback itself, once."""
+    """Let an uncaught PeerError print one line: the failing rank prints its traceback itself, once.
+
+    Any uncaught error is noted in `UNCAUGHT`. `sys.last_value` would not do: IPython and pytest set it for
+    errors that they handle.
+    """
     previous = sys.excepthook
     if getattr(previous, "shortens_peer_errors", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        UNCAUGHT[:] = [error]
         if issubclass(kind, PeerError):
             print(f"pipeloom: this rank ends because {_in_short(error)}", file=sys.stderr)
         else:

@@ -7,7 +7,9 @@ import gc
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...ir.errors import CommunicationError, ConfigError, PipeloomError
 from ..failure.noticeboard import StoreBoard
 from ..failure.store_calls import call_within
-from ..failure.watch import Watch
+from ..failure.watch import UNCAUGHT, Watch
 from .child import LAUNCHER_STORE
 
 _OURS = threading.Event()
 """Set once torch.distributed was started here, and so is to be ended here."""
 
-_OPEN: set[Watch] = set()
-"""Of pipelines that have not been closed."""
+_OPEN: WeakSet[Watch] = WeakSet()
+"""Of pipelines that have not been closed. A watch over processes is kept alive by its side thread."""
 
 NCCL_PATIENCE = 10
 """NCCL's own watchdog ends a process without a word of who waits for whom, and counts from when an operation
@@ -115,9 +117,14 @@ def watch_ranks(
     )
     board = StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s, server=server)
     watch = Watch(board, exit_after_s=exit_after_s, hosts_store=own and dist.get_rank() == 0)
+    close_at_exit(watch)
+    return watch
+
+
+def close_at_exit(watch: Watch) -> None:
+    """End a watch when the script ends, if it has not ended by then."""
     _OPEN.add(watch)
     watch.on_exit(lambda: _OPEN.discard(watch))
-    return watch
 
 
 def _initialise(device: torch.device, timeout: timedelta) -> None:
@@ -148,18 +155,27 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
 
 @atexit.register  # when imported: handlers that a script registers after that come first
 def _leave_ranks() -> None:
-    """What `close` does, for pipelines that a script has not closed; then end the groups that are ours.
+    """Close the pipelines that a script has not closed, then end the groups that are ours.
 
     Python threads that the interpreter finds in C++ code, as in a call of the store, abort the process. So
     does a thread of gloo that drops a tensor in that moment: it does so right after a collective, and a group
     waits for its threads when its last reference goes.
     """
-    for watch in tuple(_OPEN):
-        error = getattr(sys, "last_value", None)  # what the script has ended with
-        try:
-            watch.__exit__(type(error) if error else None, error, None)
-        except PipeloomError as problem:
-            print(f"pipeloom: {problem}", file=sys.stderr)
+    with ExitStack() as ended:  # does all of it; Python prints what one of them raises
+        ended.callback(_destroy_groups)
+        for watch in tuple(_OPEN):
+            ended.callback(_end_watch, watch)
+
+
+def _end_watch(watch: Watch) -> None:
+    error = UNCAUGHT[0] if UNCAUGHT else None
+    try:
+        watch.__exit__(type(error) if error else None, error, None)
+    except PipeloomError as problem:
+        print(f"pipeloom: {problem}", file=sys.stderr)
+
+
+def _destroy_groups() -> None:
     if _OURS.is_set() and dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()  # what has used a group often stands in a cycle that holds one

@@ -47,6 +47,7 @@ class GlooTransport:
         self.ranks = group.size()
         self._group = group
         self._sum_groups: dict[SumGroup, dist.ProcessGroup] = {}
+        self._to_destroy: list[dist.ProcessGroup] = []
         self._send_waiters: dict[int, _SendWaiter] = {}
         # gloo's own thread lets go of a collective a moment after the wait for it ends. Were it the last one
         # to do so, it would free Python objects, and that crashes while the interpreter shuts down.
@@ -74,7 +75,9 @@ class GlooTransport:
         return WorkHandle(work)
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        self._sum_groups |= opened(groups, self._group, "gloo")
+        made = opened(groups, self._group, "gloo")
+        self._sum_groups |= made
+        self._to_destroy += made.values()
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         over = self._group if group is None else self._sum_groups[group]
@@ -113,6 +116,7 @@ class GlooTransport:
         ]
 
     def interrupt(self) -> None:
+        self._to_destroy.clear()  # a group waits for its operations, and these may never end
         for peer in range(self.ranks):
             if peer == self.rank:
                 continue
@@ -127,6 +131,7 @@ class GlooTransport:
     def close(self) -> None:
         for waiter in self._send_waiters.values():
             waiter.close()
+        destroy(self._to_destroy)
 
     def _all_gather(self, tensor: Tensor, timeout_s: float) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
@@ -160,6 +165,22 @@ def opened(
         if rank in group.ranks:
             made[group] = inside
     return made
+
+
+def destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy groups, the last one first, unless this process is in a group that only a part of all processes
+    opened.
+
+    torch names such a group after its ranks and the number of groups that the process is in. If that number
+    fell, a new group could get the name of an earlier one, and find that one's addresses in the store: gloo
+    then tries to reach them until its limit passes. Groups that all processes open are named by a counter.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    if not all(name.isdigit() for name in names.values()):
+        return
+    for group in groups[::-1]:
+        if group in names:  # a script may have ended all groups, and may close twice
+            dist.destroy_process_group(group)
 
 
 def _open_as_many_as_others(over: dist.ProcessGroup, backend: str) -> None:

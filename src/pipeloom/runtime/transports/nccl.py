@@ -28,7 +28,7 @@ from torch import Tensor
 from ...ir.errors import ConfigError
 from ..failure.watch import Watch
 from ..launch.connect import NCCL_PATIENCE
-from .gloo import GlooTransport, opened
+from .gloo import GlooTransport, destroy, opened
 from .transport import FailedTransfer, PendingTransfer, SumGroup
 
 
@@ -114,7 +114,9 @@ class NcclTransport:
         self._limit = timedelta(seconds=NCCL_PATIENCE * timeout_s)
         self._to_higher = _same_ranks(group, backend, self._limit)
         self._to_lower = _same_ranks(group, backend, self._limit)
-        self._control = GlooTransport(_same_ranks(group, "gloo", timedelta(seconds=timeout_s)))
+        control = _same_ranks(group, "gloo", timedelta(seconds=timeout_s))
+        self._control = GlooTransport(control)
+        self._to_destroy = [self._to_higher, self._to_lower, control]
         self._connect(
             sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
         )
@@ -139,7 +141,9 @@ class NcclTransport:
         return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        self._sum_groups |= opened(groups, self._group, self._backend, self._limit)
+        made = opened(groups, self._group, self._backend, self._limit)
+        self._sum_groups |= made
+        self._to_destroy += made.values()
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if tensor.device.type != self._device.type:
@@ -166,6 +170,7 @@ class NcclTransport:
         return self._control.all_gather_object(value, timeout_s)
 
     def interrupt(self) -> None:
+        self._to_destroy.clear()
         self._control.interrupt()
         for group in (self._to_higher, self._to_lower, self._group, *self._sum_groups.values()):
             try:
@@ -176,6 +181,7 @@ class NcclTransport:
     def close(self) -> None:
         self._lookout.close()
         self._control.close()
+        destroy(self._to_destroy)
 
     def _lane(self, source: int, target: int, index: int | None) -> dist.ProcessGroup:
         if index is None:  # both ends wait for each of these before the next one, so one group does
