@@ -221,8 +221,7 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     candidates = _even_candidates(request, search) if asked.evens and not request.layout.in_line else []
     if candidates and not options.fastest:
         return candidates[0]
-    below_s = min([request.below_s, *(found.timeline.step_s for found in candidates)])
-    request = replace(request, below_s=below_s)
+    request = _below(request, candidates)
     planners = (asked, *map(planner, asked.also))
     if asked.propose is not None and len(search.model) > HUGE:
         found = fastest_of_few(request, search, asked.propose)
@@ -254,8 +253,14 @@ def _even_candidates(request: Request, search: Search) -> list[Candidate]:
         find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
         by = replace(request.planner, find=find, keeps_caps=True, arrange=None)
         found += _first_that_fits(request, search, by, _SearchLog())
-        request = replace(request, below_s=min([request.below_s, *(f.timeline.step_s for f in found)]))
+        request = _below(request, found)
     return sorted(found, key=lambda candidate: candidate.timeline.step_s)
+
+
+def _below(request: Request, found: Sequence[Candidate]) -> Request:
+    """The request for what may be faster than what was found."""
+    below_s = min([request.below_s, *(candidate.timeline.step_s for candidate in found)])
+    return request if below_s == request.below_s else replace(request, below_s=below_s)
 
 
 @dataclass
