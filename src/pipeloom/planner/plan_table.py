@@ -14,6 +14,7 @@ from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 from .ask_planners import planners_asked
 from .beside_1f1b import slower_than_1f1b
+from .candidate import EQUAL_TIMES
 from .offload_ratio import copy_loads
 from .search.layer_groups import layer_names
 
@@ -143,6 +144,11 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
+    if EQUAL_TIMES in plan.notes:
+        said.append(
+            f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "
+            "does not repeat or stops"
+        )
     return said + slower_than_1f1b(plan) + _gain_of_branches(plan) + _planners(plan)
 
 
