@@ -1,6 +1,6 @@
 """Several stages on a rank: the sum over each rank counts, and filling and draining, not one stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import pytest
@@ -10,8 +10,11 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.plan_request import PlanRequest
+from pipeloom.planner.beside_1f1b import beside_1f1b
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.plan_table import limits
 from pipeloom.planner.registry import planner
 from pipeloom.planner.request import PlanOptions, Request
@@ -59,11 +62,21 @@ def planned(
     schedule: str,
     strategy: str = "exact",
     microbatches: int = MICROBATCHES,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    explained: bool = True,
 ) -> Plan:
     graph, profile = chain_of(times)
     cluster = find_cluster(f"{ranks} x a100-40")
     return make_plan(
-        graph, profile, cluster, stages=ranks, schedule=schedule, microbatches=microbatches, strategy=strategy
+        graph,
+        profile,
+        cluster,
+        stages=ranks,
+        schedule=schedule,
+        microbatches=microbatches,
+        strategy=strategy,
+        options=options,
+        explained=explained,
     )
 
 
@@ -128,7 +141,7 @@ def test_close_to_the_best_of_all_cuts_and_never_slower_than_1f1b_unless_it_says
 
 def test_why_a_plan_is_slower_than_1f1b() -> None:
     """An op that is more than a rank's share is named; where there is none, how long ranks compute."""
-    with_head = planned([0.001] * 18 + [0.009, 0.001, 0.0005, 0.0005], 4, "interleaved_1f1b")
+    with_head = planned(SLOWER, 4, "interleaved_1f1b")
     without = planned([0.004, 0.004, 0.004, 0.005, 0.004, 0.002], 2, "interleaved_1f1b")
     for plan, why in (
         (with_head, "op op18 takes 9 ms of 29 ms"),
@@ -137,3 +150,36 @@ def test_why_a_plan_is_slower_than_1f1b() -> None:
         (said,) = [said for said in limits(plan) if "1f1b" in said]
         assert why in said
     assert not any("1f1b" in said for said in limits(planned([1.0] * 16, 4, "zb_v")))
+
+
+SLOWER = [0.001] * 18 + [0.009, 0.001, 0.0005, 0.0005]
+
+
+def test_of_several_planners_the_winner_is_compared_with_1f1b_and_only_to_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each planner's plan was, and each plan that is made for its step alone."""
+    compared: list[str] = []
+
+    def noted(request: Request, plan: Plan, find: Callable[[Request], Candidate | None]) -> Plan:
+        compared.append(plan.planner)
+        return beside_1f1b(request, plan, find)
+
+    monkeypatch.setattr("pipeloom.planner.make_plan.beside_1f1b", noted)
+    two = PlanOptions(planners=("exact", "balanced"))
+    planned(SLOWER, 4, "interleaved_1f1b", "auto", options=two)
+    assert compared == ["auto"]
+    planned(SLOWER, 4, "interleaved_1f1b", "exact", explained=False)
+    assert compared == ["auto"]
+
+
+def test_one_of_several_pipelines_is_not_compared_with_a_pipeline_alone() -> None:
+    """The step that is told has the sums of gradients, that of 1F1B had none."""
+    graph, profile = chain_of(SLOWER)
+    cluster = find_cluster("8 x a100-40")
+    request = PlanRequest(
+        stages=4, width=2, microbatches=2 * MICROBATCHES, cluster=cluster, schedule="interleaved_1f1b"
+    )
+    plan = request.plan(ProfiledModel(size=4, graph=graph, profiles={"a100-40-sxm": profile}))
+    assert plan.width == 2
+    assert not any("1f1b" in said for said in limits(plan))

@@ -1,11 +1,14 @@
 """Cuts whose order by time does not repeat without a flush, or stops: they get the order for equal times."""
 
+from pathlib import Path
+
 import pytest
 from branching_graphs import cluster_of, random_graph
 
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.plan_table import limits
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions
 
@@ -64,3 +67,47 @@ def test_a_schedule_that_never_repeats_is_refused_by_all():
                 strategy=name,
                 options=PlanOptions(weights="2bw"),
             )
+
+
+@pytest.mark.parametrize(("case", "told"), [(CASES[0], True), (CASES[2], False)])
+def test_a_plan_says_that_its_order_is_that_for_equal_times(case: tuple, told: bool) -> None:
+    schedule, weights, seed, ops, kind, stages, count, cap = case
+    graph, profile = random_graph(seed, ops, kind)
+    plan = make_plan(
+        graph,
+        profile,
+        cluster_of(stages, cap),
+        stages=stages,
+        schedule=schedule,
+        microbatches=count,
+        strategy="probe",
+        options=PlanOptions(weights=weights),
+    )
+    assert any("equal times" in said for said in limits(plan)) == told
+
+
+BROKEN = """
+from pipeloom.ir.action import F
+from pipeloom.schedules.language.recipe import Recipe
+
+def broken(s):
+    uneven = len({cost.forward_s for cost in s.costs}) > 1
+    return Recipe(priority=lambda a: (a.kind == F, a.microbatch), memory=0 if uneven else s.ranks)
+"""
+
+
+def test_a_schedule_of_a_file_that_stops_with_real_times_is_refused(tmp_path: Path) -> None:
+    """It was planned as if all were well, in the order for equal times."""
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN)
+    graph, profile = random_graph(1, 8, "chain")
+    with pytest.raises(ScheduleError, match="limit"):
+        make_plan(
+            graph,
+            profile,
+            cluster_of(2),
+            stages=2,
+            schedule=f"{file}:broken",
+            microbatches=4,
+            strategy="balanced",
+        )

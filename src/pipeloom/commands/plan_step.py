@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..tracer.job import Job
 
 
-STEPS_BESIDE = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s", "1f1b.step_s")
+STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s")
 """Notes of a plan that are seconds of a step."""
 
 
@@ -94,7 +94,10 @@ class PlannedStep:
 
     def told(self, plan: Plan) -> Plan:
         """The plan with this step, to print; and those beside it that its notes tell, as much more."""
-        steps = {key: str(self._scale * float(plan.notes[key])) for key in STEPS_BESIDE if key in plan.notes}
+        from ..planner.beside_1f1b import STEP_BESIDE
+
+        beside = (*STEPS_OF_BRANCHES, STEP_BESIDE)
+        steps = {key: str(self._scale * float(plan.notes[key])) for key in beside if key in plan.notes}
         return replace(plan, predicted_step_s=self.step_s, notes={**plan.notes, **steps})
 
     def scaled(self, changes: list[Change]) -> list[Change]:

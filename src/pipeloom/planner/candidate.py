@@ -20,6 +20,7 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering.passes import lower
 from ..schedules import registry
+from ..schedules.language.user_files import names_user_file
 from ..simulator.simulate import simulate
 from .host_memory import host_needs, host_shortage
 from .microbatch_sizes import shared_rows
@@ -30,6 +31,9 @@ from .search.cut_search import Search
 from .search.evaluation import Evaluation
 from .stage_cost.stage_estimate import StageEstimate, estimate_stage
 from .stage_cost.treated_stage import offload_all
+
+EQUAL_TIMES = "order_for_equal_times"
+"""Note of a plan whose stages run in the order for equal times, though its schedule orders by time."""
 
 
 class _StageChoice(NamedTuple):
@@ -110,16 +114,24 @@ class Candidate:
         self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
-        """The rows. Not every order by time repeats, as a pipeline without a flush needs it, or runs to its
-        end under the schedule's limits; a cut for which it does not gets the order for equal times."""
+        """The rows. Not every order by time of the library repeats, as a pipeline without a flush needs it,
+        or runs to its end under the schedule's limits; a cut for which it does not gets the order for equal
+        times. That of a user's file is refused."""
         try:
             return self._order_by_time()
         except ScheduleError:
+            if not self._by_time or names_user_file(self.request.schedule):
+                raise
+            self.notes = {EQUAL_TIMES: ""}
             return self.request.usual_rows
+
+    @property
+    def _by_time(self) -> bool:
+        return registry.entry(self.request.schedule).recipe is not None or self.request.copies
 
     def _order_by_time(self) -> Schedule | SteadyStep:
         """The rows; for schedules that order by time, for what the search takes the stages to need."""
-        if registry.entry(self.request.schedule).recipe is None and not self.request.copies:
+        if not self._by_time:
             return self.request.rows(self.stages)
         fits = self.request.fits_caps
         found = self._evaluations(self.treated if fits else range(self.layout.stages))

@@ -13,8 +13,8 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from .ask_planners import fastest_of_planners
-from .beside_line import beside_line
+from .ask_planners import FOUND_BY, fastest_of_planners
+from .beside_1f1b import beside_1f1b
 from .branches import BranchOrdered
 from .candidate import Candidate
 from .choose_schedule import (
@@ -84,12 +84,18 @@ def make_plan(
         the number of stages; others put several or replicas on each.
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
-    explained: if nothing fits, look for how far it is from fitting, which takes longer.
+    explained: if nothing fits, look for how far it is from fitting, which takes longer; and see whether 1F1B
+        would be faster than several stages on a rank.
     watch: told how the search goes on.
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory.
     """
     asked = planner(strategy)
+
+    def request(by: Planner) -> Request:
+        devices = replace(cluster, devices=cluster.devices[:stages])
+        return Request(graph, profile, devices, schedule, microbatches, options, by, watch)
+
     if asked.asks:
         plan_by = partial(
             make_plan,
@@ -104,18 +110,19 @@ def make_plan(
         )
         costs = PlanCosts(graph, profile, cluster)
         asks = options.planners or asked.asks
-        return fastest_of_planners(
+        plan = fastest_of_planners(
             plan_by, asks, strategy, costs, fastest=options.fastest, explained=explained
         )
-    refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
-    devices = replace(cluster, devices=cluster.devices[:stages])
-    request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
-    if asked.chooses_schedule:
-        return replace(_of_many_schedules(request, explained=explained), planner=strategy)
-    plan = _plan_or_with_fewer(request, strategy, explained=explained)
-    if request.layout.in_line or not options.fastest:
+        asked = planner(plan.notes[FOUND_BY])
+    else:
+        refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
+        if asked.chooses_schedule:
+            return replace(_of_many_schedules(request(asked), explained=explained), planner=strategy)
+        plan = _plan_or_with_fewer(request(asked), strategy, explained=explained)
+    if not explained or not options.fastest or options.width > 1 or asked.chooses_schedule:
         return plan
-    return beside_line(request, plan, _first_in_line)
+    own = request(asked)
+    return plan if own.layout.in_line else beside_1f1b(own, plan, _first_own)
 
 
 def first_way(strategy: str, schedule: str) -> tuple[str, str]:
@@ -221,8 +228,7 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     candidates = _even_candidates(request, search) if asked.evens and not request.layout.in_line else []
     if candidates and not options.fastest:
         return candidates[0]
-    below_s = min([request.below_s, *(found.timeline.step_s for found in candidates)])
-    request = replace(request, below_s=below_s)
+    request = _below(request, candidates)
     planners = (asked, *map(planner, asked.also))
     if asked.propose is not None and len(search.model) > HUGE:
         found = fastest_of_few(request, search, asked.propose)
@@ -250,12 +256,20 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
 def _even_candidates(request: Request, search: Search) -> list[Candidate]:
     """Of cuts whose ranks take equally long, from several starts, those that keep their caps."""
     layout, found = request.layout, list[Candidate]()
-    for bare in dict.fromkeys((0, layout.stages - layout.ranks, layout.ranks - layout.stages)):
+    others = layout.stages - layout.ranks  # than one stage on each rank
+    all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
+    for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
         find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
         by = replace(request.planner, find=find, keeps_caps=True, arrange=None)
         found += _first_that_fits(request, search, by, _SearchLog())
-        request = replace(request, below_s=min([request.below_s, *(f.timeline.step_s for f in found)]))
+        request = _below(request, found)
     return sorted(found, key=lambda candidate: candidate.timeline.step_s)
+
+
+def _below(request: Request, found: Sequence[Candidate]) -> Request:
+    """The request for what may be faster than what was found."""
+    below_s = min([request.below_s, *(candidate.timeline.step_s for candidate in found)])
+    return request if below_s == request.below_s else replace(request, below_s=below_s)
 
 
 @dataclass
@@ -287,7 +301,7 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     return sorted(found, key=lambda candidate: candidate.timeline.step_s)
 
 
-def _first_in_line(request: Request) -> Candidate | None:
+def _first_own(request: Request) -> Candidate | None:
     """The first candidate of the planner's own search."""
     return next(iter(_first_of(request, request.search(), request.planner, _SearchLog())), None)
 

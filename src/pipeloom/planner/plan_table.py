@@ -13,7 +13,8 @@ from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 from .ask_planners import planners_asked
-from .beside_line import slower_than_line
+from .beside_1f1b import slower_than_1f1b
+from .candidate import EQUAL_TIMES
 from .offload_ratio import copy_loads
 from .search.layer_groups import layer_names
 
@@ -118,9 +119,10 @@ def _gain_of_branches(plan: Plan) -> list[str]:
     if sequential_s := row.get("sequential_step_s"):
         waiting = "as a sequential pipeline, whose stages wait for the one in front,"
         handed_on = f", and {waiting} {sequential_s * 1e3:.4g} ms"
+    of_one = f" of one of {plan.width} pipelines, whose gradients are not summed" if plan.width > 1 else ""
     return [
-        f"stages side by side: {dag['depth']:.0f} deep, a step of {dag['step_s'] * 1e3:.4g} ms, at most "
-        f"{format_bytes(int(dag['peak_bytes']))} on a rank; one after another (--no-branches) "
+        f"stages side by side{of_one}: {dag['depth']:.0f} deep, a step of {dag['step_s'] * 1e3:.4g} ms, at "
+        f"most {format_bytes(int(dag['peak_bytes']))} on a rank; one after another (--no-branches) "
         f"{row['depth']:.0f} deep, {row['step_s'] * 1e3:.4g} ms, {format_bytes(int(row['peak_bytes']))}"
         f"{handed_on}"
     ]
@@ -142,7 +144,12 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
-    return said + slower_than_line(plan) + _gain_of_branches(plan) + _planners(plan)
+    if EQUAL_TIMES in plan.notes:
+        said.append(
+            f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "
+            "does not repeat or stops"
+        )
+    return said + slower_than_1f1b(plan) + _gain_of_branches(plan) + _planners(plan)
 
 
 def _planners(plan: Plan) -> list[str]:

@@ -22,6 +22,7 @@ from ..ir.weight_policy import WEIGHT_POLICIES
 from ..schedules import registry
 from ..schedules.search import search
 from ..schedules.search.problem import SearchProblem, SearchStage
+from .candidate import EQUAL_TIMES
 from .placement import message_seconds
 from .plan_costs import PlanCosts
 
@@ -116,8 +117,8 @@ def residual_limits(plan: Plan, timeline: Timeline) -> tuple[float, ...]:
 def _simulated(plan: Plan, order: Schedule, costs: PlanCosts) -> Plan | None:
     """The plan in another order, with its step; None if that cannot run, or passes a cap."""
     rows = tuple(str(order).splitlines())
-    notes = {**plan.notes, ORDER_OF: plan.schedule}
-    found = replace(plan, schedule=order.name, schedule_rows=rows, notes=notes)
+    notes = {key: told for key, told in plan.notes.items() if key != EQUAL_TIMES}
+    found = replace(plan, schedule=order.name, schedule_rows=rows, notes={**notes, ORDER_OF: plan.schedule})
     try:
         timeline = costs.simulate(found)
     except ScheduleError:

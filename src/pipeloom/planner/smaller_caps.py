@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import floor, inf, log2
+from math import floor, log2
 
 from ..ir.cluster import Cluster
 from .candidate import Candidate, Room
@@ -24,17 +24,18 @@ def faster_under_less(
 ) -> Candidate | None:
     """The best candidate of a request, or the best under the next smaller caps, if that one's step is faster.
 
-    best: None if nothing was found that fits.  find: the best candidate of a request.
+    best: None if nothing was found that fits.  find: the best candidate of a request. The step of `best` is
+    no bound for that: a cut may be slower at first, and faster once it is moved to keep its caps.
     """
     smaller = next((one for one in _smaller_caps(request.cluster) if not _keeps(best, one)), None)
-    if smaller is None:
+    found = None if smaller is None else find(replace(request, cluster=smaller))
+    if found is None:
         return best
-    below_s = inf if best is None else best.timeline.step_s
-    found = find(replace(request, cluster=smaller, below_s=min(below_s, request.below_s)))
-    if found is None or found.timeline.step_s >= below_s:
+    own = replace(found.request, cluster=request.cluster)
+    again = Candidate(own, found.search, found.cuts, Room(found.room, found.treated))
+    if again.tighter() is not None or again.host_shortage is not None:
         return best
-    own = replace(found.request, cluster=request.cluster, below_s=request.below_s)
-    return Candidate(own, found.search, found.cuts, Room(found.room, found.treated))
+    return again if best is None or again.timeline.step_s < best.timeline.step_s else best
 
 
 def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:

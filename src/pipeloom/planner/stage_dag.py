@@ -119,7 +119,12 @@ def faster_of(dag: Candidate | None, row: Candidate | None) -> Candidate | None:
     best = dag if dag.timeline.step_s <= row.timeline.step_s * (1 + ALIKE) else row
     if best.depth < len(best.parts):
         sequential = {"no_branches.sequential_step_s": repr(row.sequential_step_s())}
-        best.notes = {**_figures("branches", best), **_figures("no_branches", row), **sequential}
+        best.notes = {
+            **best.notes,
+            **_figures("branches", best),
+            **_figures("no_branches", row),
+            **sequential,
+        }
     return best
 
 

@@ -13,27 +13,30 @@ from .fit_caps import fit_caps
 from .request import Request, profile_of
 from .search.even_ranks import even_ranks
 
-LINE = "1f1b"
+ONE_STAGE_EACH = "1f1b"
 """The schedule with one stage on each rank, and what the notes on it begin with."""
+
+STEP_BESIDE = f"{ONE_STAGE_EACH}.step_s"
+"""Note: seconds of its step."""
 
 CLEARLY = 0.03
 """Share by which a plan is faster than a quick cut for 1F1B where its planner is not asked for one."""
 
 
-def beside_line(request: Request, plan: Plan, find: Callable[[Request], Candidate | None]) -> Plan:
+def beside_1f1b(request: Request, plan: Plan, find: Callable[[Request], Candidate | None]) -> Plan:
     """The plan; if it is slower than the first that its planner finds for 1F1B under the same caps, with
     notes on that: seconds of its step, bytes of the rank that holds most, and the op that takes longest.
 
     find: that candidate of a request; None if none keeps its caps.
     """
     chain = replace(request.options, branches=request.options.branches and request.planner.arrange is None)
-    line = replace(request, schedule=LINE, options=chain)
+    other = replace(request, schedule=ONE_STAGE_EACH, options=chain)
     try:
-        line.refuse_what_cannot_be()
-        search = line.search()
-        quick = even_ranks(search, line.layout.placement, line.microbatches)
-        least_s = (1 - CLEARLY) * fit_caps(line, search, quick).timeline.step_s if quick else 0.0
-        found = find(line) if plan.predicted_step_s > least_s else None
+        other.refuse_what_cannot_be()
+        search = other.search()
+        quick = even_ranks(search, other.layout.placement, other.microbatches)
+        least_s = (1 - CLEARLY) * fit_caps(other, search, quick).timeline.step_s if quick else 0.0
+        found = find(other) if plan.predicted_step_s > least_s else None
     except (PlanError, ScheduleError):  # 1F1B cannot be planned, so there is nothing to compare with
         return plan
     if found is None or found.timeline.step_s >= plan.predicted_step_s:
@@ -50,14 +53,16 @@ def beside_line(request: Request, plan: Plan, find: Callable[[Request], Candidat
         "op": longest,
         "op_s": repr(seconds[longest]),
     }
-    return replace(plan, notes={**plan.notes, **{f"{LINE}.{key}": text for key, text in notes.items()}})
+    told = {f"{ONE_STAGE_EACH}.{key}": text for key, text in notes.items()}
+    return replace(plan, notes={**plan.notes, **told})
 
 
-def slower_than_line(plan: Plan) -> list[str]:
+def slower_than_1f1b(plan: Plan) -> list[str]:
     """The sentence on these notes; none for a plan that has none, or is faster after all."""
-    told = {key.removeprefix(f"{LINE}."): text for key, text in plan.notes.items() if key.startswith(LINE)}
-    line_s = float(told.get("step_s", "inf"))
-    if line_s >= plan.predicted_step_s:
+    begin = f"{ONE_STAGE_EACH}."
+    told = {key.removeprefix(begin): text for key, text in plan.notes.items() if key.startswith(begin)}
+    other_s = float(plan.notes.get(STEP_BESIDE, "inf"))
+    if other_s >= plan.predicted_step_s:
         return []
     turns = [part.forward_s + part.input_grad_s + part.weight_grad_s for part in plan.stages]
     ranks = max(plan.placement) + 1
@@ -74,8 +79,8 @@ def slower_than_line(plan: Plan) -> list[str]:
         for index, rank in enumerate(plan.placement):
             busy[rank] += plan.microbatches / plan.replicas * turns[index % len(turns)]
         why = f"its busiest rank computes for {max(busy) * 1e3:.4g} ms of its step, and waits for the rest"
-    slower = plan.predicted_step_s / line_s - 1
+    slower = plan.predicted_step_s / other_s - 1
     return [
-        f"slower by {slower:.1%} than {LINE}, with which a step takes {line_s * 1e3:.4g} ms and no rank "
-        f"holds more than {format_bytes(int(told['peak_bytes']))}: {why}"
+        f"slower by {slower:.1%} than {ONE_STAGE_EACH}, with which a step takes {other_s * 1e3:.4g} ms and "
+        f"no rank holds more than {format_bytes(int(told['peak_bytes']))}: {why}"
     ]
