@@ -96,7 +96,7 @@ def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
         costs = roofline(graph, cluster.devices[0])
         options = PlanOptions(treatments=treatments)
         made = make_plan(
-            graph, costs, cluster, stages=2, schedule=name, microbatches=MICROBATCHES, options=options
+            graph, costs, cluster, ranks=2, schedule=name, microbatches=MICROBATCHES, options=options
         )
         return replace(made, microbatch_size=ROWS), costs
 

@@ -36,7 +36,7 @@ def test_paths_may_be_text(tmp_path: Path) -> None:
 
 
 def plan_of(job: Job) -> Plan:
-    return plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
+    return plan(job, ranks=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
 
 
 def pipeline_of(job: Job, device: str = "cpu") -> Pipeline:
@@ -58,7 +58,7 @@ def test_a_batch_without_tensors() -> None:
 
 
 STAGES = {"stage": [{"F": 1, "B": 2, "ranks": rank} for rank in range(2)]}
-HOW = {"stages": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "interleaved"}
+HOW = {"ranks": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "interleaved"}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def run(*words: str | Path) -> Result:
 
 def planned(**how: object) -> Plan:
     """Of two stages, on devices described by figures."""
-    how = {"stages": 2, "microbatches": 4, "microbatch_size": 2} | how
+    how = {"ranks": 2, "microbatches": 4, "microbatch_size": 2} | how
     ranks = int(str(how["stages"])) * int(str(how.get("width", 1)))
     return pipeloom.plan(zoo.job("skips"), cluster=f"{ranks} x cpu", **how)  # type: ignore[arg-type]
 

@@ -57,13 +57,13 @@ def planned(
     times: Sequence[float],
     ranks: int,
     schedule: str,
-    strategy: str = "exact",
+    planner: str = "exact",
     microbatches: int = MICROBATCHES,
 ) -> Plan:
     graph, profile = chain_of(times)
     cluster = find_cluster(f"{ranks} x a100-40")
     return make_plan(
-        graph, profile, cluster, stages=ranks, schedule=schedule, microbatches=microbatches, strategy=strategy
+        graph, profile, cluster, ranks=ranks, schedule=schedule, microbatches=microbatches, planner=planner
     )
 
 
@@ -91,10 +91,10 @@ DEAR = [1.0] * 25 + [9.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "gis"])
-@pytest.mark.parametrize("strategy", ["exact", "probe", "dawnpiper"])
-def test_a_dear_head_leaves_next_to_nothing_to_the_rest_of_its_rank(schedule: str, strategy: str) -> None:
+@pytest.mark.parametrize("planner", ["exact", "probe", "dawnpiper"])
+def test_a_dear_head_leaves_next_to_nothing_to_the_rest_of_its_rank(schedule: str, planner: str) -> None:
     """The slowest stage was the head's, whatever stood beside it: with `exact` a rank took 14 s."""
-    plan = planned(DEAR, 4, schedule, strategy)
+    plan = planned(DEAR, 4, schedule, planner)
     assert busiest(plan) <= 1.12 * max(DEAR)
 
 

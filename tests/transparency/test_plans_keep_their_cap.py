@@ -104,9 +104,9 @@ def run(job: Job, made: Plan, folder: Path) -> list[int]:
 CASES = st.fixed_dictionaries(
     {
         "kinds": st.lists(st.sampled_from(KINDS), min_size=4, max_size=12),
-        "stages": st.integers(1, 3),
+        "ranks": st.integers(1, 3),
         "share": st.floats(0.3, 1.0),
-        "strategy": st.sampled_from(FREEING),
+        "planner": st.sampled_from(FREEING),
         "treatments": st.sampled_from([("recompute",), ("offload",), ("recompute", "offload")]),
         "schedule": st.sampled_from(["1f1b", "gpipe"]),
     }
@@ -144,7 +144,7 @@ def keeps_its_cap(
     """share: of what the fullest device needs with everything kept."""
     job = Job(model=partial(Layers, kinds), batch=batch, optimizer=zoo.sgd)
     how = {
-        "stages": stages,
+        "ranks": stages,
         "microbatches": MICROBATCHES,
         "microbatch_size": ROWS,
         "schedule": schedule,
@@ -153,7 +153,7 @@ def keeps_its_cap(
     free = plan(job, **how, cluster=cluster_of(stages, 1 << 30))
     cap = int(share * max(free.peaks))
     try:
-        made = plan(job, **how, cluster=cluster_of(stages, cap), strategy=strategy, treatments=treatments)
+        made = plan(job, **how, cluster=cluster_of(stages, cap), planner=strategy, treatments=treatments)
     except InfeasibleError:
         event("nothing fits")
         return

@@ -26,8 +26,8 @@ def beside_line(request: Request, plan: Plan, find: Callable[[Request], Candidat
 
     find: that candidate of a request; None if none keeps its caps.
     """
-    chain = replace(request.options, branches=request.options.branches and request.planner.arrange is None)
-    line = replace(request, schedule=LINE, options=chain)
+    branches = request.options.branches and request.planner.arrange is None
+    line = replace(request, options=replace(request.options, schedule=LINE, branches=branches))
     try:
         line.refuse_what_cannot_be()
         search = line.search()

@@ -52,7 +52,7 @@ def summary(
         "steps": outcome.steps,
         "first_step": outcome.first_step,
         "stages": len(plan.stages),
-        "width": plan.width,
+        "replicas": plan.width,
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "train_loss": _ends(outcome.losses["train"]),
