@@ -3,7 +3,7 @@ file are made from the fields of `PlanSettings`, and their descriptions are the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self, get_args
@@ -67,7 +67,7 @@ class PlanSettings:
         None,
         "How weights are updated: flush, once a step is over; 2bw or stash, without draining the pipeline. "
         "By default as the schedule does it.",
-        words=tuple(WEIGHT_POLICIES),
+        words=WEIGHT_POLICIES,
     )
     clips: bool = setting(
         False, "Training will clip gradients by their global norm, which matters without a flush."
@@ -84,7 +84,7 @@ class PlanSettings:
         None,
         "What may be done with residuals besides keeping them. By default what the planner does, and both "
         "with --offload-dir.",
-        words=tuple(TREATMENTS),
+        words=TREATMENTS,
     )
     offload_dir: str | None = setting(
         None,
@@ -166,7 +166,7 @@ def _refuse_value(
     *,
     least: int | None = None,
     most: int | None = None,
-    words: Sequence[str] = (),
+    words: Collection[str] = (),
     **_: Any,
 ) -> None:
     if value is None:

@@ -242,7 +242,7 @@ def test_caps_are_kept_by_the_stages_that_are_compiled(
     seen: list[bool] = []
 
     def peaks(plan, captured, costs, *, compiled):  # type: ignore[no-untyped-def]
-        seen.append(compile)
+        seen.append(compiled)
         return plan.peaks
 
     monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)

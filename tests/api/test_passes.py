@@ -21,10 +21,10 @@ HOW = {"ranks": 2, "microbatches": 2, "microbatch_size": 2}
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"weights": "2b"}, "'2b' is no weight policy"),
-        ({"treatments": ("recomp",)}, "'recomp' is no treatment"),
-        ({"microbatch_size": 0}, "micro-batches of 0 rows"),
-        ({"global_batch": 0}, "a global batch of 0 rows"),
+        ({"weights": "2b"}, "weights is '2b'"),
+        ({"treatments": ("recomp",)}, "treatments is 'recomp'"),
+        ({"microbatch_size": 0}, "microbatch_size is 0"),
+        ({"global_batch": 0}, "global_batch is 0"),
         ({"microbatch_size": 4}, "micro-batches of 2 rows, the plan is for 4"),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_slow_link_costs_time_and_the_smallest_cap_that_is_named_is_one(
     monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (slow, slow, []))
     captured = runs.capture_of(TANH, ROWS)
     make = partial(
-        plan, TANH, stages=2, microbatches=8, microbatch_size=ROWS, schedule="gpipe", captured=captured
+        plan, TANH, ranks=2, microbatches=8, microbatch_size=ROWS, schedule="gpipe", captured=captured
     )
     free = make()
     away = partial(make, offload_dir=tmp_path, treatments=("offload",))

@@ -18,7 +18,7 @@ from pipeloom import (
     profile,
     search_schedule,
 )
-from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, ScheduleError
+from pipeloom.ir.errors import BatchError, CaptureError, ConfigError
 
 ROWS = 4
 
@@ -65,7 +65,7 @@ HOW = {"ranks": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "i
     ("slip", "error", "said"),
     [
         (lambda: capture(two_linears(), 0), CaptureError, "microbatch_size is 0"),
-        (lambda: plan(two_linears(), chunks=0, **HOW), ScheduleError, "chunks is 0"),
+        (lambda: plan(two_linears(), chunks=0, **HOW), ConfigError, "chunks is 0"),
         (lambda: search_schedule(STAGES, 4, shortest="day"), ConfigError, "shortest='day'"),
         (lambda: profile(capture(two_linears(), 2), device="tpu"), ConfigError, "'tpu' is no device"),
         (lambda: profile(capture(two_linears(), 2), device=None), ConfigError, "None is no device"),

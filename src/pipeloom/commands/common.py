@@ -191,7 +191,7 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
     elif "least" in about:
         kind = click.IntRange(about["least"], about.get("most"))
     elif "words" in about:
-        kind = click.Choice(about["words"])
+        kind = click.Choice(tuple(about["words"]))
     return click.option(*names, type=kind, default=None if unset else default, show_default=shown, help=help)
 
 

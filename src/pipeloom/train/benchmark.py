@@ -62,6 +62,8 @@ def run_bench(bench: Bench, started: StartedRanks | None = None) -> int:
     request = make_request(job, bench.settings)
     planned, model = plan_size(request, job)
     require_training(planned)
+    sizes = {"microbatches": planned.microbatches, "microbatch_size": planned.microbatch_size}
+    bench = replace(bench, settings=bench.settings.changed(**sizes))
     for sentence in [] if bench.as_json else times_of(planned):
         print(sentence)
     handed = hand_over_model(job, planned, captured=model.captured)

@@ -41,9 +41,10 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
         _refuse_unknown(key, place)
     for override in overrides:
         key, value = _parse_override(override) if isinstance(override, str) else override
+        said = override if isinstance(override, str) else f"{key}={value}"
+        origin[key] = f"--set {shortened(said, most=80)}"
+        _refuse_unknown(key, origin[key])
         _put(plain, key, value)
-        text = override if isinstance(override, str) else f"{key}={value}"
-        origin[key] = f"--set {shortened(text, most=80)}"
     for key, value in _items(plain):
         if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
             raise ConfigError(
@@ -86,7 +87,7 @@ def write_config(config: Config) -> str:
     """
     import tomli_w  # here, since only `pipeloom train` writes a config
 
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
 
 def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
