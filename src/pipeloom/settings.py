@@ -19,7 +19,7 @@ def setting(default: Any, help: str, **more: Any) -> Any:
     """A field of settings.
 
     help: what it is.  more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a
-    text is one of them; `kind` of a text, "size" or "folder".
+    text is one of them; `kind` of a path, "folder" or "file".
     """
     return field(default=default, metadata={"help": help, **more})
 
@@ -77,9 +77,7 @@ class PlanSettings:
     branches: bool = setting(
         True, "Stages that read nothing of each other may run side by side; if not, all are a chain."
     )
-    memory: str | int | None = setting(
-        None, "Cap per rank, as 300MiB: what does not fit is refused.", kind="size"
-    )
+    memory: str | int | None = setting(None, "Cap per rank, as 300MiB: what does not fit is refused.")
     treatments: str | tuple[Treatment, ...] | None = setting(
         None,
         "What may be done with residuals besides keeping them. By default what the planner does, and both "

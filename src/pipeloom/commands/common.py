@@ -17,7 +17,6 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError
-from ..ir.units import parse_bytes
 from ..settings import PlanSettings
 
 if TYPE_CHECKING:
@@ -129,19 +128,6 @@ class NewFile(click.Path):
 NEW_FILE = NewFile()
 
 
-class Size(click.ParamType[str]):
-    """A size with a unit, kept as text."""
-
-    name = "size"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            parse_bytes(value)
-        except ConfigError as error:
-            self.fail(f"{error.message}; {error.hint}", param, ctx)
-        return value
-
-
 def model_argument(command: Command) -> Command:
     return click.argument("model", required=False)(command)
 
@@ -184,7 +170,7 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
     if isinstance(default, bool):
         names[0] = f"{flag}/--no-{flag[2:]}" if unset or default else flag
         return click.option(*names, is_flag=True, default=None if unset else default, help=help)
-    kinds = {"size": Size(), "folder": click.Path(file_okay=False), "file": click.Path(dir_okay=False)}
+    kinds = {"folder": click.Path(file_okay=False), "file": click.Path(dir_okay=False)}
     kind: Any = kinds.get(about.get("kind", ""), float if isinstance(default, float) else str)
     if auto:
         kind = Ranks()
