@@ -4,7 +4,7 @@ Compiling them takes half a minute, once per installation: about as long as capt
 enough for them to run compiled. A process of its own plans a small model, in which they do so from the start,
 and numba's cache keeps the code for all processes. As a program this is that process:
 
-    python -m pipeloom.kernel_compilation STRATEGY [TREATMENT ...]
+    python -m pipeloom.kernel_compilation PLANNER [TREATMENT ...]
 
 Whatever happens to it, the search compiles what it does not find.
 """
