@@ -75,6 +75,12 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
     assert read_config(file) == config
 
 
+def test_a_config_is_written_whole() -> None:
+    """Of a table that was given in part, only what was given was written."""
+    text = write_config(read_config(None, ["pipeline.ranks=3"]))
+    assert "ranks = 3" in text and "microbatches = 8" in text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
