@@ -189,7 +189,7 @@ def plans(config: Config) -> dict[str, Plan]:
     def made(stages: int, schedule: str, weights: str | None = None) -> Plan:
         return plan(
             job,
-            stages=stages,
+            ranks=stages,
             microbatches=MICROBATCHES,
             microbatch_size=size,
             schedule=schedule,

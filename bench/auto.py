@@ -1,4 +1,4 @@
-"""All planners together: the step of `--strategy auto` beside those of the planners that it asks.
+"""All planners together: the step of `--planner auto` beside those of the planners that it asks.
 
     python bench/auto.py [--only NAME ...]
 
@@ -56,19 +56,17 @@ def measure(case: Case) -> dict[str, Any]:
     graph = passes.capture(case.job(), case.rows).graph
     model = ProfiledModel(size=case.rows, graph=graph, profiles=passes.estimate(graph, cluster))
     request = plan_request.PlanRequest(
-        stages=len(cluster.devices),
-        microbatches=MICROBATCHES,
         cluster=cluster,
-        options=PlanOptions(treatments=None),
+        options=PlanOptions(ranks=len(cluster.devices), microbatches=MICROBATCHES),
     )
     cap = None
     if case.share is not None:
-        free = replace(request, options=PlanOptions(treatments=())).plan(model, explained=False)
+        free = request.changed(treatments=()).plan(model, explained=False)
         cap = round(case.share * max(free.peaks))
         devices = tuple(replace(device, memory_bytes=cap) for device in cluster.devices)
         request = replace(request, cluster=replace(cluster, devices=devices))
     begin = time.process_time()
-    plan = replace(request, strategy="auto").plan(model, explained=False)
+    plan = request.changed(planner="auto").plan(model, explained=False)
     return {
         "cluster": case.cluster,
         "cap_bytes": cap,

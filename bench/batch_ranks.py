@@ -72,7 +72,7 @@ def run_model(key: str, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for planner in PLANNERS:
             how = planning(capped, "flush", planner)
-            plan, _ = largest_plan(how, start, take)
+            plan, _ = largest_plan(how.changed(microbatch_size=start), take)
             start = plan.microbatch_size
             ran = run(key, plan, Path(folder) / planner)
             more = plan.microbatch_size + 1

@@ -1,7 +1,7 @@
 """Models with parallel branches, at published sizes and at sizes for two cores, with seeded random data.
 
-    pipeloom plan bench/branching.py:mmt --cluster "8 x v100-16" --stages 8
-    pipeloom plan bench/branching.py:small_mmt --stages 5
+    pipeloom plan bench/branching.py:mmt --cluster "8 x v100-16" --ranks 8
+    pipeloom plan bench/branching.py:small_mmt --ranks 5
 
 The first three and the case study are those that GraphPipe was evaluated on (arXiv 2406.17145, appendix
 A.2). What it leaves open, and what stands here instead:

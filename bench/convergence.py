@@ -63,7 +63,7 @@ def run(optimizer: str, weights: str, seed: int, steps: int, shared: dict[str, A
         shared["profiled"] = profile(shared["captured"])
     made = plan(
         job,
-        stages=1,
+        ranks=1,
         microbatches=MICROBATCHES,
         microbatch_size=ROWS,
         weights=weights,

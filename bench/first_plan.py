@@ -3,7 +3,7 @@
 A 70B-parameter Llama on 64 devices, at op granularity, by `dawnpiper`: captured on fake tensors, costs by
 roofline, as `pipeloom plan --cluster` does it, with code compiled beside the capture where there is none.
 
-    python bench/first_plan.py [--devices 64] [--layers 80] [--strategy dawnpiper]
+    python bench/first_plan.py [--devices 64] [--layers 80] [--planner dawnpiper]
 
 Results are written to bench/results/first_plan.json. 3 minutes.
 """
@@ -25,7 +25,7 @@ from machine import describe_machine
 RESULTS = Path(__file__).parent / "results" / "first_plan.json"
 
 
-def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
+def measure(layers: int, devices: int, planner: str) -> dict[str, Any]:
     """Capture and plan in this process."""
     from llama_70b import job
 
@@ -37,7 +37,7 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     from pipeloom.profiler.roofline import roofline
 
     begin = time.perf_counter()
-    with kernels_compiled_beside(strategy) as wait_for_code:
+    with kernels_compiled_beside(planner) as wait_for_code:
         graph = capture(job(layers=layers), 1).graph
         wait_for_code(graph)
     captured = time.perf_counter()
@@ -46,10 +46,10 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
         graph,
         roofline(graph, cluster.devices[0]),
         cluster,
-        stages=devices,
+        ranks=devices,
         schedule="1f1b",
         microbatches=2 * devices,
-        strategy=strategy,
+        planner=planner,
         options=PlanOptions(),
     )
     end = time.perf_counter()
@@ -66,13 +66,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--devices", type=int, default=64)
-    parser.add_argument("--strategy", default="dawnpiper")
+    parser.add_argument("--planner", default="dawnpiper")
     parser.add_argument("--one", action="store_true", help="measure here and print JSON")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.layers, options.devices, options.strategy)))
+        print(json.dumps(measure(options.layers, options.devices, options.planner)))
         return
-    found: dict[str, Any] = {"machine": describe_machine(), "strategy": options.strategy}
+    found: dict[str, Any] = {"machine": describe_machine(), "planner": options.planner}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("first", "next"):
             call = [sys.executable, __file__, *sys.argv[1:], "--one"]

@@ -91,7 +91,7 @@ def frozen_plans(model: str, planners: list[str]) -> Iterator[tuple[str, str]]:
         for schedule in SCHEDULES[:1] if planner in DEAR else SCHEDULES:
             for weights in WEIGHTS[:1] if planner in DEAR else WEIGHTS:
                 case = f"{planner}-{schedule}-{weights}"
-                options = {"schedule": schedule, "strategy": planner, "weights": weights}
+                options = {"schedule": schedule, "planner": planner, "weights": weights}
                 yield from plans_of_case(case, job, captured, options)
 
 
@@ -113,7 +113,7 @@ def plan_or_refusal(job: Job, captured: object, options: dict[str, str], **more:
     try:
         return pipeloom.plan(
             job,
-            stages=4,
+            ranks=4,
             microbatches=8,
             microbatch_size=2,
             cluster=CLUSTER,

@@ -5,7 +5,7 @@
 
 Its head over 256,000 words is one op, and takes longer than an eighth of the whole. The configuration is the
 library's own for Gemma 2, 26 layers of width 2304, and no weights are made. For one plan:
-`pipeloom plan bench/gemma.py:job --cluster "8 x h100" --stages 8 --microbatches 32 --schedule zb_v`.
+`pipeloom plan bench/gemma.py:job --cluster "8 x h100" --ranks 8 --microbatches 32 --schedule zb_v`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
         f"the longest {max(seconds) * 1e3:.1f} ms"
     )
     print("| planner | schedule | step s | bound s | busiest rank ms | fullest rank GiB | planned in s |")
-    for strategy in options.planners.split(","):
+    for planner in options.planners.split(","):
         for name in options.schedules.split(","):
             begin = time.process_time()
             try:
@@ -70,21 +70,21 @@ def main() -> None:
                     graph,
                     profile,
                     cluster,
-                    stages=RANKS,
+                    ranks=RANKS,
                     schedule=name,
                     microbatches=MICROBATCHES,
-                    strategy=strategy,
+                    planner=planner,
                     explained=False,
                 )
             except PipeloomError as error:
-                print(f"| {strategy} | {name} | {error.message} | | | | {time.process_time() - begin:.1f} |")
+                print(f"| {planner} | {name} | {error.message} | | | | {time.process_time() - begin:.1f} |")
                 continue
             took = time.process_time() - begin
             # The longest op is on as many ranks as there are replicas.
             bound_s = MICROBATCHES * max(share_s, max(seconds) / plan.replicas)
             figures = f"{plan.predicted_step_s:.2f} | {bound_s:.2f} | {max(rank_sums(plan)) * 1e3:.1f}"
             print(
-                f"| {strategy} | {name} | {figures} | {max(plan.peaks) / 2**30:.1f} | {took:.1f} |",
+                f"| {planner} | {name} | {figures} | {max(plan.peaks) / 2**30:.1f} | {took:.1f} |",
                 flush=True,
             )
 

@@ -127,15 +127,18 @@ def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
 
 def plan_of(kind: str, cluster: Cluster, rows: int, model: ProfiledModel, width: int = 1) -> Plan:
     """A plan for all devices, every residual kept. Raises: PlanError if it is refused, or does not fit."""
-    strategy, branches = KINDS[kind]
+    planner, branches = KINDS[kind]
     request = plan_request.PlanRequest(
-        stages=len(cluster.devices) // width,
-        width=width,
-        microbatches=width,
         cluster=cluster,
-        strategy=strategy,
-        global_batch=rows,
-        options=PlanOptions(branches=branches, treatments=()),
+        options=PlanOptions(
+            ranks=len(cluster.devices) // width,
+            replicas=width,
+            microbatches=width,
+            planner=planner,
+            global_batch=rows,
+            branches=branches,
+            treatments=(),
+        ),
     )
     return request.plan(model, explained=False)
 
@@ -430,10 +433,10 @@ def huge(found: Found) -> Iterator[Found]:
             graph,
             profile,
             cluster,
-            stages=devices,
+            ranks=devices,
             schedule="1f1b",
             microbatches=2 * devices,
-            strategy="graphpipe",
+            planner="graphpipe",
             options=options,
         )
         took = time.process_time() - begin

@@ -46,6 +46,7 @@ from pipeloom.ir.units import format_bytes
 from pipeloom.passes import estimate
 from pipeloom.plan_request import LARGEST_MICROBATCH, PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
+from pipeloom.planner.request import PlanOptions
 
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
 NAMES = {
@@ -324,13 +325,10 @@ def with_cap(cluster: Cluster, cap: int) -> Cluster:
 
 def planning(cluster: Cluster, weights: str, planner: str) -> PlanRequest:
     count = len(cluster.devices)
-    return PlanRequest(
-        stages=count,
-        microbatches=PER_DEVICE * count,
-        cluster=cluster,
-        schedule=SCHEDULES[weights],
-        strategy=planner,
+    options = PlanOptions(
+        ranks=count, microbatches=PER_DEVICE * count, schedule=SCHEDULES[weights], planner=planner
     )
+    return PlanRequest(cluster=cluster, options=options)
 
 
 def planned(how: PlanRequest, take: ModelAt, size: int) -> Plan | None:

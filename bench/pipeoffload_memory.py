@@ -69,7 +69,7 @@ def memory(quick: bool) -> dict[str, Any]:
                 results.mkdir()
                 made = plan(
                     job(),
-                    stages=ranks,
+                    ranks=ranks,
                     microbatches=4 * ranks,
                     microbatch_size=MICROBATCH,
                     schedule=name,

@@ -76,7 +76,7 @@ def cluster_of(device: str, ranks: int) -> Cluster:
 def planned(
     graph: OpGraph,
     cluster: Cluster,
-    strategy: str,
+    planner: str,
     schedule: str,
     cap: float | None,
     treatments: tuple[Treatment, ...] | None = None,
@@ -92,10 +92,10 @@ def planned(
             graph,
             roofline(graph, cluster.devices[0]),
             cluster,
-            stages=len(cluster.devices),
+            ranks=len(cluster.devices),
             schedule=schedule,
             microbatches=MICROBATCHES,
-            strategy=strategy,
+            planner=planner,
             options=PlanOptions(treatments=treatments, fastest=fastest),
             explained=False,
         )
@@ -212,17 +212,17 @@ def planned_alone(graph: OpGraph, cluster: Cluster) -> Plan:
         graph,
         roofline(graph, cluster.devices[0]),
         replace(cluster, devices=devices),
-        stages=3,
+        ranks=3,
         schedule="1f1b",
         microbatches=6,
-        strategy="exact",
+        planner="exact",
         options=PlanOptions(treatments=()),
     )
 
 
 # --- the grid, in at most ten minutes, and the lowest caps ----------------------------------------
 # 2 layers and a vocabulary of 256, so that no logits bind, on 2 devices. All that may be done with residuals
-# is allowed, or, as `--treat offload` has it, nothing is made again.
+# is allowed, or, as `--treatments offload` has it, nothing is made again.
 
 DEVICES = ("a100-40", "h200", "cpu")
 GRID_RANKS, GRID_LAYERS, GRID_VOCABULARY = 2, 2, 256
@@ -278,14 +278,14 @@ def lowest(quick: bool) -> dict[str, Any]:
         assert free is not None
         whole = max(free.peaks)
         for allowed, _ in GRID_CAPS:
-            for strategy, schedule in BISECTED_PLANNERS[:1] if quick else BISECTED_PLANNERS:
+            for planner, schedule in BISECTED_PLANNERS[:1] if quick else BISECTED_PLANNERS:
                 low, high, name = LEAST, 1.0, None
                 while high - low > CLOSE:
                     share = (low + high) / 2
-                    plan = planned(graph, cluster, strategy, schedule, share * whole, allowed, fastest=False)
+                    plan = planned(graph, cluster, planner, schedule, share * whole, allowed, fastest=False)
                     low, high = (share, high) if plan is None else (low, share)
                     name = name if plan is None else plan.schedule
-                row = {"device": device, "allowed": allowed, "planner": f"{strategy}, {schedule}"}
+                row = {"device": device, "allowed": allowed, "planner": f"{planner}, {schedule}"}
                 rows.append(row | {"share": high, "bytes": int(high * whole), "schedule": name})
                 print(
                     "  " + ", ".join(f"{key} {shown(value)}" for key, value in rows[-1].items()), flush=True

@@ -164,14 +164,14 @@ def by_planners(
     for planner in planners:
         request = planning.make_request(
             job,
-            stages=ranks_of(cell),
-            width=cell.width,
+            ranks=ranks_of(cell),
+            replicas=cell.width,
             microbatches=MICROBATCHES,
             schedule=cell.schedule,
             weights=cell.weights,
             memory=cell.cap_bytes,
             cluster=cluster,
-            strategy=planner,
+            planner=planner,
         )
         found[planner] = planned(request, model, what_if=cell.cap_bytes is None)
     return found

@@ -269,10 +269,10 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
         graph,
         profile,
         cluster,
-        stages=stages,
+        ranks=stages,
         schedule="1f1b",
         microbatches=2 * stages,
-        strategy=planner,
+        planner=planner,
         options=PlanOptions(),
     )
     return {

@@ -48,8 +48,8 @@ ROUNDS = 3
 
 def search_for(graph: OpGraph, profile: Profile, cluster: Cluster) -> Search:
     """The search for one stage on each device, with what it needs of the graph made already."""
-    options, microbatches = PlanOptions(treatments=()), 4 * len(cluster.devices)
-    request = Request(graph, profile, cluster, "1f1b", microbatches, options, PLANNERS["graphpipe"])
+    options = PlanOptions(microbatches=4 * len(cluster.devices), planner="graphpipe", treatments=())
+    request = Request(graph, profile, cluster, options, PLANNERS["graphpipe"])
     search = replace(request.search(), by_depth=True)
     search.model.row(0, np.array([1]))  # sums over the graph, shared by all planners
     return search

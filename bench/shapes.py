@@ -35,7 +35,7 @@ from pipeloom import Job, capture
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.graph import OpGraph, UpdateBytes
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.block_costs import BlockCosts, block_costs
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
@@ -186,6 +186,12 @@ def machines(devices: int, kernel_s: float | None = None) -> Cluster:
     )
 
 
+def with_state(graph: OpGraph) -> OpGraph:
+    return graph.with_updates(
+        {p.name: UpdateBytes(state=int(STATE_BYTES * p.bytes), step=p.bytes) for p in graph.parameters}
+    )
+
+
 def profiled(graphs: Mapping[int, OpGraph], cluster: Cluster) -> list[ProfiledModel]:
     device = cluster.devices[0]
     return [
@@ -275,14 +281,13 @@ def simulated(
     width, depth = row["width"], row["depth"]
     first, second = profiled(graphs, cluster)
     request = PlanRequest(
-        stages=depth,
-        width=width,
-        microbatches=row["microbatches"] * width,
         cluster=replace(cluster, devices=cluster.devices[: width * depth]),
-        schedule="gpipe" if method == "gpipe" else "1f1b",
-        strategy="vpipe" if row["recompute"] else "exact",
         options=PlanOptions(
-            optimizer_bytes=STATE_BYTES,
+            ranks=depth,
+            replicas=width,
+            microbatches=row["microbatches"] * width,
+            schedule="gpipe" if method == "gpipe" else "1f1b",
+            planner="vpipe" if row["recompute"] else "exact",
             weights="2bw" if method == "2bw" else "flush",
             treatments=("recompute",) if row["recompute"] else (),
         ),
@@ -320,7 +325,7 @@ def measure() -> dict[str, Any]:
     models = {}
     for name, shape in SHAPES.items():
         begin = time.process_time()
-        graphs[name] = {size: capture(job(shape, name), size).graph for size in SIZES}
+        graphs[name] = {size: with_state(capture(job(shape, name), size).graph) for size in SIZES}
         graph = graphs[name][SIZES[0]]
         models[name] = {
             "parameters": sum(p.bytes for p in graph.parameters) // 2,

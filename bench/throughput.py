@@ -86,7 +86,7 @@ def halves(microbatches: int) -> Plan:
 
 def planned(microbatches: int) -> Plan:
     """pipeloom's own cut, between single ops, from costs measured here."""
-    return plan(job(), stages=2, microbatches=microbatches, microbatch_size=MICROBATCH)
+    return plan(job(), ranks=2, microbatches=microbatches, microbatch_size=MICROBATCH)
 
 
 class TorchPipeline:

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     stages = int(os.environ["WORLD_SIZE"])  # one per process
     # From a cluster's figures every rank makes the same plan; measured times would differ.
     cluster = f"{stages} x cpu"
-    plan = pipeloom.plan(job(), stages=stages, microbatches=8, microbatch_size=4, cluster=cluster)
+    plan = pipeloom.plan(job(), ranks=stages, microbatches=8, microbatch_size=4, cluster=cluster)
     with pipeloom.Pipeline(job(), plan) as pipeline:
         for step in range(30):
             loss = pipeline.step(batch(step, 32))

@@ -1,7 +1,7 @@
 """A model of your own: a function that returns a `pipeloom.Job`, named on the command line.
 
-    pipeloom verify examples/own_model.py:job --stages 3
-    pipeloom train --job examples/own_model.py:job --stages 3 --set pipeline.microbatch_size=16
+    pipeloom verify examples/own_model.py:job --ranks 3
+    pipeloom train --job examples/own_model.py:job --ranks 3 --set pipeline.microbatch_size=16
 
 The model knows nothing of pipelines. It has a skip connection over several layers, which may cross
 several stages.

@@ -2,8 +2,8 @@
 
     pipeloom schedule show examples/own_schedule.py:compressed -p 4 -m 8
     pipeloom schedule compare zb_h1 examples/own_schedule.py:compressed -F 1 -I 1.4 -W 0.6
-    pipeloom verify --schedule examples/own_schedule.py:compressed --stages 3
-    pipeloom train --schedule examples/own_schedule.py:compressed --stages 3
+    pipeloom verify --schedule examples/own_schedule.py:compressed --ranks 3
+    pipeloom train --schedule examples/own_schedule.py:compressed --ranks 3
 
 The operation sparsifies the gradients of each stage once they are complete, as one would before sending them
 to other replicas: it keeps the largest entries, and what it leaves out is added in the next step. With

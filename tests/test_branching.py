@@ -85,11 +85,11 @@ def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, st
         captured = capture_of(job)
         made = plan(
             job,
-            stages=stages,
+            ranks=stages,
             microbatches=4,
             microbatch_size=2,
             cluster=f"{stages} x v100-16",
-            strategy=strategy,
+            planner=strategy,
             captured=captured,
         )
         assert len(made.stages) == stages
@@ -107,11 +107,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         job = small_job(name)
         plans[name] = plan(
             job,
-            stages=RANKS,
+            ranks=RANKS,
             microbatches=4,
             microbatch_size=2,
             cluster=f"{RANKS} x v100-16",
-            strategy="graphpipe",
+            planner="graphpipe",
             captured=capture_of(job),
         )
     file = tmp_path_factory.mktemp("gloo") / "losses.json"

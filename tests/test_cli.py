@@ -149,7 +149,7 @@ def test_plan_prints_figures_and_saves(folder: Path) -> None:
         "planner",
         "schedule",
         "weights",
-        "width",
+        "replicas",
         "microbatches",
         "microbatch_size",
         "graph",
@@ -200,7 +200,7 @@ def test_simulate_with_the_model(folder: Path) -> None:
 
 
 def test_verify_passes_and_fails(folder: Path) -> None:
-    words = ["verify", "tiny_job.py:job", "--stages", "3", "--microbatches", "2"]
+    words = ["verify", "tiny_job.py:job", "--ranks", "3", "--microbatches", "2"]
     figures = json.loads(good(*words, "--split-backward", "--json"))
     assert set(figures) == {
         *("passed", "tolerance", "reference", "independent", "loss", "gradients", "parameters", "buffers")
@@ -216,20 +216,24 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     [
         (["train", "none.toml"], 2, "error: cannot read config file none.toml: No such file or directory\n"),
         (["train", "--set", "modle.width=3"], 2, "no setting modle.width\nhint: did you mean model.width?\n"),
-        (["train", "--device-memory", "300apples"], 2, "has the unknown unit 'apples'"),
+        (["train", "--memory", "300apples"], 2, "has the unknown unit 'apples'"),
         (["train", "--data", "nowhere"], 2, "error: cannot read data file nowhere: No such file"),
         (["train", "--job", "tiny_job.py:jbo"], 2, "no function jbo\nhint: did you mean job?\n"),
         (["train", "--resume"], 2, "error: there is no run runs/gpt-<n> to resume\n"),
         (["train", "--resume", "--out", "."], 2, "error: . holds no run\n"),
         (["train", "--set", "pipeline.plan=none.json"], 2, "error: cannot read Plan from none.json"),
-        (["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--stages", "99"], 1, "error: 99 stages"),
-        ([*PLAN, "--device-memory", "1GiB"], 2, "error: --device-memory and --cluster were both given\n"),
+        (["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--ranks", "99"], 1, "error: 99 stages"),
+        ([*PLAN, "--memory", "1GiB"], 2, "error: --memory and --cluster were both given\n"),
         ([*PLAN[:2], "--pair-nodes"], 2, "error: --pair-nodes without --cluster\n"),
         ([*PLAN, "--compile"], 1, "has times by roofline, which are of eager ops; compiled ones"),
-        (["plan", "--compile", "--max-batch"], 2, "--max-batch and --compile were both given\n"),
-        ([*PLAN[:4], "--compile", "--stages", "auto"], 2, "--stages auto and --compile were both given\n"),
-        (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--compile and --cluster were both given\n"),
-        ([*PLAN, "--pair-nodes", "--width", "2"], 2, "error: --pair-nodes and --width were both given\n"),
+        (["plan", "--compile", "--max-batch"], 2, "--compile and --max-batch were both given\n"),
+        ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile were both given\n"),
+        (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile were both given\n"),
+        (
+            [*PLAN, "--pair-nodes", "--replicas", "2"],
+            2,
+            "error: --replicas and --pair-nodes were both given\n",
+        ),
         ([*PLAN, "--schedule", "1f1"], 1, "error: no schedule is named '1f1'\nhint: did you mean 1f1b?"),
         (["verify", "none.py:job"], 2, "error: there is no file none.py\n"),
         (["verify", "tiny_job.py:job", "--plan", "none.json"], 2, "error: cannot read Plan from none.json"),
@@ -247,7 +251,7 @@ def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, 
 
 
 def test_first_and_last_ranks_share_nodes_if_asked(folder: Path) -> None:
-    words = [*PLAN[:2], "--cluster", "2 nodes of 2 x a100-40", "--stages", "4", "-m", "4", "--no-what-if"]
+    words = [*PLAN[:2], "--cluster", "2 nodes of 2 x a100-40", "--ranks", "4", "-m", "4", "--no-what-if"]
 
     def nodes(*more: str) -> list[int]:
         return [stage["node"] for stage in json.loads(good(*words, "--json", *more))["stages"]]
@@ -313,7 +317,7 @@ def test_a_graph_alone_has_no_costs(folder: Path) -> None:
     good("profile", "tiny_job.py:job", "--cluster", "cluster.toml", "--save-graph", "g.json")
     assert "--graph alone does not say" in bad(2, "simulate", "plan.json", "--graph", "g.json")
     both = ["simulate", "plan.json", "tiny_job.py:job", "--graph", "g.json"]
-    assert "--graph and MODEL were both given" in bad(2, *both)
+    assert "MODEL and --graph were both given" in bad(2, *both)
 
 
 def test_export_takes_a_run_or_a_checkpoint(folder: Path) -> None:

@@ -79,7 +79,7 @@ def test_profile_takes_a_cluster_by_name():
 @pytest.mark.slow
 def test_a_plan_for_devices_by_name_keeps_to_their_memory():
     job = default_job(Config())
-    made = pipeloom.plan(job, stages=2, microbatch_size=1, cluster="2 x rtx-2080ti with 1GiB")
+    made = pipeloom.plan(job, ranks=2, microbatch_size=1, cluster="2 x rtx-2080ti with 1GiB")
     assert made.caps == (2**30, 2**30)
     with pytest.raises(ConfigError, match="no built-in device is called 'rtx-2081'"):
-        pipeloom.plan(job, stages=2, microbatch_size=1, cluster="2 x rtx-2081")
+        pipeloom.plan(job, ranks=2, microbatch_size=1, cluster="2 x rtx-2081")

@@ -28,7 +28,7 @@ def test_the_hugging_face_example_learns_under_torchrun() -> None:
 
 
 def test_the_own_model_is_verified() -> None:
-    words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--stages", "3", "--microbatch-size", "16"]
+    words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "3", "--microbatch-size", "16"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert "equal within" in result.stdout
@@ -39,7 +39,7 @@ def test_the_own_model_learns(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeloom", "train", "--job", f"{EXAMPLES / 'own_model.py'}:job"]
     settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
     done = subprocess.run(
-        [*command, "--stages", "3", *(w for s in settings for w in ("--set", s))],
+        [*command, "--ranks", "3", *(w for s in settings for w in ("--set", s))],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -62,8 +62,8 @@ def folder_for(weights: str, made: Path, width: int = 1) -> Path:
     job = gpt_workload(read_config(made / "config.toml")).job
     plan(
         job,
-        stages=RANKS,
-        width=width,
+        ranks=RANKS,
+        replicas=width,
         microbatches=3 * width,
         microbatch_size=1,
         weights=weights,

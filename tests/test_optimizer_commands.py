@@ -48,14 +48,14 @@ def run(*words: str) -> Result:
 
 def test_two_optimizers_in_one_are_planned_simulated_and_verified() -> None:
     cluster = ("--cluster", "2 x a100-40")
-    planned = run("plan", "mine.py:both", *cluster, "--stages", "2", "--json", "-o", "plan.json")
+    planned = run("plan", "mine.py:both", *cluster, "--ranks", "2", "--json", "-o", "plan.json")
     assert planned.exit_code == 0, planned.output
     kept = [stage["memory"]["optimizer"] for stage in json.loads(Path("plan.json").read_text())["stages"]]
     assert sum(kept) == 4 * (16 * 16 * 4 + 16 * 8 + 4)  # a momentum; two averages and a count
     simulated = run("simulate", "plan.json", "mine.py:both", *cluster, "--json")
     assert [rank["peak"]["optimizer"] for rank in json.loads(simulated.output)["ranks"]] == kept
-    for more in ((), ("--width", "2", "--shard-optimizer")):
-        verified = run("verify", "mine.py:both", "--stages", "2", *more)
+    for more in ((), ("--replicas", "2", "--shard-optimizer")):
+        verified = run("verify", "mine.py:both", "--ranks", "2", *more)
         assert verified.exit_code == 0 and "equal within" in verified.output, verified.output
 
 
@@ -75,6 +75,6 @@ def test_a_saved_graph_has_the_optimizer_on_the_devices_that_it_was_saved_for() 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_an_optimizer_that_is_refused_gives_a_sentence_that_names_the_parameter(command: str) -> None:
-    refused = run(command, "mine.py:muon", "--stages", "2")
+    refused = run(command, "mine.py:muon", "--ranks", "2")
     assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)
     assert "0.bias" in refused.output and "2D" in refused.output and "hint" in refused.output

@@ -1,4 +1,4 @@
-"""`pipeloom plan --stages auto`: what it prints, what it refuses, and that it agrees with the formulas."""
+"""`pipeloom plan --ranks auto`: what it prints, what it refuses, and that it agrees with the formulas."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain():
 """
 
 CLUSTER = "4 x v100-16 with 600KiB"
-AUTO = ["plan", "shape_job.py:job", "--stages", "auto", "--cluster", CLUSTER, "--global-batch", "32"]
+AUTO = ["plan", "shape_job.py:job", "--ranks", "auto", "--cluster", CLUSTER, "--global-batch", "32"]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     names = ("width", "depth", "microbatch_size", "recompute")
     shape = PipelineShape(**{name: figures[name] for name in names})
     request = planning.make_request(
-        job_loader.load_job("shape_job.py:job"), stages=1, cluster=find_cluster(CLUSTER), global_batch=32
+        job_loader.load_job("shape_job.py:job"), ranks=1, cluster=find_cluster(CLUSTER), global_batch=32
     )
     asked = shapes.shape_request(request, "2bw", *models())
     assert figures["rows_per_s"] == pytest.approx(throughput(asked, shape))
@@ -119,11 +119,11 @@ def value(figure: Affine, rows: int) -> float:
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
-        (["--microbatches", "4"], 2, "--stages auto and --microbatches were both given"),
-        (["--device-memory", "1GiB"], 2, "--stages auto and --device-memory were both given"),
+        (["--microbatches", "4"], 2, "--ranks auto and --microbatches were both given"),
+        (["--memory", "1GiB"], 2, "--ranks auto and --memory were both given"),
         (["-o", "plan.json"], 2, "--closed-form makes no plan"),
         (["--schedule", "zb_h1"], 1, "no closed form of schedule zb_h1 with weights flush"),
-        (["--treat", "offload"], 1, "the closed form does not know of offloading"),
+        (["--treatments", "offload"], 1, "the closed form does not know of offloading"),
         (["--cluster", "2 x v100-16 + 2 x a100-40"], 1, "devices that are alike"),
         (["--cluster", "2 x v100-16 with 1KiB"], 1, "no shape fits: even"),
     ],
@@ -134,10 +134,10 @@ def test_what_it_refuses(folder: Path, more: list[str], status: int, said: str) 
 
 
 def test_it_needs_devices_a_batch_and_layers(folder: Path) -> None:
-    assert "without --cluster" in run("plan", "shape_job.py:job", "--stages", "auto", "--closed-form").stderr
+    assert "without --cluster" in run("plan", "shape_job.py:job", "--ranks", "auto", "--closed-form").stderr
     no_batch = run(*AUTO[:-2], "--closed-form")
     assert no_batch.exit_code == 2 and "without --global-batch" in no_batch.stderr
-    assert "add it: --stages auto" in run("plan", "shape_job.py:job", "--closed-form").stderr
+    assert "add it: --ranks auto" in run("plan", "shape_job.py:job", "--closed-form").stderr
     words = ["plan", "shape_job.py:plain", *AUTO[2:], "--closed-form"]
     assert "no repeated layers, which the closed form is for" in run(*words).stderr
 
@@ -162,7 +162,7 @@ def test_by_default_plans_are_simulated(folder: Path) -> None:
     ):
         by_hand = run(
             *("plan", "shape_job.py:job", "--cluster", CLUSTER, "--global-batch", "32", "--no-what-if"),
-            *("--width", str(width), "--stages", str(stages)),
+            *("--replicas", str(width), "--ranks", str(stages)),
             *("--microbatch-size", str(rows), "--weights", "2bw", "--json"),
         )
         if by_hand.exit_code == 0:

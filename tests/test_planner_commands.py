@@ -55,7 +55,7 @@ memory_bytes_per_s = 1e12
 bandwidth = "1GB"
 """
 
-SMALL = ("--stages", "2", "--microbatches", "4")
+SMALL = ("--ranks", "2", "--microbatches", "4")
 SEARCHED = ("auto",)
 """Planners whose plan of this model has a searched order, which is no schedule of the library."""
 
@@ -96,7 +96,7 @@ def has_its_order(plan: Plan, name: str) -> bool:
 
 @every_planner
 def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
-    words = ("--strategy", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json", "--json")
+    words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json", "--json")
     figures = json.loads(run("plan", "odd.py:job", *words))
     assert has_its_order(load_plan(folder / "plan.json"), name)
     changes = {change["what"]: change for change in figures["what_if"]}
@@ -108,7 +108,7 @@ def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
 
 @quick_for_searched_orders
 def test_a_plan_is_verified(folder: Path, name: str) -> None:
-    words = ("--strategy", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json", "--no-what-if")
+    words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json", "--no-what-if")
     run("plan", "odd.py:job", *words)
     assert json.loads(run("verify", "odd.py:job", "--plan", "plan.json", "--json"))["passed"]
 
@@ -117,7 +117,7 @@ def test_a_plan_is_verified(folder: Path, name: str) -> None:
 def test_a_plan_for_this_machine_is_planned_again_and_rehearsed(
     folder: Path, name: str, steady_times: None
 ) -> None:
-    words = ("--strategy", name, *SMALL, "-o", "plan.json", "--json")
+    words = ("--planner", name, *SMALL, "-o", "plan.json", "--json")
     figures = json.loads(run("plan", "odd.py:job", *words))
     assert has_its_order(load_plan(folder / "plan.json"), name)
     assert figures["predicted_by"] == "rehearsal" and len(figures["what_if"]) >= 2

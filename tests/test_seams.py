@@ -61,7 +61,7 @@ def forget_registrations() -> Iterator[None]:
 
 
 def planned(**how: Any) -> Plan:
-    shape = {"stages": STAGES, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "cluster": CLUSTER}
+    shape = {"ranks": STAGES, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "cluster": CLUSTER}
     return plan(JOB, **shape, captured=runs.capture_of(JOB, ROWS), **how)
 
 
@@ -164,7 +164,7 @@ def test_a_planner() -> None:
 
     register_planner("first-cuts", Planner(find=first_cuts, granularity="op", about="", source="a test"))
 
-    made = planned(strategy="first-cuts")
+    made = planned(planner="first-cuts")
     assert made.planner == "first-cuts"
     assert len(made.stages[0].ops) < len(made.stages[1].ops)
     assert simulated(made).step_s == made.predicted_step_s

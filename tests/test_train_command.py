@@ -45,7 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "config.toml").write_text(TINY)
     config = read_config(folder / "config.toml")
-    made = plan(gpt_workload(config).job, stages=2, microbatches=2, microbatch_size=2, cluster=cpu_cluster(2))
+    made = plan(gpt_workload(config).job, ranks=2, microbatches=2, microbatch_size=2, cluster=cpu_cluster(2))
     made.save(folder / "plan.json")
     return folder
 
@@ -78,7 +78,7 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
         "steps",
         "first_step",
         "stages",
-        "width",
+        "replicas",
         "schedule",
         "microbatches",
         "train_loss",
@@ -207,7 +207,7 @@ def test_a_finished_run_goes_on_for_as_many_steps_again(folder: Path) -> None:
 @pytest.mark.slow
 def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
     assert run(folder, "config.toml", "--out", "a").returncode == 0
-    more = ["--resume", "--out", "a", "--steps", "8", "--stages", "3", "--schedule", "gpipe"]
+    more = ["--resume", "--out", "a", "--steps", "8", "--ranks", "3", "--schedule", "gpipe"]
     done = run(folder, *more, "--set", "pipeline.plan=")
     assert done.returncode == 0, done.stderr
     assert list(losses(folder / "a")) == list(range(1, 9))
@@ -216,9 +216,9 @@ def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plan_file_and_other_flags_do_not_mix(folder: Path) -> None:
-    done = run(folder, "config.toml", "--stages", "3")
+    done = run(folder, "config.toml", "--ranks", "3")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: pipeline.stages is to be 3, but the plan plan.json has 2\n")
+    assert done.stderr.startswith("error: pipeline.ranks is to be 3, but the plan plan.json has 2\n")
     assert not (folder / "runs").exists()
 
 
@@ -246,12 +246,12 @@ def test_bench(folder: Path) -> None:
         "predicted_step_s",
         "predicted_by",
         "peak_bytes",
-        "stages",
-        "width",
+        "ranks",
+        "replicas",
         "schedule",
         "microbatches",
         "microbatch_size",
-        "compiled",
+        "compile",
         "steps",
     }
     assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])
@@ -269,6 +269,6 @@ def test_a_cap_beside_a_plan_file_is_the_lower_one(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cap_beside_a_plan_file_ends_the_run_before_it_starts(folder: Path) -> None:
-    done = run(folder, "config.toml", "--device-memory", "200KiB", "--out", "a")
+    done = run(folder, "config.toml", "--memory", "200KiB", "--out", "a")
     assert done.returncode == 1 and "its cap is 200.0 KiB" in done.stderr
     assert "Traceback" not in done.stderr and not (folder / "a").exists()

@@ -56,7 +56,7 @@ def machines() -> Iterator[TwoMachines]:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(CONFIG)
     job = gpt_workload(read_config(tmp_path / "config.toml")).job
-    made = plan(job, stages=2, microbatches=2, microbatch_size=1, cluster=cpu_cluster(2))
+    made = plan(job, ranks=2, microbatches=2, microbatch_size=1, cluster=cpu_cluster(2))
     made.save(tmp_path / "plan.json")
     return tmp_path
 

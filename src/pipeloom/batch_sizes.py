@@ -63,8 +63,9 @@ def sizes_of(request: PlanRequest) -> Sequence[int]:
     """Sizes of micro-batches that a request may use, ascending. Raises: ConfigError if there is none."""
     if sizes := request.sizes():
         return sizes
+    options = request.options
     raise ConfigError(
-        f"{request.schedule} cannot divide a global batch of {request.global_batch} rows among its "
+        f"{options.schedule} cannot divide a global batch of {options.global_batch} rows among its "
         "directions",
         hint="use an even number of rows",
     )
@@ -95,10 +96,10 @@ def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt)
     return 1 if one is not None and quiet.fits(one) else 0
 
 
-def largest_plan(request: PlanRequest, start: int, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
+def largest_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
     """The plan with the largest micro-batches that fit, and the model at that size.
 
-    start: a size to look around.  model_at: captures and profiles.
+    request: its micro-batch size is where to look first.  model_at: captures and profiles.
     Sizes are judged by interpolation between two at which the model was captured, unless it has other ops at
     one of them; at the size that is found it is captured too, and at smaller ones until one fits. Sizes at
     which the model cannot be captured are passed over.
@@ -107,7 +108,7 @@ def largest_plan(request: PlanRequest, start: int, model_at: ModelAt) -> tuple[P
     """
     sizes = sizes_of(request)
     capturable = CapturableSizes(sizes, model_at)
-    first = min(range(len(sizes)), key=lambda index: abs(sizes[index] - start))
+    first = min(range(len(sizes)), key=lambda index: abs(sizes[index] - request.options.microbatch_size))
     ends = capturable.around(sizes[max(first, 1)]) if len(sizes) > 2 else []
     alike = len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint
 
@@ -132,25 +133,25 @@ MOST_VERIFIED = 3
 """Sizes that are captured and planned as they are, the best by interpolation first."""
 
 
-def best_plan(request: PlanRequest, start: int, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
+def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
     """The plan with the fastest simulated step over all sizes that divide the global batch, and the model at
     that size; of equally fast ones the smallest.
 
-    start: a size to capture the model at first.  model_at: captures and profiles.
+    request: its micro-batch size is where to look first.  model_at: captures and profiles.
     Sizes are ranked by interpolation between two at which the model was captured, unless it has other ops at
     one of them; the first few are then captured themselves. Sizes at which the model cannot be captured, or
     that the schedule cannot run, are passed over.
     Raises: ConfigError without a global batch, or if no size divides it among the schedule's directions;
         InfeasibleError if no size fits; CaptureError if the model cannot be captured at any that was tried.
     """
-    if request.global_batch is None:
+    if request.options.global_batch is None:
         raise ConfigError(
             "the best micro-batch size is that of a number of rows per step, and there is none",
             hint="say how many rows a step has: --global-batch 64",
         )
     sizes = sizes_of(request)
     capturable = CapturableSizes(sizes, model_at)
-    near = min(sizes, key=lambda size: abs(size - start))
+    near = min(sizes, key=lambda size: abs(size - request.options.microbatch_size))
     ends = capturable.around(near) if len(sizes) > MOST_VERIFIED else []
     ranked = list(sizes)
     if len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint:

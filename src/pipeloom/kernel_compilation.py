@@ -4,7 +4,7 @@ Compiling them takes half a minute, once per installation: about as long as capt
 enough for them to run compiled. A process of its own plans a small model, in which they do so from the start,
 and numba's cache keeps the code for all processes. As a program this is that process:
 
-    python -m pipeloom.kernel_compilation STRATEGY [TREATMENT ...]
+    python -m pipeloom.kernel_compilation PLANNER [TREATMENT ...]
 
 Whatever happens to it, the search compiles what it does not find.
 """
@@ -52,7 +52,7 @@ ROWS, WIDTH, LAYERS, MEMORY = 512, 1024, 6, ("170MiB", "150MiB")
 
 @contextmanager
 def kernels_compiled_beside(
-    strategy: str, treatments: Sequence[Treatment] | None = None
+    name: str, treatments: Sequence[Treatment] | None = None
 ) -> Iterator[Callable[[OpGraph], None]]:
     """Around the capture of a model that this planner is to cut: has the code made if that takes long.
 
@@ -62,9 +62,9 @@ def kernels_compiled_beside(
     code, and on a machine with one core.
     """
     started: list[subprocess.Popen[bytes]] = []
-    timer = Timer(AFTER_S, lambda: started.extend(_start(strategy, treatments or ())))
-    treats = planner(strategy).optimises == "always" if treatments is None else bool(treatments)
-    if treats and usable_cores() > 1 and not _note(strategy, treatments).exists():
+    timer = Timer(AFTER_S, lambda: started.extend(_start(name, treatments or ())))
+    treats = planner(name).optimises == "always" if treatments is None else bool(treatments)
+    if treats and usable_cores() > 1 and not _note(name, treatments).exists():
         timer.start()
 
     def wait(graph: OpGraph) -> None:
@@ -86,48 +86,44 @@ def kernels_compiled_beside(
             process.communicate()
 
 
-def _start(strategy: str, treatments: Sequence[Treatment]) -> list[subprocess.Popen[bytes]]:
+def _start(name: str, treatments: Sequence[Treatment]) -> list[subprocess.Popen[bytes]]:
     """The process, or none where it cannot be started."""
-    command = [sys.executable, "-P", "-m", __name__, strategy, *treatments]
+    command = [sys.executable, "-P", "-m", __name__, name, *treatments]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     with suppress(OSError):
         return [subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing)]
     return []
 
 
-def _note(strategy: str, treatments: Sequence[Treatment] | None) -> Path:
+def _note(name: str, treatments: Sequence[Treatment] | None) -> Path:
     """The file that says that the code has been made, on this machine by this installation."""
     package = Path(__file__).parent
     newest = max(file.stat().st_mtime_ns for file in package.rglob("*.py"))
     where = (platform.node(), package, os.environ.get("NUMBA_CACHE_DIR"))
-    about = (*where, newest, sys.version, strategy, *(treatments or ()))
+    about = (*where, newest, sys.version, name, *(treatments or ()))
     name = hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()[:16]
     return cache_folder("kernels") / name
 
 
-def compile_kernels_for(strategy: str, treatments: tuple[Treatment, ...] | None = None) -> None:
+def compile_kernels_for(name: str, treatments: tuple[Treatment, ...] | None = None) -> None:
     """Compile in this process what a search by this planner calls, if the code can be kept."""
-    note = _note(strategy, treatments)
+    note = _note(name, treatments)
     if code_is_kept():
         compile_at_once()
         for memory in MEMORY:
             with suppress(InfeasibleError):  # with some treatments the small model does not fit: go without
-                plan_small(strategy, memory, treatments)
+                plan_small(name, memory, treatments)
     keep(note, "")
 
 
-def plan_small(strategy: str, memory: str, treatments: tuple[Treatment, ...] | None = None) -> Plan:
+def plan_small(name: str, memory: str, treatments: tuple[Treatment, ...] | None = None) -> Plan:
     """Plan the small model for two devices of so much memory. Raises: InfeasibleError if it does not fit."""
     graph, cluster = small_model(), find_cluster(f"2 nodes of 1 x a100-40 with {memory}")
     return make_plan(
         graph,
         roofline(graph, cluster.devices[0]),
         cluster,
-        stages=2,
-        schedule="1f1b",
-        microbatches=4,
-        strategy=strategy,
-        options=PlanOptions(treatments=treatments),
+        PlanOptions(microbatches=4, planner=name, treatments=treatments),
         explained=False,
     )
 

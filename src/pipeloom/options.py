@@ -32,7 +32,7 @@ class Options:
     clip_norm: limit of the gradients' global norm (2-norm, over all ranks); None leaves them as they are.
     scheduler: optimizer -> LR scheduler, stepped once a step. If the job's optimizer only holds others, it is
     called for each of these.
-    autocast: torch.bfloat16 for mixed precision, None for none.  compiled: run stages through torch.compile.
+    autocast: torch.bfloat16 for mixed precision, None for none.  compile: run stages through torch.compile.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
     keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.
@@ -53,7 +53,7 @@ class Options:
     clip_norm: float | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     autocast: torch.dtype | None = None
-    compiled: bool = False
+    compile: bool = False
     accumulate: int = 1
     timeout_s: float = 300.0
     keep_gradients: bool = False

@@ -76,12 +76,12 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
     return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
 
 
-def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) -> Profile:
+def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:
     """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda"), whatever is kept of
     earlier measurements.
 
     captured: what `capture` gave; its micro-batch size is that of the costs.
-    compiled: the costs are those that ops have in stages that torch.compile made. How these compare with
+    compile: the costs are those that ops have in stages that torch.compile made. How these compare with
         eager ones is compiled and measured once a day, see `compiled_profile`.
     Returns: of every op seconds, forward and backward apart, and bytes.
     Raises: ConfigError if this machine has no such device.
@@ -97,7 +97,7 @@ def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) 
     ('measured', ('input[4,8]float32',), True)
     """
     eager = _eager_profile(captured, device)
-    return compiled_profile(captured, eager, device=device) if compiled else eager
+    return compiled_profile(captured, eager, device=device) if compile else eager
 
 
 def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
@@ -161,7 +161,7 @@ def simulate(
     >>> link = pipeloom.Link(bandwidth_bytes_per_s=10e9, latency_s=1e-5)
     >>> cluster = pipeloom.Cluster(devices=(card, card), within_node=link)
     >>> costs = pipeloom.profile(captured)  # as if the cards were as fast as this machine
-    >>> plan = pipeloom.plan(job, stages=2, microbatch_size=4, cluster="2 x a100-40", captured=captured)
+    >>> plan = pipeloom.plan(job, ranks=2, microbatch_size=4, cluster="2 x a100-40", captured=captured)
     >>> predicted = pipeloom.simulate(plan, captured.graph, costs, cluster)
     >>> predicted.source, predicted.ranks, 0 < predicted.bubble < 1
     ('predicted', 2, True)

@@ -430,7 +430,7 @@ class Pipeline(PipelineParts):
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
-    >>> plan = pipeloom.plan(job, stages=1, microbatches=2, microbatch_size=4, cluster="a100-40")
+    >>> plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
     >>> with pipeloom.Pipeline(job, plan) as pipeline:  # of several ranks each does the same
     ...     losses = [pipeline.step(job.batch(seed, 8)) for seed in (1, 1, 1)]
     >>> losses[0] > losses[1] > losses[2]

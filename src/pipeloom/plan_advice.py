@@ -38,8 +38,8 @@ REFINED_S = 15.0
 """So long the least memory is made smaller: other advice wants its time, too."""
 
 TREATMENT_ADVICE: dict[tuple[Treatment, ...], str] = {
-    ("recompute",): "let residuals be recomputed (--treat recompute)",
-    ("recompute", "offload"): "let residuals be recomputed or offloaded (--treat both)",
+    ("recompute",): "let residuals be recomputed (--treatments recompute)",
+    ("recompute", "offload"): "let residuals be recomputed or offloaded (--treatments both)",
 }
 FREEING_PLANNER = "dawnpiper"
 """A planner that frees memory, and the fastest of those to ask."""
@@ -95,10 +95,10 @@ class Attempts:
 def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
     """The least memory of each device: of what the search found, or else of a plan made without caps."""
     request = attempts.request
-    caps = [device.memory_bytes for device in request.cluster.devices[: request.ranks]]
+    caps = [device.memory_bytes for device in request.cluster.devices[: request.options.devices]]
     least: list[float] = [cap * error.share for cap in caps] if isinstance(error, NoCutFits) else []
     if not any(least):
-        uncapped = _with_memory(request.cluster, request.ranks, [1 << 60])
+        uncapped = _with_memory(request.cluster, request.options.devices, [1 << 60])
         free = attempts.plan(replace(request, cluster=uncapped))
         peaks = () if free is None else free.peaks
         least = [max(pair) for pair in zip(caps, peaks, strict=False)]
@@ -106,7 +106,7 @@ def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
             least = [max(least, default=0)] * len(least)
     enough = _least_memory(attempts, least) if least else None
     if enough is not None:
-        yield _memory_sentence(enough, request.cluster, request.ranks)
+        yield _memory_sentence(enough, request.cluster, request.options.devices)
 
 
 def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
@@ -116,13 +116,13 @@ def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
     does not do to leave none of them with less than some size.
     """
     request = attempts.request
-    caps = [device.memory_bytes for device in request.cluster.devices[: request.ranks]]
+    caps = [device.memory_bytes for device in request.cluster.devices[: request.options.devices]]
 
     def scaled(margin: float) -> Cluster:
-        return _with_memory(request.cluster, request.ranks, [ceil(size * margin) for size in least])
+        return _with_memory(request.cluster, request.options.devices, [ceil(size * margin) for size in least])
 
     def filled(size: float) -> Cluster:
-        return _with_memory(request.cluster, request.ranks, [ceil(size)])
+        return _with_memory(request.cluster, request.options.devices, [ceil(size)])
 
     def fits(cluster: Cluster) -> bool:
         return attempts.succeeds(replace(request, cluster=cluster))
@@ -146,7 +146,7 @@ def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
         enough = bisect(scaled, before, margin, enough)
     if len(set(caps)) == 1:
         return enough
-    most = max(device.memory_bytes for device in enough.devices[: request.ranks])
+    most = max(device.memory_bytes for device in enough.devices[: request.options.devices])
     return bisect(filled, min(caps), most, enough)
 
 
@@ -195,10 +195,10 @@ def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
     if any(device != first for device in request.cluster.devices):
         return
     fewest = error.stages if isinstance(error, NoCutFits) else None
-    guesses = [fewest, fewest + 1] if fewest else [request.stages + more for more in MORE_STAGES]
+    guesses = [fewest, fewest + 1] if fewest else [request.options.ranks + more for more in MORE_STAGES]
     for stages in guesses if fewest or not isinstance(error, NoCutFits) else ():
-        devices = _as_many(request, stages * request.width)
-        wider = replace(request, stages=stages, cluster=replace(request.cluster, devices=devices))
+        devices = _as_many(request, stages * request.options.replicas)
+        wider = replace(request.changed(ranks=stages), cluster=replace(request.cluster, devices=devices))
         if attempts.succeeds(wider):
             yield _stages_sentence(request, stages)
             return
@@ -218,9 +218,9 @@ def _as_many(request: PlanRequest, stages: int) -> tuple[Device, ...]:
 def _stages_sentence(request: PlanRequest, stages: int) -> str:
     """The advice to use more stages, in ranks where the schedule puts several on each. Processes of this
     machine are there; other devices may have to be found."""
-    line = registry.entry(request.schedule).place == "line"
-    flag = f" (--stages {stages})" if request.local or not line else ""
-    devices = stages * request.width
+    line = registry.entry(request.options.schedule).place == "line"
+    flag = f" (--ranks {stages})" if request.local or not line else ""
+    devices = stages * request.options.replicas
     there = request.local or devices <= len(request.cluster.devices)
     return f"use {stages} {'stages' if line else 'ranks'}{flag}{'' if there else f' on {devices} devices'}"
 
@@ -228,21 +228,21 @@ def _stages_sentence(request: PlanRequest, stages: int) -> str:
 def _freeing(attempts: Attempts) -> Iterator[str]:
     """What else may be done with residuals, or a planner that frees memory."""
     request = attempts.request
-    optimises = planner(request.strategy).optimises
+    optimises = planner(request.options.planner).optimises
     if optimises == "never":
-        if attempts.succeeds(replace(request, strategy=FREEING_PLANNER)):
+        if attempts.succeeds(request.changed(planner=FREEING_PLANNER)):
             yield f"use planner {FREEING_PLANNER}, which frees memory"
         return
     linked = all(device.host_link is not None for device in request.cluster.devices)
     allowed: tuple[str, ...] = () if optimises == "asked" else ("recompute", "offload")
-    if request.options.treatments is not None:
-        allowed = request.options.treatments
+    if request.options.allowed is not None:
+        allowed = request.options.allowed
     # Of large graphs the fast one is asked: what it finds, the slow one finds too.
-    strategy = request.strategy if len(attempts.model.graph.ops) <= SMALL_GRAPH else FREEING_PLANNER
+    small = len(attempts.model.graph.ops) <= SMALL_GRAPH
+    name = request.options.planner if small else FREEING_PLANNER
     for treatments, sentence in TREATMENT_ADVICE.items():
         if not set(treatments) > set(allowed) or ("offload" in treatments and not linked):
             continue
-        options = replace(request.options, treatments=treatments)
-        if attempts.succeeds(replace(request, options=options, strategy=strategy)):
+        if attempts.succeeds(request.changed(treatments=treatments, planner=name)):
             yield sentence
             return

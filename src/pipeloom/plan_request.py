@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
@@ -30,6 +30,7 @@ from .rank_stages import make_variant
 from .runtime.calibration.calibrate import graph_memory
 from .runtime.posted_channel import SMALL_BYTES
 from .schedules import registry
+from .settings import PlanSettings
 from .simulator.simulate import simulate
 from .tracer.captured import Captured
 
@@ -37,34 +38,34 @@ if TYPE_CHECKING:
     from .tracer.captured import Captured
 
 
-def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> None:
-    """Raises: ConfigError if there is no such width, or there are not enough devices; PlanError if the
-    schedule has replicas of its own."""
-    if width < 1:
-        raise ConfigError(f"a width of {width}", hint="use at least 1")
-    if width == 1:
+def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
+    """Raises: ConfigError if there are not enough devices for the replicas; PlanError if the schedule has
+    replicas of its own."""
+    replicas = settings.replicas
+    if replicas == 1:
         return
-    shape, _ = registry.default_placement(schedule, stages)
+    shape, _ = registry.default_placement(settings.schedule, settings.ranks)
     if shape.replicas > 1:
         raise PlanError(
-            f"schedule {schedule} holds every stage on {shape.replicas} ranks by itself, so it cannot have "
-            f"{width} replicas of each beside",
-            hint="leave out --width, or choose a schedule of one direction, such as 1f1b",
+            f"schedule {settings.schedule} holds every stage on {shape.replicas} ranks by itself, so it "
+            f"cannot have {replicas} replicas of each beside",
+            hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
-    if stages * width > len(cluster.devices):
+    if settings.devices > len(cluster.devices):
         raise PlanError(
-            f"{width} replicas of {stages} stages are for {stages * width} devices, there are "
+            f"{replicas} replicas of {settings.ranks} stages are for {settings.devices} devices, there are "
             f"{len(cluster.devices)}",
-            hint="use a smaller --width or fewer stages, or add devices",
+            hint="use fewer --replicas or --ranks, or add devices",
         )
 
 
-def refuse_sharding(schedule: str, stages: int, width: int) -> None:
+def refuse_sharding(settings: PlanSettings) -> None:
     """Raises: ConfigError if there are no replicas that could share out the optimizer's state."""
-    if width * registry.default_placement(schedule, stages)[0].replicas == 1:
+    shape, _ = registry.default_placement(settings.schedule, settings.ranks)
+    if settings.replicas * shape.replicas == 1:
         raise ConfigError(
             "the optimizer's state is to be shared out, but every stage has one replica",
-            hint="add --width 2, or leave out --shard-optimizer",
+            hint="add --replicas 2, or leave out --shard-optimizer",
         )
 
 
@@ -218,35 +219,23 @@ class CapturedModel(ProfiledModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """How to plan.
+    """How to plan: settings, with what follows from them for a model and a machine.
 
-    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
-        the number of stages; others put several or replicas on each.
-    microbatches: per step, of all replicas together.  width: replicas of each stage, side by side.
+    options: chunks are part of the schedule's name.  cluster: the devices that the settings mean.
     capped: plans name the devices' memory as their caps.
-    global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
     local: the devices are processes of this machine, as many as there are ranks, and share what it has.
     watch: told how the search goes on.
-    compiled: ranks will pass their stages to torch.compile.
     """
 
-    stages: int
-    microbatches: int
+    options: PlanOptions
     cluster: Cluster
-    schedule: str = "1f1b"
-    strategy: str = "exact"
     capped: bool = True
     local: bool = False
-    global_batch: int | None = None
-    options: PlanOptions = field(default_factory=PlanOptions)
     watch: SearchWatch | None = None
-    width: int = 1
-    compiled: bool = False
 
-    @property
-    def ranks(self) -> int:
-        """Devices that are used."""
-        return self.stages * self.width
+    def changed(self, **changes: Any) -> PlanRequest:
+        """The same with other settings."""
+        return replace(self, options=self.options.changed(**changes))
 
     def plan(self, model: ProfiledModel, *, explained: bool = True) -> Plan:
         """The plan for a model at one micro-batch size. Of a captured one the stages can be traced: a plan
@@ -255,14 +244,15 @@ class PlanRequest:
         explained: if nothing fits, look for how far it is from fitting, which takes longer.
         Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
-        refuse_width(self.schedule, self.stages, self.width, self.cluster)
-        if self.options.shard_optimizer:
-            refuse_sharding(self.schedule, self.stages, self.width)
-        microbatches = share_of(self.microbatches_of(model.size), self.width)
+        options = self.options
+        refuse_replicas(options, self.cluster)
+        if options.shard_optimizer:
+            refuse_sharding(options)
+        microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 
         def search(cluster: Cluster) -> Plan:
-            if self.width == 1:
+            if options.replicas == 1:
                 return self._search(costs, cluster, microbatches, explained)
             return self._plan_wide(costs, cluster, microbatches, explained)
 
@@ -271,7 +261,7 @@ class PlanRequest:
             plan = plan_within_caps(
                 search,
                 self.cluster,
-                lambda plan: traced_peaks(plan, captured, costs, compiled=self.compiled),
+                lambda plan: traced_peaks(plan, captured, costs, compiled=options.compile),
             )
         else:
             plan = search(self.cluster)
@@ -290,16 +280,17 @@ class PlanRequest:
 
         microbatches: of each pipeline.  Raises: InfeasibleError if nothing fits.
         """
-        devices = first_of_each(cluster, self.width)
+        devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        asks = planner(self.strategy).asks and (self.options.planners or planner(self.strategy).asks)
+        wanted, replicas = self.options.planner, self.options.replicas
+        asks = planner(wanted).asks and (self.options.planners or planner(wanted).asks)
         plans: dict[str, Plan] = {}
         refusals: dict[str, PlanError] = {}
-        for name in asks or (self.strategy,):
-            for way in replace(self, strategy=name)._ways():
+        for name in asks or (wanted,):
+            for way in self.changed(planner=name)._ways():
                 try:
                     found = plan_side_by_side(
-                        way._search(one, devices, microbatches, explained), self.width, costs, cluster
+                        way._search(one, devices, microbatches, explained), replicas, costs, cluster
                     )
                 except InfeasibleError as error:
                     refusals.setdefault(name, error)
@@ -308,72 +299,61 @@ class PlanRequest:
                     plans[name] = replace(found, planner=name)
         if not plans:
             raise next(iter(refusals.values()))
-        return fastest_named(plans, refusals, self.strategy) if asks else plans[self.strategy]
+        return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
 
     def _ways(self) -> list[PlanRequest]:
         """The same, and where stages may run side by side also as a chain and by planners of chains."""
-        asked, options = planner(self.strategy), self.options
+        asked, options = planner(self.options.planner), self.options
         if asked.propose is None or not options.branches or not options.fastest:
             return [self]
-        in_a_row = replace(self, options=replace(options, branches=False))
-        return [self, in_a_row, *(replace(self, strategy=other) for other in asked.also)]
+        return [self, self.changed(branches=False), *(self.changed(planner=other) for other in asked.also)]
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The planner's plan for one pipeline under the memory of a cluster's devices."""
-        asked = replace(self.options, width=self.width)
-        return make_plan(
-            costs.graph,
-            costs.profiles,
-            cluster,
-            stages=self.stages,
-            schedule=self.schedule,
-            microbatches=microbatches,
-            strategy=self.strategy,
-            options=asked,
-            explained=explained,
-            watch=self.watch,
-        )
+        asked = replace(self.options, microbatches=microbatches)
+        return make_plan(costs.graph, costs.profiles, cluster, asked, explained=explained, watch=self.watch)
 
     def _runs_as_traced(self, captured: Captured) -> bool:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(is_cpu(device.name) for device in self.cluster.devices)
-        runs = self.options.weights in (None, FLUSH) and registry.entry(self.schedule).weights == FLUSH
+        runs = (
+            self.options.weights in (None, FLUSH) and registry.entry(self.options.schedule).weights == FLUSH
+        )
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
     def microbatches_of(self, size: int) -> int:
         """Micro-batches per step of `size` rows. Raises: ConfigError if they do not make up the batch."""
-        if self.global_batch is None:
-            return self.microbatches
-        if self.global_batch < 1:
-            raise ConfigError(f"a global batch of {self.global_batch} rows", hint="use at least 1")
-        count, rest = divmod(self.global_batch, size)
+        batch = self.options.global_batch
+        if batch is None:
+            return self.options.microbatches
+        count, rest = divmod(batch, size)
         if rest or not count:
-            near = sorted(sorted(divisors(self.global_batch), key=lambda d: abs(d - size))[:3])
+            near = sorted(sorted(divisors(batch), key=lambda d: abs(d - size))[:3])
             raise ConfigError(
-                f"a global batch of {self.global_batch} rows is no multiple of {size} rows per micro-batch",
+                f"a global batch of {batch} rows is no multiple of {size} rows per micro-batch",
                 hint=f"use micro-batches of {', '.join(map(str, near))} rows",
             )
         return count
 
     def sizes(self) -> Sequence[int]:
         """Sizes of micro-batches that may be used, ascending: as many per step as the schedule has
-        directions, or a multiple. Raises: ConfigError if the global batch has no rows."""
-        if self.global_batch is None:
+        directions, or a multiple."""
+        options, batch = self.options, self.options.global_batch
+        if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
-        self.microbatches_of(1)
-        directions = registry.default_placement(self.schedule, self.stages)[0].replicas * self.width
-        return [d for d in divisors(self.global_batch) if self.global_batch // d % directions == 0]
+        shape, _ = registry.default_placement(options.schedule, options.ranks)
+        directions = shape.replicas * options.replicas
+        return [d for d in divisors(batch) if batch // d % directions == 0]
 
     def any_plan(self, model: ProfiledModel) -> Plan:
         """The first plan found that keeps the caps, which need not be the fastest; raises as `plan`."""
-        first = replace(self, options=replace(self.options, fastest=False))
-        return first.plan(model, explained=False)
+        return self.changed(fastest=False).plan(model, explained=False)
 
     @property
     def for_advice(self) -> PlanRequest:
         """The same, unwatched, and faster: of a planner of many schedules the first that it tries."""
-        strategy, schedule = first_way(self.strategy, self.schedule)
-        return replace(self, strategy=strategy, schedule=schedule, watch=None)
+        name, schedule = first_way(self.options.planner, self.options.schedule)
+        return replace(self.changed(planner=name, schedule=schedule), watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:
         """Whether there is a plan."""
@@ -390,10 +370,9 @@ class PlanRequest:
         found_by = plan.notes.get(FOUND_BY)
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
         names = {schedule: None}
-        if planner(found_by or self.strategy).chooses_schedule:
-            names[plain_of(schedule, self.stages)] = None
-        options = replace(self.options, schedules=tuple(names), planners=(found_by,) if found_by else ())
-        same = replace(self, options=options)
+        if planner(found_by or self.options.planner).chooses_schedule:
+            names[plain_of(schedule, self.options.ranks)] = None
+        same = self.changed(schedules=tuple(names), planners=(found_by,) if found_by else ())
         return what_if(
             plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
         )

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any
 
 from .batch_sizes import best_plan, largest_below, largest_plan
 from .caches import beside_ranks, kept_profile
 from .clusters.names import cpu_cluster, find_cluster
 from .compiled_profiles import compiled_profile
-from .ir.cluster import MOST_DEVICES, Cluster
-from .ir.errors import CaptureError, ConfigError, PlanError, shown
-from .ir.memory_policy import Treatment
+from .ir.cluster import Cluster
+from .ir.errors import CaptureError, PlanError
+from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.units import parse_bytes
-from .ir.weight_policy import WEIGHT_POLICIES
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .passes import capture, estimate, profile, with_updates
@@ -30,6 +29,7 @@ from .planner.registry import planner
 from .planner.request import PlanOptions
 from .planner.search_watch import SearchWatch
 from .schedules.chunks import with_chunks
+from .settings import PlanSettings
 from .tracer.job import Job
 
 if TYPE_CHECKING:
@@ -40,54 +40,20 @@ if TYPE_CHECKING:
 
 def plan(
     job: Job,
+    settings: PlanSettings | None = None,
     *,
-    stages: int,
-    width: int = 1,
-    microbatches: int = 8,
-    microbatch_size: int,
-    schedule: str = "1f1b",
-    chunks: int | None = None,
-    split_backward: bool = False,
-    memory: str | int | None = None,
-    cluster: Cluster | str | Path | None = None,
-    strategy: str = "exact",
     captured: Captured | None = None,
     profiled: Profile | None = None,
-    treatments: Sequence[Treatment] | None = None,
-    weights: str | None = None,
-    clips: bool = False,
-    shard_optimizer: bool = False,
-    branches: bool = True,
-    global_batch: int | None = None,
-    offload_dir: Path | str | None = None,
-    compiled: bool = False,
+    **changes: Any,
 ) -> Plan:
     """The plan for a job on this machine, or on a cluster described by figures.
 
     job: the model, its batches and its optimizer.
-    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
-        the number of stages; others put several (`chunks`) or replicas on each.
-    width: replicas of every stage, on devices of their own.  microbatches: per step, of all replicas.
-    microbatch_size: rows of each.
-    schedule: its name, as `pipeloom schedule list` has it, or `file.py:function` of your own.
-    chunks: stages on each rank, for schedules that want several; 2 by default.
-    split_backward: each backward in two halves, for inputs and for weights.
-    strategy: name of the planner, such as "exact", "dawnpiper" or "auto".
-    global_batch: rows per step, which then says how many micro-batches there are.
-    memory: cap per device, in bytes or as "300MiB"; it wins over the cluster's, and without either the plan
-    has no caps.  cluster: plan for these devices by roofline instead of measuring here; also as text, such
-    as "8 x a100-40" or the path of a cluster file.
+    settings: `PlanSettings`, by default those of `pipeloom plan`.  changes: of its fields, as ranks=4 or
+    memory="16GiB", which wins over the memory of a cluster; without either the plan has no caps.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
-    treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated, "flush",
-    "stash" or "2bw"; by default as the schedule says.
-    clips: training will clip gradients by their global norm, which matters without a flush.
-    shard_optimizer: replicas share out the optimizer's state.  branches: see `PlanOptions`.
-    offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
-    that is gets measured, and what does not fit may be recomputed or offloaded unless `treatments` says more.
-    compiled: ranks will pass their stages to torch.compile (`Options.compiled`), so plan with the times that
-    their functions then take: layers are compiled to measure them, which takes a minute or so once a day.
 
-    Raises: CaptureError and CutError as `capture`; ConfigError for a cluster, size or batch that cannot be;
+    Raises: CaptureError and CutError as `capture`; ConfigError for a setting or batch that cannot be;
     ScheduleError for a schedule that is unknown or cannot be built for these stages; PlanError, also for a
     compiled plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under
     the caps, with what would.
@@ -100,150 +66,75 @@ def plan(
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
-    >>> plan = pipeloom.plan(job, stages=2, microbatches=4, microbatch_size=4, cluster="2 x a100-40")
+    >>> plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=4, cluster="2 x a100-40")
     >>> print(plan.as_schedule)
     0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
     1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
     With a schedule that puts two stages on each, two devices run four stages:
 
-    >>> plan = pipeloom.plan(job, stages=2, schedule="zb_v", microbatch_size=4, cluster="2 x a100-40")
+    >>> plan = pipeloom.plan(job, ranks=2, schedule="zb_v", microbatch_size=4, cluster="2 x a100-40")
     >>> len(plan.stages), plan.placement
     (4, (0, 1, 1, 0))
     """
-    if cluster is not None and not isinstance(cluster, Cluster):
-        cluster = find_cluster(str(cluster))
-    request = make_request(
-        job,
-        stages=stages,
-        width=width,
-        microbatches=microbatches,
-        schedule=schedule,
-        chunks=chunks,
-        split_backward=split_backward,
-        memory=memory,
-        cluster=cluster,
-        strategy=strategy,
-        treatments=treatments,
-        weights=weights,
-        clips=clips,
-        shard_optimizer=shard_optimizer,
-        branches=branches,
-        global_batch=global_batch,
-        offload_dir=offload_dir,
-        compiled=compiled,
-    )
-    return plan_size(request, job, microbatch_size, captured=captured, profiled=profiled)[0]
+    return plan_size(make_request(job, settings, **changes), job, captured=captured, profiled=profiled)[0]
 
 
 def make_request(
-    job: Job,
-    *,
-    stages: int,
-    width: int = 1,
-    microbatches: int = 8,
-    schedule: str = "1f1b",
-    chunks: int | None = None,
-    split_backward: bool = False,
-    memory: str | int | None = None,
-    cluster: Cluster | None = None,
-    strategy: str = "exact",
-    treatments: Sequence[Treatment] | None = None,
-    weights: str | None = None,
-    clips: bool = False,
-    shard_optimizer: bool = False,
-    branches: bool = True,
-    global_batch: int | None = None,
-    offload_dir: Path | str | None = None,
-    compiled: bool = False,
-    watch: SearchWatch | None = None,
+    job: Job, settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
 ) -> PlanRequest:
-    """How `plan` plans; see there. watch: told how the search goes on."""
-    _refuse_counts(stages, width)
-    _refuse_words("treatment", treatments or (), get_args(Treatment))
-    _refuse_words("weight policy", () if weights is None else (weights,), tuple(WEIGHT_POLICIES))
-    devices = _devices(stages * width, cluster, memory, offload_dir)
-    optimises = planner(strategy).optimises  # a name that nobody knows is refused before any work
-    if offload_dir is not None and treatments is None and optimises != "never":
-        treatments = ("recompute", "offload")
-    options = PlanOptions(
-        split_backward=split_backward,
-        weights=weights,
-        clips=clips,
-        shard_optimizer=shard_optimizer,
-        branches=branches,
-        treatments=None if treatments is None else tuple(treatments),
-    )
+    """What settings mean for a job on this machine; see `plan`. watch: told how the search goes on.
+
+    Raises: as `plan`, for what is wrong whatever the model is.
+    """
+    settings = (settings or PlanSettings()).changed(**changes)
+    treatments, optimises = settings.allowed, planner(settings.planner).optimises
+    if settings.offload_dir is not None and treatments is None and optimises != "never":
+        treatments = TREATMENTS["both"]
+    given = {one.name: getattr(settings, one.name) for one in fields(PlanSettings)}
+    options = PlanOptions(**given)
+    schedule = with_chunks(settings.schedule, settings.chunks)
     return PlanRequest(
-        stages=stages,
-        width=width,
-        microbatches=microbatches,
-        schedule=with_chunks(schedule, chunks),
-        strategy=strategy,
-        cluster=devices,
-        capped=cluster is not None or memory is not None,
-        local=cluster is None,
-        global_batch=global_batch,
-        compiled=compiled,
-        options=options,
+        options=replace(options, treatments=treatments, schedule=schedule, chunks=None),
+        cluster=_devices(settings),
+        capped=settings.cluster is not None or settings.memory is not None,
+        local=settings.cluster is None,
         watch=watch,
     )
 
 
-def _refuse_counts(stages: int, width: int) -> None:
-    if stages > MOST_DEVICES:
-        raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
-    if not 1 <= width <= MOST_DEVICES // max(stages, 1):
-        raise ConfigError(
-            f"{shown(width)} replicas of {stages} stages",
-            hint=f"use at least 1, and at most {MOST_DEVICES} ranks in all",
-        )
-
-
-def _refuse_words(what: str, words: Iterable[str], allowed: Sequence[str]) -> None:
-    for word in words:
-        if word not in allowed:
-            raise PlanError(f"{word!r} is no {what}", hint=f"use {' or '.join(allowed)}")
-
-
-def _devices(
-    ranks: int, cluster: Cluster | None, memory: str | int | None, offload_dir: Path | str | None
-) -> Cluster:
+def _devices(settings: PlanSettings) -> Cluster:
     """The devices to plan for: those of a cluster, or processes of this machine.
 
-    Raises: ConfigError if a cluster is to offload to a folder of this machine, or that takes no file.
+    Raises: ConfigError if there is no such cluster, or the folder to offload to takes no file.
     """
-    if cluster is not None and offload_dir is not None:
-        raise ConfigError(
-            f"a cluster was given, and {offload_dir} to offload to on this machine",
-            hint="leave out one: clusters say how fast their devices offload, and `pipeloom cluster detect "
-            "--directory` describes this machine with a directory",
-        )
+    cluster, memory = settings.cluster, settings.memory
     if cluster is None:
-        cluster = cpu_cluster(ranks, memory=memory)
-    elif memory is not None:
+        cluster = cpu_cluster(settings.devices, memory=memory)
+    elif not isinstance(cluster, Cluster):
+        cluster = find_cluster(str(cluster))
+    if settings.cluster is not None and memory is not None:
         size = parse_bytes(memory)
         cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
-    return cluster if offload_dir is None else with_files(cluster, Path(offload_dir))[0]
+    return cluster if settings.offload_dir is None else with_files(cluster, Path(settings.offload_dir))[0]
 
 
 def plan_size(
     request: PlanRequest,
     job: Job,
-    size: int,
     *,
     captured: Captured | None = None,
     profiled: Profile | None = None,
 ) -> tuple[Plan, CapturedModel]:
-    """The plan for one micro-batch size, and the model at it.
+    """The plan for the micro-batch size of the request, and the model at it.
 
     Raises: InfeasibleError that says which size would fit, if finding out does not take long.
     """
     begin = time.monotonic()
-    model = _model_for(request, job, size, captured=captured, profiled=profiled)
+    model = _model_for(request, job, request.options.microbatch_size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     own = captured is None and profiled is None
-    quick = own and took_s < QUICK_S and not request.compiled  # each size would be compiled
+    quick = own and took_s < QUICK_S and not request.options.compile  # each size would be compiled
 
     def largest() -> int | None:
         return largest_below(request, model, partial(_model_if_batch, request, job)) if quick else None
@@ -251,18 +142,19 @@ def plan_size(
     return plan_with_advice(request, model, largest), model
 
 
-def plan_largest(request: PlanRequest, job: Job, start: int) -> tuple[Plan, ProfiledModel]:
-    """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
+def plan_largest(request: PlanRequest, job: Job) -> tuple[Plan, ProfiledModel]:
+    """The plan with the largest micro-batches that fit, sought around those of the request; see
+    `largest_plan`."""
     try:
-        return largest_plan(request, start, partial(_model_if_batch, request, job))
+        return largest_plan(request, partial(_model_if_batch, request, job))
     except _NoBatch as error:
         assert error.__cause__ is not None, "it was raised from what Job.batch raised"
         raise error.__cause__ from None
 
 
-def plan_best(request: PlanRequest, job: Job, start: int) -> tuple[Plan, ProfiledModel]:
-    """The plan with the fastest step over all micro-batch sizes, sought around `start`; see `best_plan`."""
-    return best_plan(request, start, partial(_model_if_batch, request, job))
+def plan_best(request: PlanRequest, job: Job) -> tuple[Plan, ProfiledModel]:
+    """The plan with the fastest step over all micro-batch sizes; see `best_plan`."""
+    return best_plan(request, partial(_model_if_batch, request, job))
 
 
 class _NoBatch(CaptureError):
@@ -291,16 +183,20 @@ def _model_for(
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
     """The model that a search follows on. What is measured here has the machine to itself."""
-    model_for = partial(captured_model, job, size, profiled=profiled, batch=batch, compiled=request.compiled)
+    model_for = partial(
+        captured_model, job, size, profiled=profiled, batch=batch, compiled=request.options.compile
+    )
     if not request.local and captured is None:
-        with kernels_compiled_beside(request.strategy, request.options.treatments) as wait_for_code:
+        with kernels_compiled_beside(request.options.planner, request.options.allowed) as wait_for_code:
             model = model_for(request.cluster)
             wait_for_code(model.graph)
         return model
     model = model_for(None if request.local else request.cluster, captured=captured)
     if not request.local:
         return model
-    beside = {n: beside_ranks(each, model.graph, request.ranks) for n, each in model.profiles.items()}
+    beside = {
+        n: beside_ranks(each, model.graph, request.options.devices) for n, each in model.profiles.items()
+    }
     return replace(model, profiles=beside)
 
 
@@ -325,8 +221,6 @@ def captured_model(
     Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices; if
         compiled costs are wanted and those at hand are not.
     """
-    if size < 1:
-        raise PlanError(f"micro-batches of {size} rows", hint="use at least 1")
     if compiled:
         require_compiled(profiled, cluster)
     kinds = {d.name for d in cluster.devices} if cluster is not None else set()

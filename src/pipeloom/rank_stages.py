@@ -148,7 +148,7 @@ class TrainingVariants:
             stages,
             rank.indices,
             device=str(rank.device),
-            compiled=rank.options.compiled,
+            compiled=rank.options.compile,
             policy=self._policy(captured, stages),
         )
 

@@ -11,7 +11,7 @@ from math import inf
 from .batch_sizes import CapturableSizes, ModelAt
 from .ir.cluster import Cluster, Link
 from .ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
-from .ir.memory_policy import Treatment
+from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
 from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest
@@ -46,12 +46,12 @@ CLOSED_FORMS = {
 def closed_form_shapes(request: PlanRequest, job: Job) -> list[RankedShape]:
     """All shapes that fit by the formulas of `planner/shape_search.py`, the fastest first.
 
-    request: `stages` and `microbatches` do not matter.  job: captured at two sizes of micro-batches.
+    request: `ranks` and `microbatches` do not matter.  job: captured at two sizes of micro-batches.
     Raises: ConfigError if the request has no cluster or no global batch; PlanError if there is no closed
         form of the schedule, or the model has no repeated layers; InfeasibleError if nothing fits.
     """
     refuse_unshaped(request)
-    name = pipelining_of(request.schedule, request.options.weights)
+    name = pipelining_of(request.options.schedule, request.options.weights)
     _allowed(request.options)
     first, second = sampled_models(lambda size: captured_model(job, size, request.cluster))
     return rank_shapes(shape_request(request, name, first, second))
@@ -59,10 +59,10 @@ def closed_form_shapes(request: PlanRequest, job: Job) -> list[RankedShape]:
 
 def refuse_unshaped(request: PlanRequest) -> None:
     """Raises: ConfigError, PlanError if shapes cannot be chosen for a request."""
-    if request.local or request.global_batch is None:
+    if request.local or request.options.global_batch is None:
         lacks = "--cluster" if request.local else "--global-batch"
         raise ConfigError(
-            f"--stages auto without {lacks}",
+            f"--ranks auto without {lacks}",
             hint="say for which devices and how many rows per step, as in --cluster '8 x v100-16' "
             "--global-batch 256",
         )
@@ -95,7 +95,7 @@ def sampled_models(model_at: ModelAt, sizes: Sequence[int] = SAMPLED) -> tuple[P
     if len(models) < 2:
         raise PlanError(
             f"the model can be captured at fewer than two of {', '.join(map(str, sizes))} rows",
-            hint="choose the shape by hand: --stages N --microbatch-size ROWS",
+            hint="choose the shape by hand: --ranks N --microbatch-size ROWS",
         )
     return models[0], models[1]
 
@@ -104,11 +104,11 @@ def shape_request(
     request: PlanRequest, pipelining: str, first: ProfiledModel, second: ProfiledModel
 ) -> ShapeRequest:
     """The closed form of a request, from the model at two sizes."""
-    assert request.global_batch is not None, "see refuse_unshaped"
+    assert request.options.global_batch is not None, "see refuse_unshaped"
     return ShapeRequest(
         costs=block_costs(first, second, request.cluster),
         cluster=request.cluster,
-        global_batch=request.global_batch,
+        global_batch=request.options.global_batch,
         pipelining=pipelining,
         optimizer_bytes=first.graph.state_ratio,
         recompute=_allowed(request.options),
@@ -117,12 +117,12 @@ def shape_request(
 
 def _allowed(options: PlanOptions) -> tuple[bool, ...]:
     """Whether stages may, or may not, be recomputed. Raises: PlanError if they are to offload only."""
-    if options.treatments is None or "recompute" in options.treatments:
+    if options.allowed is None or "recompute" in options.allowed:
         return False, True
-    if "offload" in options.treatments:
+    if "offload" in options.allowed:
         raise PlanError(
             "the closed form does not know of offloading",
-            hint="use --treat recompute or none, or leave out --closed-form",
+            hint="use --treatments recompute or none, or leave out --closed-form",
         )
     return (False,)
 
@@ -153,7 +153,7 @@ class ShapedPlan:
 def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedModel]:
     """The fastest of the shapes that are simulated, and the model captured at its micro-batches.
 
-    request: `stages` and `microbatches` do not matter.
+    request: `ranks` and `microbatches` do not matter.
     Shapes are looked at in the order of what a cut into equal parts would reach, transfers not hidden, but
     for those that would be no faster than the best so far if transfers took no time; at most `SIMULATED`
     that fit. Sizes of micro-batches are interpolated between two at which the model was captured; at the
@@ -162,10 +162,10 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
         fits; CaptureError.
     """
     refuse_unshaped(request)
-    if registry.entry(request.schedule).place != "line":
+    if registry.entry(request.options.schedule).place != "line":
         raise PlanError(
-            f"no shape is chosen for schedule {request.schedule}, which puts several stages on a rank",
-            hint="use a schedule with one stage on each, such as 1f1b; or choose --stages by hand",
+            f"no shape is chosen for {request.options.schedule}, which puts several stages on a rank",
+            hint="use a schedule with one stage on each, such as 1f1b; or choose --ranks by hand",
         )
     model_at = cache(lambda size: captured_model(job, size, request.cluster))
     search = _ShapeSearch(request, *sampled_models(model_at))
@@ -183,10 +183,10 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
 
 class _ShapeSearch:
     def __init__(self, request: PlanRequest, first: ProfiledModel, second: ProfiledModel) -> None:
-        assert request.global_batch is not None, "see refuse_unshaped"
+        assert request.options.global_batch is not None, "see refuse_unshaped"
         self.request, self.first, self.second = request, first, second
-        self.batch = request.global_batch
-        weights = request.options.weights or registry.entry(request.schedule).weights
+        self.batch = request.options.global_batch
+        weights = request.options.weights or registry.entry(request.options.schedule).weights
         self.flushes = WEIGHT_POLICIES[weights].flushes
         self.ideal = ShapeRequest(
             costs=even_costs(first, second, request.cluster),
@@ -227,23 +227,17 @@ class _ShapeSearch:
 
     def plan_of(self, shape: PipelineShape, model: ProfiledModel) -> ShapedPlan | None:
         """The plan of one of its pipelines, with everything kept if that fits; None if none fits."""
-        options, strategy = self.request.options, self.request.strategy
+        options, name = self.request.options, self.request.options.planner
         cluster = self.request.cluster
-        treatments: tuple[Treatment, ...] = ("recompute",)
-        if options.treatments is not None:
-            treatments = options.treatments
-        asked = planner(strategy)
-        ways: list[tuple[str, tuple[Treatment, ...]]] = [(strategy, ())]
+        treatments = TREATMENTS["recompute"] if options.allowed is None else options.allowed
+        asked = planner(name)
+        ways: list[tuple[str, tuple[Treatment, ...]]] = [(name, ())]
         if treatments and asked.optimises != "never":
-            ways.append((strategy if asked.optimises == "always" else FREEING, treatments))
+            ways.append((name if asked.optimises == "always" else FREEING, treatments))
         for by, treated in ways:
             one = replace(
-                self.request,
-                stages=shape.depth,
-                width=shape.width,
+                self.request.changed(ranks=shape.depth, replicas=shape.width, planner=by, treatments=treated),
                 cluster=replace(cluster, devices=cluster.devices[: shape.width * shape.depth]),
-                strategy=by,
-                options=replace(options, treatments=treated),
             )
             try:
                 plan = one.plan(model, explained=False)

@@ -226,7 +226,7 @@ def _reference(
     uncut = pipelined
     if draws is None:
         draws = []
-        uncut = _run_threads(job, _uncut(plan), replace(options, compiled=False), batch, draws=draws)
+        uncut = _run_threads(job, _uncut(plan), replace(options, compile=False), batch, draws=draws)
     try:
         if pipelined.python_random:
             raise OtherDraws("the forward draws Python's random numbers")
@@ -625,7 +625,7 @@ def verify(
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
-    >>> plan = pipeloom.plan(job, stages=2, microbatches=2, microbatch_size=2, cluster="2 x a100-40")
+    >>> plan = pipeloom.plan(job, ranks=2, microbatches=2, microbatch_size=2, cluster="2 x a100-40")
     >>> found = pipeloom.verify(job, plan)
     >>> found.passed, found.reference
     (True, 'the module itself, eager')

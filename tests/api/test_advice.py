@@ -9,7 +9,6 @@ import zoo
 from pipeloom import passes, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import PlanRequest
@@ -26,7 +25,7 @@ def captured() -> Captured:
 
 
 def request_for(cluster: str, **more: object) -> PlanRequest:
-    options = {"stages": 2, "microbatches": 4, **more}
+    options = {"ranks": 2, "microbatches": 4, **more}
     return make_request(zoo.job("gpt2"), cluster=find_cluster(cluster), **options)
 
 
@@ -39,13 +38,13 @@ def refused(how: PlanRequest, sample: ProfiledModel) -> InfeasibleError:
 def followed(how: PlanRequest, advice: str) -> PlanRequest:
     """The request as a piece of advice wants it."""
     devices = how.cluster.devices
-    if stages := re.fullmatch(r"use (\d+) (?:stages|ranks \(--stages \d+\))(?: on \d+ devices)?", advice):
+    if stages := re.fullmatch(r"use (\d+) (?:stages|ranks \(--ranks \d+\))(?: on \d+ devices)?", advice):
         count = int(stages[1])
-        return replace(how, stages=count, cluster=replace(how.cluster, devices=devices[:1] * count))
-    if way := re.search(r"--treat (\w+)", advice):
-        return replace(how, options=replace(how.options, treatments=TREATMENTS[way[1]]))
+        return replace(how.changed(ranks=count), cluster=replace(how.cluster, devices=devices[:1] * count))
+    if way := re.search(r"--treatments (\w+)", advice):
+        return how.changed(treatments=way[1])
     if other := re.match(r"use planner (\w+)", advice):
-        return replace(how, strategy=other[1])
+        return how.changed(planner=other[1])
     sizes = dict(re.findall(r"(\S+(?: device)?) at least (\S+ \w+)", advice))
     assert sizes, advice
     said = [sizes.get("each device") or sizes.get(device.name) for device in devices]
@@ -59,14 +58,14 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
     ("share", "how", "kinds"),
     [
         pytest.param(0.9, {}, "give, use, let", marks=pytest.mark.slow),
-        (0.9, {"strategy": "equal"}, None),
-        (0.9, {"strategy": "pipedream"}, "give, use, use"),
+        (0.9, {"planner": "equal"}, None),
+        (0.9, {"planner": "pipedream"}, "give, use, use"),
         pytest.param(0.9, {"schedule": "zb_h1"}, "give, use, let", marks=pytest.mark.slow),
         pytest.param(0.9, {"treatments": ("offload",)}, None, marks=pytest.mark.slow),
         pytest.param(0.6, {"schedule": "zb_v"}, None, marks=pytest.mark.slow),
         (0.001, {}, "give"),
-        pytest.param(0.001, {"strategy": "dawnpiper"}, "give", marks=pytest.mark.slow),
-        pytest.param(0.001, {"strategy": "balanced"}, "give", marks=pytest.mark.slow),
+        pytest.param(0.001, {"planner": "dawnpiper"}, "give", marks=pytest.mark.slow),
+        pytest.param(0.001, {"planner": "balanced"}, "give", marks=pytest.mark.slow),
     ],
 )
 def test_every_piece_leads_to_a_plan(
@@ -109,11 +108,12 @@ def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
 
 @pytest.mark.slow
 def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
-    job, how = zoo.job("gpt2"), request_for("2 x a100-40", strategy="equal")
-    most = max(planning.plan_size(how, job, 2)[0].peaks)
-    tight = request_for(f"2 x a100-40 with {most + 50_000}B", strategy="equal")
+    job, how = zoo.job("gpt2"), request_for("2 x a100-40", planner="equal")
+    most = max(planning.plan_size(how.changed(microbatch_size=2), job)[0].peaks)
+    tight = request_for(f"2 x a100-40 with {most + 50_000}B", planner="equal")
     with pytest.raises(InfeasibleError) as caught:
-        planning.plan_size(tight, job, 16)
+        planning.plan_size(tight.changed(microbatch_size=16), job)
     size = re.search(r"use micro-batches of (?:at most )?(\d+) row", str(caught.value.hint))
     assert size is not None
-    assert planning.plan_size(tight, job, int(size[1]))[0].microbatch_size == int(size[1]) >= 2
+    smaller = tight.changed(microbatch_size=int(size[1]))
+    assert planning.plan_size(smaller, job)[0].microbatch_size == int(size[1]) >= 2

@@ -12,6 +12,7 @@ from pipeloom.ir.units import parse_bytes
 from pipeloom.passes import estimate
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.shape_search import divisors
 
 TWO = find_cluster("2 x a100-40")
@@ -19,8 +20,9 @@ TWO = find_cluster("2 x a100-40")
 
 def planning(memory: str = "2GiB", **options) -> PlanRequest:
     devices = tuple(replace(device, memory_bytes=parse_bytes(memory)) for device in TWO.devices)
-    asked = {"stages": 2, "microbatches": 4, "cluster": replace(TWO, devices=devices), "global_batch": 24}
-    return PlanRequest(**{**asked, **options})
+    cluster = options.pop("cluster", replace(TWO, devices=devices))
+    asked = {"microbatches": 4, "microbatch_size": 2, "global_batch": 24, **options}
+    return PlanRequest(cluster=cluster, options=PlanOptions(**asked))
 
 
 def take(size: int) -> ProfiledModel:
@@ -37,8 +39,8 @@ def take(size: int) -> ProfiledModel:
     ],
 )
 def test_the_best_size_is_as_fast_as_the_fastest_of_all(strategy, memory):
-    request = planning(memory, strategy=strategy)
-    plan, model = best_plan(request, 2, take)
+    request = planning(memory, planner=strategy)
+    plan, model = best_plan(request, take)
     assert plan.microbatch_size == model.size
     assert plan.microbatch_size * plan.microbatches == 24
     steps = {}
@@ -53,18 +55,18 @@ def test_the_best_size_is_as_fast_as_the_fastest_of_all(strategy, memory):
 
 def test_replicas_share_the_rows():
     four = find_cluster("4 x a100-40")
-    plan, _ = best_plan(planning(cluster=four, width=2), 2, take)
+    plan, _ = best_plan(planning(cluster=four, replicas=2), take)
     assert plan.width == 2
     assert plan.microbatch_size * plan.microbatches == 24
 
 
 def test_without_rows_per_step_there_is_no_best_size():
     with pytest.raises(ConfigError, match="rows per step") as caught:
-        best_plan(planning(global_batch=None), 2, take)
+        best_plan(planning(global_batch=None), take)
     assert "--global-batch" in caught.value.hint
 
 
 def test_where_no_size_fits_it_says_what_would():
     with pytest.raises(InfeasibleError) as caught:
-        best_plan(planning("20MiB"), 2, take)
+        best_plan(planning("20MiB"), take)
     assert "give each device at least" in caught.value.hint

@@ -183,8 +183,8 @@ def test_a_model_that_is_cut_between_modules_keeps_eager_times(
 def test_planners_see_compiled_times(install: Install) -> None:
     install()
     job = job_of(Layered)
-    how = {"stages": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
-    eager, compiled = (plan_job(job, **how, compiled=way) for way in (False, True))
+    how = {"ranks": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
+    eager, compiled = (plan_job(job, **how, compile=way) for way in (False, True))
 
     def total(plan: object, kind: str) -> float:
         return sum(getattr(stage, kind) for stage in plan.stages)  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def test_the_fastest_cut_can_be_another_one(install: Install, monkeypatch: pytes
     """A plan for eager stages would not be the fastest one where only one half gains by compiling."""
     install()
     job, captured = job_of(Layered), capture_of(job_of(Layered))
-    how = {"stages": 2, "microbatches": 4, "captured": captured, "microbatch_size": 2}
+    how = {"ranks": 2, "microbatches": 4, "captured": captured, "microbatch_size": 2}
     early = {name for piece in pieces_of(captured.graph).stages[:3] for name in piece.ops}
 
     class Early(KnownRatios):
@@ -210,14 +210,14 @@ def test_the_fastest_cut_can_be_another_one(install: Install, monkeypatch: pytes
             return replace(ratio, forward=share, backward=share)
 
     monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", Early())
-    eager, compiled = (plan_job(job, **how, compiled=way) for way in (False, True))
+    eager, compiled = (plan_job(job, **how, compile=way) for way in (False, True))
     assert len(compiled.stages[0].ops) > len(eager.stages[0].ops)
 
 
 def test_times_of_eager_ops_are_refused_for_compiled_plans(install: Install) -> None:
     install()
     job, captured = job_of(Layered), capture_of(job_of(Layered))
-    how = {"stages": 1, "microbatches": 2, "captured": captured, "microbatch_size": 2, "compiled": True}
+    how = {"ranks": 1, "microbatches": 2, "captured": captured, "microbatch_size": 2, "compile": True}
     with pytest.raises(PlanError, match="times by roofline, which are of eager ops"):
         plan_job(job, **how, cluster="1 x cpu")
     with pytest.raises(PlanError, match="the profile is of eager ops") as caught:
@@ -236,7 +236,9 @@ def test_caps_are_kept_by_the_stages_that_are_compiled(
     """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
     install()
     job = job_of(Layered)
-    request = planning.make_request(job, stages=1, microbatches=2, memory="100MiB", compiled=True)
+    request = planning.make_request(
+        job, ranks=1, microbatches=2, microbatch_size=2, memory="100MiB", compile=True
+    )
     seen: list[bool] = []
 
     def peaks(plan, captured, costs, *, compiled):  # type: ignore[no-untyped-def]
@@ -245,7 +247,7 @@ def test_caps_are_kept_by_the_stages_that_are_compiled(
 
     monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
     monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
-    plan, _ = plan_size(request, job, 2, captured=capture_of(job))
+    plan, _ = plan_size(request, job, captured=capture_of(job))
     assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
 
 
@@ -254,17 +256,17 @@ def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
 ) -> None:
     install()
     job, seen = job_of(Layered), []
-    asked = {"stages": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
+    asked = {"ranks": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
 
-    def profiled(captured: Captured, *, compiled: bool) -> Profile:
-        seen.append(compiled)
+    def profiled(captured: Captured, *, compile: bool) -> Profile:
+        seen.append(compile)
         return seconds(captured)
 
     monkeypatch.setattr(planning, "profile", profiled)
     monkeypatch.setattr("pipeloom.passes.profile", profiled)
     monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: job)
     for way in (False, True):
-        plan_job(job, **asked, compiled=way).save(tmp_path / "plan.json")
+        plan_job(job, **asked, compile=way).save(tmp_path / "plan.json")
         words = ["simulate", str(tmp_path / "plan.json"), "mine.py:job", "--json"]
         assert CliRunner().invoke(main, words, catch_exceptions=False).exit_code == 0
     assert seen == [False, True]
@@ -277,9 +279,9 @@ def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
     job = job_of(Layered)
-    plan = plan_job(job, stages=2, microbatches=4, microbatch_size=2, compiled=True)
+    plan = plan_job(job, ranks=2, microbatches=4, microbatch_size=2, compile=True)
     assert "could not" not in times_of(plan)[0] and "times as long as eager" in times_of(plan)[0]
     assert len(list(tmp_path.glob("pipeloom/compiled/*"))) == 1
     batches = [job.batch(seed, 8) for seed in range(2)]
-    found = pipelined(job, plan, batches, compiled=True)
+    found = pipelined(job, plan, batches, compile=True)
     assert_same(found, plain(job, batches, 4), tolerance=1e-4)

@@ -53,7 +53,8 @@ def test_plans_for_ranks_of_this_machine_take_it_into_account(measured: list[int
     job = zoo.job(name)
     captured = capture(job, 2)
     alone = profile(captured)
-    _, model = plan_size(make_request(job, stages=2), job, 2, captured=captured, profiled=alone)
+    request = make_request(job, ranks=2, microbatch_size=2)
+    _, model = plan_size(request, job, captured=captured, profiled=alone)
     assert measured == [2]
     beside = model.profiles["cpu"]
     assert beside.notes == ("beside 1 more: products x2, others x1.5",)
@@ -64,7 +65,7 @@ def test_plans_for_ranks_of_this_machine_take_it_into_account(measured: list[int
 
 def test_one_rank_and_estimates_stay_as_they_are(measured: list[int]) -> None:
     job = zoo.job("gpt2")
-    _, model = plan_size(make_request(job, stages=1), job, 2)
+    _, model = plan_size(make_request(job, ranks=1, microbatch_size=2), job)
     profile = model.profiles["cpu"]
     assert beside_ranks(profile, model.graph, 1) is profile
     assert beside_ranks(replace(profile, source="roofline"), model.graph, 2).notes == profile.notes

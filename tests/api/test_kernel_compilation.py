@@ -151,8 +151,8 @@ from pipeloom.profiler.roofline import roofline
 graph = layered(40)
 cluster = find_cluster("8 nodes of 1 x a100-40 with 1500MiB")
 plan = make_plan(
-    graph, roofline(graph, cluster.devices[0]), cluster, stages=8, schedule="1f1b", microbatches=64,
-    strategy="dawnpiper", options=PlanOptions(),
+    graph, roofline(graph, cluster.devices[0]), cluster, PlanOptions(),
+    ranks=8, schedule="1f1b", microbatches=64, planner="dawnpiper",
 )
 assert sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stages)
 """

@@ -10,14 +10,16 @@ from pipeloom.ir.errors import InfeasibleError
 
 def largest(name: str, memory: str, **more):
     more.setdefault("cluster", cpu_cluster(2))
-    how = planning.make_request(zoo.job(name), stages=2, microbatches=2, memory=memory, **more)
-    return planning.plan_largest(how, zoo.job(name), 2)
+    how = planning.make_request(
+        zoo.job(name), ranks=2, microbatches=2, microbatch_size=2, memory=memory, **more
+    )
+    return planning.plan_largest(how, zoo.job(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["skips", pytest.param("convnet", marks=pytest.mark.slow)])
 def test_one_row_more_is_refused(name: str) -> None:
-    how = {"stages": 2, "microbatches": 2, "cluster": cpu_cluster(2)}
+    how = {"ranks": 2, "microbatches": 2, "cluster": cpu_cluster(2)}
     few = plan(zoo.job(name), microbatch_size=2, **how)
     how["memory"] = f"{2 * max(stage.memory.total for stage in few.stages)}B"
     found, sample = largest(name, how["memory"])

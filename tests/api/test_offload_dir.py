@@ -31,7 +31,7 @@ def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytes
     folder = tmp_path / "not" / "there yet"
     captured = runs.capture_of(TANH, ROWS)
     how = {
-        "stages": 1,
+        "ranks": 1,
         "microbatches": 8,
         "microbatch_size": ROWS,
         "schedule": "gpipe",
@@ -49,10 +49,10 @@ def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytes
 
 
 def test_by_default_residuals_may_be_made_again_or_offloaded(tmp_path: Path) -> None:
-    found = make_request(TANH, stages=2, offload_dir=tmp_path)
+    found = make_request(TANH, ranks=2, offload_dir=tmp_path)
     assert found.options.treatments == ("recompute", "offload")
-    assert make_request(TANH, stages=2, offload_dir=tmp_path, strategy="equal").options.treatments is None
-    assert make_request(TANH, stages=2, offload_dir=tmp_path, treatments=()).options.treatments == ()
+    assert make_request(TANH, ranks=2, offload_dir=tmp_path, planner="equal").options.allowed is None
+    assert make_request(TANH, ranks=2, offload_dir=tmp_path, treatments=()).options.treatments == ()
 
 
 def test_processes_share_the_disk(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_processes_share_the_disk(tmp_path: Path) -> None:
 
 def test_a_cluster_says_itself_how_it_offloads(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a cluster was given, and .* to offload to on this machine"):
-        plan(TANH, stages=2, microbatch_size=ROWS, cluster=find_cluster("2 x a100-40"), offload_dir=tmp_path)
+        plan(TANH, ranks=2, microbatch_size=ROWS, cluster=find_cluster("2 x a100-40"), offload_dir=tmp_path)
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
@@ -81,5 +81,5 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
 def test_without_a_folder_the_hint_names_the_option() -> None:
     captured = runs.capture_of(TANH, ROWS)
     with pytest.raises(PlanError) as caught:
-        plan(TANH, stages=1, microbatch_size=ROWS, captured=captured, treatments=("offload",))
+        plan(TANH, ranks=1, microbatch_size=ROWS, captured=captured, treatments=("offload",))
     assert "name a folder with --offload-dir" in (caught.value.hint or "")

@@ -26,7 +26,7 @@ def test_two_processes_offload_and_fit(tmp_path: Path, monkeypatch: pytest.Monke
     make = partial(
         plan,
         TANH,
-        stages=2,
+        ranks=2,
         microbatches=MICROBATCHES,
         microbatch_size=ROWS,
         schedule="gpipe",

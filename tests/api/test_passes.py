@@ -19,16 +19,16 @@ from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
 
 MiB = 1024**2
 
-HOW = {"stages": 2, "microbatches": 2, "microbatch_size": 2}
+HOW = {"ranks": 2, "microbatches": 2, "microbatch_size": 2}
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"weights": "2b"}, "'2b' is no weight policy"),
-        ({"treatments": ("recomp",)}, "'recomp' is no treatment"),
-        ({"microbatch_size": 0}, "micro-batches of 0 rows"),
-        ({"global_batch": 0}, "a global batch of 0 rows"),
+        ({"weights": "2b"}, "weights is '2b'"),
+        ({"treatments": ("recomp",)}, "treatments is 'recomp'"),
+        ({"microbatch_size": 0}, "microbatch_size is 0"),
+        ({"global_batch": 0}, "global_batch is 0"),
         ({"microbatch_size": 4}, "micro-batches of 2 rows, the plan is for 4"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
 def test_a_plan_has_the_caps_of_the_devices_that_it_was_made_for() -> None:
     """They were dropped when a cluster was given, so such a plan ran without caps."""
     job = zoo.job("skips")
-    how = {"stages": 2, "microbatches": 2, "microbatch_size": 2, "captured": capture_of(job)}
+    how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "captured": capture_of(job)}
     first, second = cpu_cluster(2).devices
     devices = (replace(first, memory_bytes=64 * MiB), replace(second, memory_bytes=32 * MiB))
     cluster = replace(cpu_cluster(2), devices=devices)

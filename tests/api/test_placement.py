@@ -31,7 +31,7 @@ def gpt() -> Job:
 def planned(job: Job, schedule: str, *, microbatches: int = 4, memory: str | None = None) -> Plan:
     return planning.plan(
         job,
-        stages=2,
+        ranks=2,
         microbatches=microbatches,
         microbatch_size=1,
         schedule=schedule,

@@ -36,7 +36,7 @@ def test_a_slow_link_costs_time_and_the_smallest_cap_that_is_named_is_one(
     monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (slow, slow, []))
     captured = runs.capture_of(TANH, ROWS)
     make = partial(
-        plan, TANH, stages=2, microbatches=8, microbatch_size=ROWS, schedule="gpipe", captured=captured
+        plan, TANH, ranks=2, microbatches=8, microbatch_size=ROWS, schedule="gpipe", captured=captured
     )
     free = make()
     away = partial(make, offload_dir=tmp_path, treatments=("offload",))
@@ -96,7 +96,7 @@ def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
         costs = roofline(graph, cluster.devices[0])
         options = PlanOptions(treatments=treatments)
         made = make_plan(
-            graph, costs, cluster, stages=2, schedule=name, microbatches=MICROBATCHES, options=options
+            graph, costs, cluster, ranks=2, schedule=name, microbatches=MICROBATCHES, options=options
         )
         return replace(made, microbatch_size=ROWS), costs
 

@@ -55,7 +55,7 @@ JOB = Job(model=Unknown, batch=batch, optimizer=zoo.sgd, name="unknown")
 def planned(memory: int, *, checked: bool) -> Plan:
     cluster = cpu_cluster(2, memory=memory)
     how = make_request(
-        JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", treatments=["recompute"]
+        JOB, ranks=2, microbatches=COUNT, cluster=cluster, planner="dawnpiper", treatments=["recompute"]
     )
     return plan_with_advice(how, captured_model() if checked else profiled_model(JOB))
 
@@ -106,7 +106,7 @@ def test_more_memory_is_compared_with_plans_that_keep_it() -> None:
     cap = 240_000
     cluster = cpu_cluster(2, memory=cap)
     how = make_request(
-        JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", treatments=["recompute"]
+        JOB, ranks=2, microbatches=COUNT, cluster=cluster, planner="dawnpiper", treatments=["recompute"]
     )
     more = next(c for c in how.changes(planned(cap, checked=True), captured_model()) if "memory" in c.what)
     best = planned(round(1.1 * cap), checked=True)
@@ -118,7 +118,7 @@ def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None
     """Half of one byte was said to be a device without memory."""
     cluster = cpu_cluster(2, memory=1)
     how = make_request(
-        JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", schedule=schedule
+        JOB, ranks=2, microbatches=COUNT, cluster=cluster, planner="dawnpiper", schedule=schedule
     )
     with pytest.raises(InfeasibleError):
         how.plan(captured_model(), explained=False)
@@ -148,11 +148,11 @@ def test_it_is_what_ranks_expect(
     def made(memory: int) -> Plan:
         how = make_request(
             job,
-            stages=2,
+            ranks=2,
             microbatches=2 * COUNT,
             cluster=replace(known, devices=devices),
             memory=memory,
-            strategy="dawnpiper",
+            planner="dawnpiper",
             treatments=treatments,
             schedule=schedule,
         )

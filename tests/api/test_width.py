@@ -23,12 +23,12 @@ JOB = gpt_job()
 
 
 def planned(cluster: str = "4 x cpu", **how: object) -> Plan:
-    settings = {"stages": 2, "width": 2, "microbatches": 8, "microbatch_size": 2} | how
+    settings = {"ranks": 2, "replicas": 2, "microbatches": 8, "microbatch_size": 2} | how
     return planning.plan(JOB, cluster=cluster, captured=runs.capture_of(JOB), **settings)  # type: ignore[arg-type]
 
 
 def test_replicas_of_a_stage_are_neighbours_and_share_the_micro_batches() -> None:
-    wide, one = planned(), planned(width=1, microbatches=4)
+    wide, one = planned(), planned(replicas=1, microbatches=4)
     assert (wide.width, wide.replicas, wide.microbatches) == (2, 2, 8)
     assert wide.placement == (0, 2, 1, 3)
     assert wide.stages == one.stages, "a device holds its own micro-batches only"
@@ -43,7 +43,7 @@ def test_the_smallest_device_of_a_group_limits_its_stage() -> None:
 
 
 def test_without_a_flush_two_sets_of_gradients_are_planned() -> None:
-    wide, one = planned(weights="2bw"), planned(weights="2bw", width=1, microbatches=4)
+    wide, one = planned(weights="2bw"), planned(weights="2bw", replicas=1, microbatches=4)
     assert wide.updates is not None and wide.updates.every == 4
     both = (sum(stage.memory.gradients for stage in plan.stages) for plan in (wide, one))
     assert next(both) == 2 * next(both)
@@ -60,8 +60,8 @@ def test_schedules_with_several_stages_on_a_rank(schedule: str) -> None:
     [
         ({"microbatches": 7}, ConfigError, "7 micro-batches per step cannot be shared evenly by 2 replicas"),
         ({"schedule": "dualpipe"}, PlanError, "dualpipe holds every stage on 2 ranks by itself"),
-        ({"width": 3, "microbatches": 9}, PlanError, "3 replicas of 2 stages are for 6 devices"),
-        ({"width": 0}, ConfigError, "0 replicas of 2 stages"),
+        ({"replicas": 3, "microbatches": 9}, PlanError, "3 replicas of 2 stages are for 6 devices"),
+        ({"replicas": 0}, ConfigError, "replicas is 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(
@@ -73,16 +73,16 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 
 
 def test_a_global_batch_is_shared_by_the_replicas() -> None:
-    request = make_request(JOB, stages=2, width=2, global_batch=12)
+    request = make_request(JOB, ranks=2, replicas=2, global_batch=12)
     assert list(request.sizes()) == [1, 2, 3, 6]
 
 
 @pytest.mark.parametrize(("schedule", "width"), [("1f1b", 2), ("zb_v", 1), ("zb_v", 2)])
 def test_a_config_that_follows_a_plan_is_for_its_ranks(schedule: str, width: int) -> None:
     """Ranks were taken for stages: a config that followed a wide plan asked for as many stages as ranks."""
-    wide = planned(schedule=schedule, width=width)
+    wide = planned(schedule=schedule, replicas=width)
     settings = follow_plan(Config(), wide, ()).pipeline
-    assert (settings.stages, settings.width, settings.microbatches) == (2, width, 8)
+    assert (settings.ranks, settings.replicas, settings.microbatches) == (2, width, 8)
 
 
 @pytest.mark.parametrize("memory_bytes_per_s", [1e6, 1e15])
@@ -111,5 +111,5 @@ def test_a_shared_out_optimizer_is_planned_for_by_rank() -> None:
     assert shared.shard_optimizer and ratio == pytest.approx(2)
     assert all(less < more for less, more in zip(shared.peaks, whole.peaks, strict=True))
     with pytest.raises(ConfigError, match="every stage has one replica"):
-        planned(shard_optimizer=True, width=1)
-    assert planned("2 x cpu", schedule="dualpipe", width=1, shard_optimizer=True).shard_optimizer
+        planned(shard_optimizer=True, replicas=1)
+    assert planned("2 x cpu", schedule="dualpipe", replicas=1, shard_optimizer=True).shard_optimizer

@@ -22,6 +22,7 @@ PUBLIC = [
     "Pipeline",
     "PipeloomError",
     "Plan",
+    "PlanSettings",
     "__version__",
     "capture",
     "load_plan",

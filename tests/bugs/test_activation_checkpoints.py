@@ -84,4 +84,4 @@ def test_running_statistics_inside_a_checkpoint_are_refused(model: type[nn.Modul
     )
     with pytest.raises(CaptureError, match=refused) as caught:
         capture(job(model), 2)
-    assert "--treat recompute" in str(caught.value.hint)
+    assert "--treatments recompute" in str(caught.value.hint)

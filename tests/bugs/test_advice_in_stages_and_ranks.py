@@ -14,7 +14,7 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.planner.stage_cost.readers import Readers
 
-HOW = {"microbatch_size": 2, "microbatches": 4, "strategy": "balanced"}
+HOW = {"microbatch_size": 2, "microbatches": 4, "planner": "balanced"}
 
 
 class Seen(nn.Module):
@@ -55,12 +55,12 @@ def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: s
     wiring = Readers(capture_of(job).graph)
     assert (len(wiring.ops), len(wiring.cut_points) - 1) == (55, 32)
     with pytest.raises(PlanError, match=why) as caught:
-        plan(job, stages=stages, cluster=cluster, schedule=schedule, captured=capture_of(job), **HOW)
+        plan(job, ranks=stages, cluster=cluster, schedule=schedule, captured=capture_of(job), **HOW)
     found = re.match(r"use at most (\d+) (stages|ranks)", str(caught.value.hint))
     assert found is not None, caught.value.hint
     advised = int(found[1])
     assert advised == most and found[2] == ("stages" if schedule == "1f1b" else "ranks")
-    made = plan(job, stages=advised, cluster=cluster, schedule=schedule, captured=capture_of(job), **HOW)
+    made = plan(job, ranks=advised, cluster=cluster, schedule=schedule, captured=capture_of(job), **HOW)
     assert max(made.placement) + 1 == advised
 
 
@@ -68,7 +68,7 @@ def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: s
 def test_no_more_are_advised_than_there_are_devices(schedule: str) -> None:
     job = zoo.job("bert")
     with pytest.raises(PlanError, match="55 ops\nhint: use at most 3 (stages|ranks)"):
-        plan(job, stages=60, cluster="3 x cpu", schedule=schedule, captured=capture_of(job), **HOW)
+        plan(job, ranks=60, cluster="3 x cpu", schedule=schedule, captured=capture_of(job), **HOW)
 
 
 @pytest.mark.slow
@@ -79,36 +79,36 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
     captured = capture_of(job)
     costs = passes.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}
-    free = plan(job, stages=2, **how)
+    free = plan(job, ranks=2, **how)
     tight = how | {"memory": int(max(free.peaks) * share)}
     with pytest.raises(InfeasibleError) as caught:
-        plan(job, stages=2, **tight)
-    found = re.search(r"use (\d+) stages \(--stages \1\)(,|$)", str(caught.value.hint))
+        plan(job, ranks=2, **tight)
+    found = re.search(r"use (\d+) stages \(--ranks \1\)(,|$)", str(caught.value.hint))
     assert found is not None and "devices" not in str(caught.value.hint), caught.value.hint
-    assert len(plan(job, stages=int(found[1]), **tight).stages) == int(found[1])
+    assert len(plan(job, ranks=int(found[1]), **tight).stages) == int(found[1])
 
 
 @pytest.mark.parametrize(
     ("schedule", "local", "said"),
     [
-        ("1f1b", True, "use 4 stages (--stages 4)"),
+        ("1f1b", True, "use 4 stages (--ranks 4)"),
         ("1f1b", False, "use 4 stages on 4 devices"),
-        ("zb_v", True, "use 4 ranks (--stages 4)"),
-        ("zb_v", False, "use 4 ranks (--stages 4) on 4 devices"),
+        ("zb_v", True, "use 4 ranks (--ranks 4)"),
+        ("zb_v", False, "use 4 ranks (--ranks 4) on 4 devices"),
     ],
 )
 def test_how_more_stages_are_advised(schedule: str, local: bool, said: str) -> None:
-    how = replace(planning.make_request(zoo.job("gpt2"), stages=2, schedule=schedule), local=local)
+    how = replace(planning.make_request(zoo.job("gpt2"), ranks=2, schedule=schedule), local=local)
     assert plan_advice._stages_sentence(how, 4) == said
 
 
 def test_more_processes_of_this_machine_have_less_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cap, each has its share of the machine's; more stages were tried with as much each."""
     job = zoo.job("gpt2")
-    local = planning.make_request(job, stages=2)
+    local = planning.make_request(job, ranks=2)
     described = replace(local, local=False)
     whole = sum(device.memory_bytes for device in local.cluster.devices)
     assert sum(device.memory_bytes for device in plan_advice._as_many(local, 8)) <= whole
     assert sum(device.memory_bytes for device in plan_advice._as_many(described, 8)) == 4 * whole
-    capped = planning.make_request(job, stages=2, memory="1GiB")
+    capped = planning.make_request(job, ranks=2, memory="1GiB")
     assert [device.memory_bytes for device in plan_advice._as_many(capped, 3)] == [1 << 30] * 3

@@ -14,14 +14,14 @@ from pipeloom.passes import estimate
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.request import PlanOptions
 
 
 def planning(**options) -> PlanRequest:
     cluster = find_cluster("2 x a100-40")
     devices = tuple(replace(device, memory_bytes=parse_bytes("2GiB")) for device in cluster.devices)
-    return PlanRequest(
-        stages=2, microbatches=4, cluster=replace(cluster, devices=devices), strategy="balanced", **options
-    )
+    asked = PlanOptions(microbatches=4, planner="balanced", **options)
+    return PlanRequest(cluster=replace(cluster, devices=devices), options=asked)
 
 
 def take(size: int) -> ProfiledModel:
@@ -31,28 +31,28 @@ def take(size: int) -> ProfiledModel:
 
 @pytest.mark.parametrize("start", [1, 2, 4])
 def test_the_largest_plan_is_found_from_any_size(start):
-    plan, sample = largest_plan(planning(), start, take)
+    plan, sample = largest_plan(planning(microbatch_size=start), take)
     assert plan.microbatch_size == sample.size > 1
     assert planning().fits(take(sample.size)) and not planning().fits(take(sample.size + 1))
 
 
 @pytest.mark.parametrize("global_batch", [1, 3, 8])
 def test_with_a_global_batch(global_batch):
-    plan, _ = largest_plan(planning(global_batch=8 * global_batch), 1, take)
+    plan, _ = largest_plan(planning(global_batch=8 * global_batch, microbatch_size=1), take)
     assert plan.microbatch_size * plan.microbatches == 8 * global_batch
-    plan, _ = largest_plan(planning(global_batch=global_batch), 1, take)
+    plan, _ = largest_plan(planning(global_batch=global_batch, microbatch_size=1), take)
     assert plan.microbatch_size in (1, global_batch)
 
 
 def test_the_largest_below_a_known_size():
-    most = largest_plan(planning(), 2, take)[0].microbatch_size
+    most = largest_plan(planning(microbatch_size=2), take)[0].microbatch_size
     assert largest_below(planning(), take(4 * most), take) == most
     assert largest_below(planning(), take(2), take) == 1
 
 
 def test_no_size_is_advised_where_none_fits():
     """The hint was to use smaller micro-batches, also where the weights alone were too much."""
-    tiny = replace(planning(), strategy="exact", cluster=find_cluster("2 x a100-40 with 1KiB"))
+    tiny = replace(planning().changed(planner="exact"), cluster=find_cluster("2 x a100-40 with 1KiB"))
     known = take(2)
     assert largest_below(tiny, known, take) == 0
     with pytest.raises(InfeasibleError) as caught:

@@ -32,10 +32,10 @@ def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
                 model.graph,
                 model.profile,
                 replace(model.cluster, devices=devices),
-                stages=stages,
+                ranks=stages,
                 schedule="1f1b",
                 microbatches=2 * stages,
-                strategy=strategy,
+                planner=strategy,
                 explained=False,
                 options=PlanOptions(treatments=("recompute",)),
             )

@@ -147,12 +147,12 @@ def test_plans_that_recompute_keep_their_cap(job: Job) -> None:
     def planned(memory: int) -> Plan:
         return make_plan(
             job,
-            stages=2,
+            ranks=2,
             microbatches=count,
             microbatch_size=rows,
             memory=memory,
             cluster=cpu_cluster(2),
-            strategy="dawnpiper",
+            planner="dawnpiper",
             treatments=["recompute"],
             captured=capture_of(job, rows),
         )

@@ -40,7 +40,7 @@ def job(batch: Callable[[int, int], Batch] = rows_of) -> Job:
 @pytest.mark.parametrize("number", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> None:
     with pytest.raises(InfeasibleError, match="stage . needs") as caught:
-        plan(job(multiples_of(number)), stages=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
+        plan(job(multiples_of(number)), ranks=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
     assert "at least" in str(caught.value.hint)
 
 
@@ -48,23 +48,26 @@ def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> 
 @pytest.mark.parametrize("number", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
     own = job(multiples_of(number))
-    few = plan(own, stages=2, microbatch_size=number, microbatches=2, cluster="2 x cpu")
+    few = plan(own, ranks=2, microbatch_size=number, microbatches=2, cluster="2 x cpu")
     cluster = find_cluster(f"2 x cpu with {3 * max(few.peaks)}B")
-    how = planning.make_request(own, stages=2, microbatches=2, cluster=cluster)
-    found, sample = planning.plan_largest(how, own, number)
+    how = planning.make_request(own, ranks=2, microbatches=2, microbatch_size=number, cluster=cluster)
+    found, sample = planning.plan_largest(how, own)
     assert found.microbatch_size == sample.size > number
     with pytest.raises(InfeasibleError) as caught:
-        plan(own, stages=2, microbatches=2, microbatch_size=4 * sample.size, cluster=cluster)
+        plan(own, ranks=2, microbatches=2, microbatch_size=4 * sample.size, cluster=cluster)
     assert f"use micro-batches of at most {sample.size} rows" in str(caught.value.hint)
     with pytest.raises(InfeasibleError):
-        plan(own, stages=2, microbatches=2, microbatch_size=sample.size + number, cluster=cluster)
+        plan(own, ranks=2, microbatches=2, microbatch_size=sample.size + number, cluster=cluster)
 
 
 @pytest.mark.parametrize("start", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 7)])
 def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
     own = job(multiples_of(2))
-    how = planning.make_request(own, stages=2, cluster=find_cluster("2 x cpu with 64KiB"))
-    sizes = {planning.plan_largest(how, own, begin)[0].microbatch_size for begin in (start, 2)}
+    how = planning.make_request(own, ranks=2, cluster=find_cluster("2 x cpu with 64KiB"))
+    sizes = {
+        planning.plan_largest(how.changed(microbatch_size=begin), own)[0].microbatch_size
+        for begin in (start, 2)
+    }
     assert len(sizes) == 1
 
 
@@ -72,9 +75,9 @@ def test_a_batch_that_never_can_be_says_so_itself() -> None:
     def none(seed: int, rows: int) -> Batch:
         raise LookupError("no data")
 
-    how = planning.make_request(job(none), stages=2, cluster=find_cluster("2 x cpu"))
+    how = planning.make_request(job(none), ranks=2, cluster=find_cluster("2 x cpu"))
     with pytest.raises(LookupError, match="no data"):
-        planning.plan_largest(how, job(none), 4)
+        planning.plan_largest(how, job(none))
 
 
 @pytest.mark.parametrize(("schedule", "whole"), [("dualpipe", 12), ("chimera", 10)])
@@ -85,14 +88,14 @@ def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole:
         loss=lambda outputs, _: outputs.square().mean(),
     )
     cluster = find_cluster("2 x cpu with 1GiB")
-    how = planning.make_request(small, stages=2, cluster=cluster, schedule=schedule, global_batch=whole)
-    found, _ = planning.plan_largest(how, small, 4)
+    how = planning.make_request(small, ranks=2, cluster=cluster, schedule=schedule, global_batch=whole)
+    found, _ = planning.plan_largest(how, small)
     assert found.microbatch_size == whole // 2
     assert found.microbatches == 2
 
 
 def test_a_large_global_batch_is_divided_at_once() -> None:
-    how = planning.make_request(job(), stages=2, cluster=find_cluster("2 x cpu"), global_batch=10**15)
+    how = planning.make_request(job(), ranks=2, cluster=find_cluster("2 x cpu"), global_batch=10**15)
     assert how.microbatches_of(1000) == 10**12
     with pytest.raises(ConfigError, match="no multiple of 7 rows"):
         how.microbatches_of(7)
@@ -100,6 +103,6 @@ def test_a_large_global_batch_is_divided_at_once() -> None:
 
 def test_a_batch_that_the_schedule_cannot_divide() -> None:
     cluster = find_cluster("2 x cpu")
-    how = planning.make_request(job(), stages=2, cluster=cluster, schedule="dualpipe", global_batch=9)
+    how = planning.make_request(job(), ranks=2, cluster=cluster, schedule="dualpipe", global_batch=9)
     with pytest.raises(ConfigError, match="dualpipe cannot divide a global batch of 9 rows"):
-        planning.plan_largest(how, job(), 1)
+        planning.plan_largest(how.changed(microbatch_size=1), job())

@@ -18,7 +18,7 @@ from pipeloom import (
     profile,
     search_schedule,
 )
-from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, ScheduleError
+from pipeloom.ir.errors import BatchError, CaptureError, ConfigError
 
 ROWS = 4
 
@@ -36,7 +36,7 @@ def test_paths_may_be_text(tmp_path: Path) -> None:
 
 
 def plan_of(job: Job) -> Plan:
-    return plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
+    return plan(job, ranks=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
 
 
 def pipeline_of(job: Job, device: str = "cpu") -> Pipeline:
@@ -58,14 +58,14 @@ def test_a_batch_without_tensors() -> None:
 
 
 STAGES = {"stage": [{"F": 1, "B": 2, "ranks": rank} for rank in range(2)]}
-HOW = {"stages": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "interleaved"}
+HOW = {"ranks": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "interleaved"}
 
 
 @pytest.mark.parametrize(
     ("slip", "error", "said"),
     [
         (lambda: capture(two_linears(), 0), CaptureError, "microbatch_size is 0"),
-        (lambda: plan(two_linears(), chunks=0, **HOW), ScheduleError, "chunks is 0"),
+        (lambda: plan(two_linears(), chunks=0, **HOW), ConfigError, "chunks is 0"),
         (lambda: search_schedule(STAGES, 4, shortest="day"), ConfigError, "shortest='day'"),
         (lambda: profile(capture(two_linears(), 2), device="tpu"), ConfigError, "'tpu' is no device"),
         (lambda: profile(capture(two_linears(), 2), device=None), ConfigError, "None is no device"),

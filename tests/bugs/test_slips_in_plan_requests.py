@@ -20,16 +20,16 @@ def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:
     """ "80 stages: use at most 19 stages", where 9 ranks with two stages each would do."""
     how = {"microbatch_size": 2, "cluster": find_cluster("40 x cpu"), "schedule": "zb_v"}
     with pytest.raises(PlanError, match="zb_v on 40 ranks is for 80 stages, the model has") as caught:
-        plan(zoo.job("skips"), stages=40, **how)
-    ranks = int(str(caught.value.hint).split("--stages ")[1].rstrip(")"))
-    assert plan(zoo.job("skips"), stages=ranks, **how).placement[0] == 0
+        plan(zoo.job("skips"), ranks=40, **how)
+    ranks = int(str(caught.value.hint).split("--ranks ")[1].rstrip(")"))
+    assert plan(zoo.job("skips"), ranks=ranks, **how).placement[0] == 0
 
 
 def test_a_batch_that_is_no_dictionary() -> None:
     job = zoo.job("skips")
     bare = Job(model=job.model, batch=lambda seed, rows: next(iter(job.batch(seed, rows).values())))  # type: ignore[return-value]
     with pytest.raises(CaptureError, match="Job.batch returned a Tensor, not a dictionary"):
-        plan(bare, stages=2, microbatch_size=2)
+        plan(bare, ranks=2, microbatch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_cap_whose_unit_was_forgotten_is_what_is_said() -> None:
     """Scaled as the smaller device needs, the larger one would have had more than there can be."""
     job = zoo.job("gpt2")
     with pytest.raises(InfeasibleError, match="its device's cap is 16 B"):
-        plan(job, stages=2, microbatch_size=2, cluster="v100-32 with 16 + a100-80", strategy="exact")
+        plan(job, ranks=2, microbatch_size=2, cluster="v100-32 with 16 + a100-80", planner="exact")
 
 
 def test_what_if_of_a_schedule_whose_groups_are_its_own() -> None:
@@ -94,8 +94,8 @@ def test_clusters_and_folders_are_taken_as_text_and_as_paths(tmp_path: Path) -> 
     file = tmp_path / "two.toml"
     assert CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(file)]).exit_code == 0
     job = zoo.job("skips")
-    assert plan(job, stages=2, microbatch_size=2, cluster=file).stages
-    assert plan(job, stages=2, microbatch_size=2, memory="1GiB", offload_dir=str(tmp_path)).stages
+    assert plan(job, ranks=2, microbatch_size=2, cluster=file).stages
+    assert plan(job, ranks=2, microbatch_size=2, memory="1GiB", offload_dir=str(tmp_path)).stages
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_links_that_lead_nowhere(tmp_path: Path, target: str, status: int) -> No
 
 def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() -> None:
     """ "no cut fits: stage 1 needs 14.4 KiB, its device's cap is 16.7 KiB", where `exact` had a plan."""
-    job, how = zoo.job("skips"), {"stages": 4, "microbatches": 4, "microbatch_size": 16}
+    job, how = zoo.job("skips"), {"ranks": 4, "microbatches": 4, "microbatch_size": 16}
     free = plan(job, cluster="4 x a100-40", **how)  # type: ignore[arg-type]
     how |= {"cluster": "4 x a100-40", "memory": int(0.88 * max(free.peaks))}
     assert plan(job, **how).peaks  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match="own account"):
-        plan(job, strategy="piper-ops", **how)  # type: ignore[arg-type]
+        plan(job, planner="piper-ops", **how)  # type: ignore[arg-type]

@@ -25,8 +25,8 @@ def run(*words: str | Path) -> Result:
 
 def planned(**how: object) -> Plan:
     """Of two stages, on devices described by figures."""
-    how = {"stages": 2, "microbatches": 4, "microbatch_size": 2} | how
-    ranks = int(str(how["stages"])) * int(str(how.get("width", 1)))
+    how = {"ranks": 2, "microbatches": 4, "microbatch_size": 2} | how
+    ranks = int(str(how["ranks"])) * int(str(how.get("replicas", 1)))
     return pipeloom.plan(zoo.job("skips"), cluster=f"{ranks} x cpu", **how)  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def test_a_stage_without_residuals_does_not_hide_those_of_others(tmp_path: Path)
 def test_one_of_several_pipelines_is_searched(tmp_path: Path) -> None:
     """ "rank 1 has no stage": those of the first pipeline have the ranks 0 and 2."""
     path = tmp_path / "plan.json"
-    planned(width=2, microbatches=8).save(path)
+    planned(replicas=2, microbatches=8).save(path)
     done = run("schedule", "search", "--times", path, "-m", "4", "--json")
     assert done.exit_code == 0 and len(json.loads(done.stdout)["peaks"]) == 2
 

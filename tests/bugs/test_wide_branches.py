@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from branching_graphs import cluster_of, random_graph
@@ -20,12 +19,8 @@ def request_of(seed: int) -> tuple[plan_request.PlanRequest, ProfiledModel]:
     """Two replicas of three stages for a random series-parallel graph."""
     graph, profile = random_graph(seed, random.Random(seed).randint(5, 8), "series-parallel")
     return plan_request.PlanRequest(
-        stages=3,
-        width=2,
-        microbatches=12,
         cluster=cluster_of(6, bytes_per_s=SLOW_LINKS),
-        strategy="graphpipe",
-        options=PlanOptions(treatments=()),
+        options=PlanOptions(ranks=3, replicas=2, microbatches=12, planner="graphpipe", treatments=()),
     ), ProfiledModel(size=1, graph=graph, profiles={"d": profile})
 
 
@@ -33,7 +28,7 @@ def request_of(seed: int) -> tuple[plan_request.PlanRequest, ProfiledModel]:
 def test_replicas_of_a_dag_are_no_slower_than_those_of_a_chain() -> None:
     request, model = request_of(11)
     made = request.plan(model)
-    chain = replace(request, options=replace(request.options, branches=False))
-    others = [chain, replace(request, strategy="exact")]
+    chain = request.changed(branches=False)
+    others = [chain, request.changed(planner="exact")]
     assert made.planner == "graphpipe" and made.width == 2
     assert made.predicted_step_s <= min(way.plan(model).predicted_step_s for way in others) * (1 + 1e-9)

@@ -15,7 +15,7 @@ from pipeloom import Options, Pipeline, plan
 
 def losses(mode: Callable[[], AbstractContextManager[object]], *, compare: bool) -> list[float]:
     job = two_linears()
-    made = plan(job, stages=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
+    made = plan(job, ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     with mode(), Pipeline(job, made, options=Options(compare=compare)) as pipeline:
         return [pipeline.step(job.batch(0, 4)) for _ in range(3)] + [pipeline.evaluate(job.batch(0, 4))]
 

@@ -60,7 +60,7 @@ def planned(
     times: Sequence[float],
     ranks: int,
     schedule: str,
-    strategy: str = "exact",
+    planner: str = "exact",
     microbatches: int = MICROBATCHES,
     options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
     explained: bool = True,
@@ -71,11 +71,11 @@ def planned(
         graph,
         profile,
         cluster,
-        stages=ranks,
+        options,
+        ranks=ranks,
         schedule=schedule,
         microbatches=microbatches,
-        strategy=strategy,
-        options=options,
+        planner=planner,
         explained=explained,
     )
 
@@ -104,10 +104,10 @@ DEAR = [1.0] * 25 + [9.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "gis"])
-@pytest.mark.parametrize("strategy", ["exact", "probe", "dawnpiper"])
-def test_a_dear_head_leaves_next_to_nothing_to_the_rest_of_its_rank(schedule: str, strategy: str) -> None:
+@pytest.mark.parametrize("planner", ["exact", "probe", "dawnpiper"])
+def test_a_dear_head_leaves_next_to_nothing_to_the_rest_of_its_rank(schedule: str, planner: str) -> None:
     """The slowest stage was the head's, whatever stood beside it: with `exact` a rank took 14 s."""
-    plan = planned(DEAR, 4, schedule, strategy)
+    plan = planned(DEAR, 4, schedule, planner)
     assert busiest(plan) <= 1.12 * max(DEAR)
 
 
@@ -177,9 +177,8 @@ def test_one_of_several_pipelines_is_not_compared_with_a_pipeline_alone() -> Non
     """The step that is told has the sums of gradients, that of 1F1B had none."""
     graph, profile = chain_of(SLOWER)
     cluster = find_cluster("8 x a100-40")
-    request = PlanRequest(
-        stages=4, width=2, microbatches=2 * MICROBATCHES, cluster=cluster, schedule="interleaved_1f1b"
-    )
+    options = PlanOptions(ranks=4, replicas=2, microbatches=2 * MICROBATCHES, schedule="interleaved_1f1b")
+    request = PlanRequest(options=options, cluster=cluster)
     plan = request.plan(ProfiledModel(size=4, graph=graph, profiles={"a100-40-sxm": profile}))
     assert plan.width == 2
     assert not any("1f1b" in said for said in limits(plan))

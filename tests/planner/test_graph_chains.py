@@ -173,10 +173,10 @@ def test_pipers_graphs_are_read_and_planned(tmp_path: Path, strategy: str) -> No
         graph,
         profile,
         cluster,
-        stages=found.devices,
+        ranks=found.devices,
         schedule="1f1b",
         microbatches=found.microbatches,
-        strategy=strategy,
+        planner=strategy,
     )
     stages = made.stage_graph(graph)
     busiest = max(part.forward_s + part.input_grad_s + part.weight_grad_s for part in made.stages)
@@ -208,7 +208,7 @@ def test_piper_keeps_to_the_memory_or_finds_nothing(tmp_path: Path) -> None:
     """A stage of one node holds 800 bytes and 1000 per micro-batch: 3800 on the first of three."""
     graph, profile, cluster = read_piper_graph(file_of(tmp_path, maxMemoryPerDevice=3000)).as_model()
     with pytest.raises(InfeasibleError):
-        make_plan(graph, profile, cluster, stages=3, schedule="1f1b", microbatches=6, strategy="piper")
+        make_plan(graph, profile, cluster, ranks=3, schedule="1f1b", microbatches=6, planner="piper")
 
 
 def test_the_bench_compares_planners_on_a_graph_of_pipers(

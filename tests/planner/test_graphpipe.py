@@ -135,7 +135,7 @@ def towers_of(count: int, layers: int) -> Request:
 
 
 def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
-    plan = plan_of(replace(towers_of(3, 4), microbatches=24))
+    plan = plan_of(towers_of(3, 4), microbatches=24)
     figures = {key: float(text) for key, text in plan.notes.items()}
     assert figures["branches.depth"] < figures["no_branches.depth"] == 6
     assert figures["branches.step_s"] == plan.predicted_step_s
@@ -202,6 +202,6 @@ def test_a_huge_graph_that_fits_only_with_residuals_freed_has_a_plan(monkeypatch
     monkeypatch.setattr(sys.modules["pipeloom.planner.make_plan"], "HUGE", 0)
     graph, cluster = layered(6, rows=16), find_cluster("2 x a100-40 with 1.95GiB")
     profile = roofline(graph, cluster.devices[0])
-    plan = make_plan(graph, profile, cluster, stages=2, schedule="1f1b", microbatches=4, strategy="graphpipe")
+    plan = make_plan(graph, profile, cluster, ranks=2, schedule="1f1b", microbatches=4, planner="graphpipe")
     assert max(plan.peaks) <= cluster.devices[0].memory_bytes
     assert sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stages) > 0

@@ -52,7 +52,7 @@ def test_a_plan_cuts_schedules_and_predicts(schedule, split, tied, tmp_path):
     graph, profile = layers(8, tied=tied)
     options = request.PlanOptions(split_backward=split)
     plan = make_plan.make_plan(
-        graph, profile, cluster_of(2), stages=2, schedule=schedule, microbatches=4, options=options
+        graph, profile, cluster_of(2), ranks=2, schedule=schedule, microbatches=4, options=options
     )
     assert [len(stage.ops) for stage in plan.stages] == [4, 4]
     # M + S - 1 turns of 12 s; with the split, the first stage's last backward starts 4 s earlier, after I.
@@ -66,7 +66,7 @@ def test_a_plan_cuts_schedules_and_predicts(schedule, split, tied, tmp_path):
 def test_gpipe_holds_more_than_1f1b():
     graph, profile = layers(8)
     held = {
-        name: make_plan.make_plan(graph, profile, cluster_of(2), stages=2, schedule=name, microbatches=6)
+        name: make_plan.make_plan(graph, profile, cluster_of(2), ranks=2, schedule=name, microbatches=6)
         .stages[0]
         .memory.residuals
         for name in ("gpipe", "1f1b")
@@ -76,7 +76,7 @@ def test_gpipe_holds_more_than_1f1b():
 
 def test_explain_has_one_row_per_stage():
     graph, profile = layers(5)
-    plan = make_plan.make_plan(graph, profile, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
+    plan = make_plan.make_plan(graph, profile, cluster_of(2), ranks=2, schedule="1f1b", microbatches=2)
     first, second = plan_table.plan_rows(plan)
     assert (first["rank"], first["first_op"], second["last_op"]) == (0, "op0", "op4")
     assert first["peak_bytes"] == plan.stages[0].memory.total
@@ -86,27 +86,27 @@ def test_explain_has_one_row_per_stage():
 def test_more_stages_than_ops():
     graph, profile = layers(3)
     with pytest.raises(PlanError, match="4 stages for 3 ops"):
-        make_plan.make_plan(graph, profile, cluster_of(4), stages=4, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, profile, cluster_of(4), ranks=4, schedule="1f1b", microbatches=2)
 
 
 def test_more_stages_than_devices():
     graph, profile = layers(3)
     with pytest.raises(PlanError, match="3 stages for 2 devices"):
-        make_plan.make_plan(graph, profile, cluster_of(2), stages=3, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, profile, cluster_of(2), ranks=3, schedule="1f1b", microbatches=2)
 
 
 def test_a_profile_of_another_model():
     graph, _ = layers(3)
     _, other = layers(4)
     with pytest.raises(PlanError, match="profile was made for model"):
-        make_plan.make_plan(graph, other, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, other, cluster_of(2), ranks=2, schedule="1f1b", microbatches=2)
 
 
 def test_an_unknown_planner():
     graph, profile = layers(3)
     with pytest.raises(PlanError, match="did you mean exact"):
         make_plan.make_plan(
-            graph, profile, cluster_of(2), stages=2, schedule="1f1b", microbatches=2, strategy="exakt"
+            graph, profile, cluster_of(2), ranks=2, schedule="1f1b", microbatches=2, planner="exakt"
         )
 
 
@@ -117,16 +117,16 @@ def test_profiles_by_device_name():
     devices = (*cluster_of(1).devices, *cluster_of(1, name="slow").devices)
     cluster = replace(cluster_of(1), devices=devices)
     plan = make_plan.make_plan(
-        graph, {"d": profile, "slow": slow}, cluster, stages=2, schedule="1f1b", microbatches=2
+        graph, {"d": profile, "slow": slow}, cluster, ranks=2, schedule="1f1b", microbatches=2
     )
     assert [len(stage.ops) for stage in plan.stages] == [6, 3]
     with pytest.raises(PlanError, match="no profile for device slow"):
-        make_plan.make_plan(graph, {"d": profile}, cluster, stages=2, schedule="1f1b", microbatches=2)
+        make_plan.make_plan(graph, {"d": profile}, cluster, ranks=2, schedule="1f1b", microbatches=2)
 
 
 def test_infeasible_names_stage_need_cap_and_what_would_do():
     graph, profile = layers(8)
-    arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4}
+    arguments = {"ranks": 2, "schedule": "1f1b", "microbatches": 4}
     with pytest.raises(InfeasibleError) as caught:
         make_plan.make_plan(graph, profile, cluster_of(2, "100kB"), **arguments)
     text = str(caught.value)
@@ -140,8 +140,8 @@ def test_infeasible_names_stage_need_cap_and_what_would_do():
     with pytest.raises(InfeasibleError):
         make_plan.make_plan(graph, profile, cluster_of(2, smallest - 1), **arguments)
     with pytest.raises(InfeasibleError):
-        make_plan.make_plan(graph, profile, cluster_of(3, "100kB"), **(arguments | {"stages": 3}))
-    assert make_plan.make_plan(graph, profile, cluster_of(4, "100kB"), **(arguments | {"stages": 4}))
+        make_plan.make_plan(graph, profile, cluster_of(3, "100kB"), **(arguments | {"ranks": 3}))
+    assert make_plan.make_plan(graph, profile, cluster_of(4, "100kB"), **(arguments | {"ranks": 4}))
 
 
 def smallest_cap(graph: OpGraph, profile: Profile) -> int:
@@ -158,26 +158,26 @@ def smallest_cap(graph: OpGraph, profile: Profile) -> int:
 
 def test_equal_ignores_memory_and_is_refused_if_it_does_not_fit():
     graph, profile = layers(8)
-    arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4}
+    arguments = {"ranks": 2, "schedule": "1f1b", "microbatches": 4}
     smallest = smallest_cap(graph, profile)
-    plan = make_plan.make_plan(graph, profile, cluster_of(2), strategy="equal", **arguments)
+    plan = make_plan.make_plan(graph, profile, cluster_of(2), planner="equal", **arguments)
     assert plan.planner == "equal" and [len(s.ops) for s in plan.stages] == [4, 4]
     with pytest.raises(InfeasibleError, match="planner equal gives stage 0 "):
-        make_plan.make_plan(graph, profile, cluster_of(2, smallest - 1), strategy="equal", **arguments)
+        make_plan.make_plan(graph, profile, cluster_of(2, smallest - 1), planner="equal", **arguments)
 
 
 def test_equal_leaves_no_stage_empty():
     graph, profile = layers(4)
     heavy = replace(profile, costs={**profile.costs, "op0": replace(profile.costs["op0"], forward_s=100.0)})
     plan = make_plan.make_plan(
-        graph, heavy, cluster_of(4), stages=4, schedule="1f1b", microbatches=2, strategy="equal"
+        graph, heavy, cluster_of(4), ranks=4, schedule="1f1b", microbatches=2, planner="equal"
     )
     assert [stage.ops for stage in plan.stages] == [("op0",), ("op1",), ("op2",), ("op3",)]
 
 
 def test_explain_is_plain_data():
     graph, profile = layers(4)
-    plan = make_plan.make_plan(graph, profile, cluster_of(2), stages=2, schedule="gpipe", microbatches=2)
+    plan = make_plan.make_plan(graph, profile, cluster_of(2), ranks=2, schedule="gpipe", microbatches=2)
     rows = plan_table.plan_rows(plan)
     assert json_codec.to_json(rows)
     assert all(a["last_op"] < b["first_op"] for a, b in pairwise(rows))

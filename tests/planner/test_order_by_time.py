@@ -37,10 +37,10 @@ def test_no_order_of_one_cut_ends_planning(schedule, weights, seed, ops, kind, s
                 graph,
                 profile,
                 cluster,
-                stages=stages,
+                ranks=stages,
                 schedule=schedule,
                 microbatches=count,
-                strategy=name,
+                planner=name,
                 options=PlanOptions(weights=weights),
                 explained=False,
             )
@@ -61,10 +61,10 @@ def test_a_schedule_that_never_repeats_is_refused_by_all():
                 graph,
                 profile,
                 cluster_of(2),
-                stages=2,
+                ranks=2,
                 schedule="gpipe",
                 microbatches=4,
-                strategy=name,
+                planner=name,
                 options=PlanOptions(weights="2bw"),
             )
 
@@ -77,10 +77,10 @@ def test_a_plan_says_that_its_order_is_that_for_equal_times(case: tuple, told: b
         graph,
         profile,
         cluster_of(stages, cap),
-        stages=stages,
+        ranks=stages,
         schedule=schedule,
         microbatches=count,
-        strategy="probe",
+        planner="probe",
         options=PlanOptions(weights=weights),
     )
     assert any("equal times" in said for said in limits(plan)) == told
@@ -106,8 +106,8 @@ def test_a_schedule_of_a_file_that_stops_with_real_times_is_refused(tmp_path: Pa
             graph,
             profile,
             cluster_of(2),
-            stages=2,
+            ranks=2,
             schedule=f"{file}:broken",
             microbatches=4,
-            strategy="balanced",
+            planner="balanced",
         )

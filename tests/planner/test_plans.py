@@ -46,10 +46,10 @@ def planned(name: str, layers: int, stages: int, cap: float, **options) -> tuple
         graph,
         profile,
         cluster,
-        stages=stages,
+        ranks=stages,
         schedule="1f1b",
         microbatches=2 * stages,
-        strategy=name,
+        planner=name,
         options=PlanOptions(**options),
     )
     return made, graph, cluster
@@ -105,9 +105,9 @@ def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
 @pytest.mark.parametrize(("stages", "cap"), [(2, 1.7), (3, 1.4), (4, 1.3)])
 def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stages, cap):
     graph, profile, cluster = case(5, stages, cap)
-    options, turn = PlanOptions(treatments=("recompute",)), {}
+    options, turn = PlanOptions(microbatches=2 * stages, treatments=("recompute",)), {}
     for name in ("exact", "dawnpiper", "probe", "vpipe"):
-        request = Request(graph, profile, cluster, "1f1b", 2 * stages, options, PLANNERS[name])
+        request = Request(graph, profile, cluster, options, PLANNERS[name])
         search = request.search()
         bounds = enumerate(pairwise(PLANNERS[name].find(search)))
         turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
@@ -189,7 +189,7 @@ def test_offloading_without_a_link_to_the_host_is_refused():
         cluster,
         devices=tuple(replace(d, host_link=None, host_link_back=None, switch=None) for d in cluster.devices),
     )
-    arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4, "strategy": "dawnpiper"}
+    arguments = {"ranks": 2, "schedule": "1f1b", "microbatches": 4, "planner": "dawnpiper"}
     with pytest.raises(PlanError, match="has no link to the host"):
         make_plan(graph, profile, bare, **arguments, options=PlanOptions(treatments=("offload",)))
     assert make_plan(graph, profile, bare, **arguments)  # by itself it then only recomputes
@@ -197,7 +197,7 @@ def test_offloading_without_a_link_to_the_host_is_refused():
 
 def test_async_schedules_have_weights_of_their_own_unless_others_are_asked_for():
     graph, profile, cluster = case(4, 2, 8.0)
-    arguments = {"stages": 2, "schedule": "async_1f1b", "microbatches": 4}
+    arguments = {"ranks": 2, "schedule": "async_1f1b", "microbatches": 4}
     assert make_plan(graph, profile, cluster, **arguments).weights == "stash"
     other = make_plan(graph, profile, cluster, **arguments, options=PlanOptions(weights="2bw"))
     assert other.weights == "2bw" and other.steady is not None
@@ -217,9 +217,7 @@ def test_more_memory_and_more_bandwidth():
     graph, profile, cluster = case(6, 3, 1.35)
 
     def again(other: Cluster) -> Plan:
-        return make_plan(
-            graph, profile, other, stages=3, schedule="1f1b", microbatches=6, strategy="dawnpiper"
-        )
+        return make_plan(graph, profile, other, ranks=3, schedule="1f1b", microbatches=6, planner="dawnpiper")
 
     changes = {c.what: c for c in what_if(again(cluster), cluster, again)}
     assert set(changes) == {

@@ -29,10 +29,10 @@ def planned(graph, profile, cluster: Cluster, strategy: str, **options) -> Plan 
             graph,
             profile,
             cluster,
-            stages=stages,
+            ranks=stages,
             schedule="1f1b",
             microbatches=2 * stages,
-            strategy=strategy,
+            planner=strategy,
             explained=False,
             options=PlanOptions(**options),
         )

@@ -20,9 +20,9 @@ SHARES = (0.53, 0.7, 0.856, 1.1)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "weights"), [("dawnpiper-alone", "flush"), ("probe", "2bw"), ("exact", "flush")]
+    ("planner", "weights"), [("dawnpiper-alone", "flush"), ("probe", "2bw"), ("exact", "flush")]
 )
-def test_a_larger_cap_gives_no_slower_step(strategy: str, weights: str) -> None:
+def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str) -> None:
     graph, cluster = layered(4, hidden=512, length=256, rows=8), find_cluster("4 x a100-40")
     profile = roofline(graph, cluster.devices[0])
     options = PlanOptions(weights=weights)
@@ -34,10 +34,10 @@ def test_a_larger_cap_gives_no_slower_step(strategy: str, weights: str) -> None:
             graph,
             profile,
             own,
-            stages=4,
+            ranks=4,
             schedule="1f1b",
             microbatches=8,
-            strategy=name,
+            planner=name,
             options=options,
             explained=False,
         )
@@ -46,7 +46,7 @@ def test_a_larger_cap_gives_no_slower_step(strategy: str, weights: str) -> None:
         return made
 
     most = max(plan(1 << 50, "balanced").peaks)
-    steps = [plan(int(share * most), strategy).predicted_step_s for share in SHARES]
+    steps = [plan(int(share * most), planner).predicted_step_s for share in SHARES]
     assert all(after <= before * (1 + 1e-9) for before, after in zip(steps, steps[1:], strict=False)), steps
 
 

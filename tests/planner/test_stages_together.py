@@ -37,7 +37,7 @@ def planned(schedule: str, memory: str | None, cluster: str = "4 x a100-40", **h
     job, devices = larger_job(), find_cluster(cluster)
     request = planning.make_request(
         job,
-        stages=4,
+        ranks=4,
         microbatches=8,
         schedule=schedule,
         cluster=devices,
@@ -68,7 +68,7 @@ def test_a_plan_just_above_its_simulated_peak_runs() -> None:
     def plan(memory: int | None) -> Plan:
         return planning.plan(
             job,
-            stages=2,
+            ranks=2,
             microbatches=4,
             microbatch_size=1,
             schedule="gis_h",
@@ -86,7 +86,7 @@ def test_a_plan_just_above_its_simulated_peak_runs() -> None:
 
 def test_stages_together_make_room_under_a_smaller_cap() -> None:
     """380 MiB are less than 393: residuals are freed, by each stage of a rank some."""
-    found = planned("zb_v", "380MiB", strategy="dawnpiper-alone", treatments=("recompute",))
+    found = planned("zb_v", "380MiB", planner="dawnpiper-alone", treatments=("recompute",))
     assert max(found.peaks) <= 380 * MiB < max(planned("zb_v", None).peaks)
     assert sum(part.recomputed_bytes for part in found.stages) > 0
 

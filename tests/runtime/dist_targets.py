@@ -298,7 +298,7 @@ def chain_job() -> Job:
 def killed_while_saving() -> None:
     """The last rank is killed when it has written its part: the others wait for it inside of a collective."""
     ranks = int(os.environ["WORLD_SIZE"])
-    made = plan(chain_job(), stages=ranks, microbatches=2, microbatch_size=1, cluster=cpu_cluster(ranks))
+    made = plan(chain_job(), ranks=ranks, microbatches=2, microbatch_size=1, cluster=cpu_cluster(ranks))
     with TemporaryDirectory() as folder, Pipeline(chain_job(), made) as pipeline:
         pipeline.step(chain_batch(0, 2))
         if pipeline.rank == ranks - 1:

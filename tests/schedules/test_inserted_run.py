@@ -208,7 +208,7 @@ def test_pairs_run_as_written() -> None:
 
 
 def test_the_example_is_verified() -> None:
-    words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--stages", "2", "--microbatch-size", "4"]
+    words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "2", "--microbatch-size", "4"]
     result = CliRunner().invoke(main, [*words, "--schedule", f"{EXAMPLES / 'own_schedule.py'}:compressed"])
     assert result.exit_code == 0 and "equal within" in result.stdout, result.output
 
@@ -242,7 +242,7 @@ def test_ranks_in_processes_exchange_data(tmp_path: Path) -> None:
     (tmp_path / "exchanging.py").write_text(EXCHANGE)
     command = [sys.executable, "-m", "pipeloom", "train", "--schedule", "exchanging.py:order"]
     done = subprocess.run(
-        [*command, "--stages", "2", "--set", "steps=1", "--set", "pipeline.microbatches=2"],
+        [*command, "--ranks", "2", "--set", "steps=1", "--set", "pipeline.microbatches=2"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -107,8 +107,8 @@ def request_for(
 ) -> Request:
     """To cut a graph. slack: caps as multiples of the least with which some cut into a chain fits."""
     cluster = cluster_of(stages, bytes_per_s=bytes_per_s)
-    options = PlanOptions(treatments=())
-    request = Request(graph, profile, cluster, schedule, 2 * stages, options, PLANNERS["graphpipe"])
+    options = PlanOptions(schedule=schedule, microbatches=2 * stages, planner="graphpipe", treatments=())
+    request = Request(graph, profile, cluster, options, PLANNERS["graphpipe"])
     if slack is None:
         return request
     memory = int(least_share(request.search())[0] * cluster.devices[0].memory_bytes * slack) + 1
@@ -218,12 +218,11 @@ def plan_of(request: Request, strategy: str = "graphpipe", **options) -> Plan:
         request.graph,
         request.profile,
         request.cluster,
-        stages=len(request.cluster.devices),
-        schedule=request.schedule,
-        microbatches=request.microbatches,
-        strategy=strategy,
-        options=replace(request.options, **options),
+        request.options,
+        ranks=len(request.cluster.devices),
+        planner=strategy,
         explained=False,
+        **options,
     )
 
 

@@ -156,12 +156,12 @@ def test_planners_work_on_modules() -> None:
     graph = capture_of(JOBS["branch in blocks"]).graph
     cluster = cpu_cluster(2)
     plan = make_plan(
-        graph, roofline(graph, cluster.devices[0]), cluster, stages=2, schedule="1f1b", microbatches=4
+        graph, roofline(graph, cluster.devices[0]), cluster, ranks=2, schedule="1f1b", microbatches=4
     )
     assert [op for stage in plan.stages for op in stage.ops] == [op.name for op in graph.ops]
     with pytest.raises(PlanError, match="6 stages for 5 ops"):
         make_plan(
-            graph, roofline(graph, cluster.devices[0]), cluster, stages=6, schedule="1f1b", microbatches=4
+            graph, roofline(graph, cluster.devices[0]), cluster, ranks=6, schedule="1f1b", microbatches=4
         )
 
 

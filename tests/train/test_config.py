@@ -28,12 +28,12 @@ def test_nothing_given_is_the_default() -> None:
 
 def test_overrides_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
     file = written(tmp_path, 'name = "mine"\n[model]\nwidth = 96\nlayers = 2\n[data]\npaths = ["a", "b"]\n')
-    config = read_config(file, ["model.layers=3", "pipeline.device_memory=300MiB", "optimizer.clip_norm=0"])
+    config = read_config(file, ["model.layers=3", "pipeline.memory=300MiB", "optimizer.clip_norm=0"])
     assert config == Config(
         name="mine",
         model=ModelConfig(width=96, layers=3),
         data=DataConfig(paths=("a", "b")),
-        pipeline=PipelineConfig(device_memory="300MiB"),
+        pipeline=PipelineConfig(memory="300MiB"),
         optimizer=config.optimizer,
     )
     assert config.optimizer.clip_norm == 0.0
@@ -67,12 +67,18 @@ def test_override_values_need_no_quotes(override: str, key: str, value: object) 
         steps=st.integers(1, 999),
         model=st.builds(ModelConfig, dropout=st.floats(0, 0.9), tied=st.booleans()),
         data=st.builds(DataConfig, paths=st.lists(st.text(), max_size=2).map(tuple)),
-        pipeline=st.builds(PipelineConfig, device_memory=st.sampled_from([None, "2GB"])),
+        pipeline=st.builds(PipelineConfig, memory=st.sampled_from([None, "2GB"])),
     )
 )
 def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     file = written(tmp_path_factory.mktemp("config"), write_config(config))
     assert read_config(file) == config
+
+
+def test_a_config_is_written_whole() -> None:
+    """Of a table that was given in part, only what was given was written."""
+    text = write_config(read_config(None, ["pipeline.ranks=3"]))
+    assert "ranks = 3" in text and "microbatches = 8" in text
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
             "model.width 128 is not a multiple of model.heads 5\nhint: all heads have the same width",
         ),
         ("[model]\ndropout = 1.0\n", "model.dropout is 1.0\nhint: use at least 0 and below 1"),
-        ('[pipeline]\ndevice_memory = "300 apples"\n', "'300 apples' has the unknown unit 'apples'\nhint: "),
+        ('[pipeline]\nmemory = "300 apples"\n', "'300 apples' has the unknown unit 'apples'\nhint: "),
         ('name = "a/b"\n', "name is 'a/b'\nhint: use a plain word"),
         ("steps = 1" + 5000 * "0" + "\n", "config.toml has a number of thousands of digits\nhint: "),
         ("steps = " + 5000 * "[" + 5000 * "]" + "\n", "config.toml is nested too deeply\nhint: "),
@@ -153,10 +159,10 @@ def test_a_missing_file_and_a_binary_one(tmp_path: Path) -> None:
 
 def test_every_key_is_known_once() -> None:
     assert len(known_keys()) == len(set(known_keys()))
-    assert "pipeline.stages" in known_keys() and "model" not in known_keys()
+    assert "pipeline.ranks" in known_keys() and "model" not in known_keys()
 
 
-@pytest.mark.parametrize("line", ['device = "{}"', 'treat = "{}"', "{} = 1", 'stages = "{}"'])
+@pytest.mark.parametrize("line", ['device = "{}"', 'treatments = "{}"', "{} = 1", 'ranks = "{}"'])
 def test_long_values_are_cut_short_in_messages(tmp_path: Path, line: str) -> None:
     """A damaged file gave pages of digits."""
     (tmp_path / "c.toml").write_text("[pipeline]\n" + line.format("9" * 5000))

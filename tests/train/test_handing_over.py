@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeloom.settings import PlanSettings
 from pipeloom.train import benchmark
-from pipeloom.train.benchmark import BenchSettings, run_bench
+from pipeloom.train.benchmark import Bench, run_bench
 from pipeloom.train.config import Config
 from pipeloom.train.config_text import write_config
 from pipeloom.train.run import TrainRequest, run
@@ -38,7 +39,7 @@ def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     """Starts a run of one rank, as `launch_here` does."""
     monkeypatch.setattr(sys.modules[run.__module__], "launch", launch_here)
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, stages=1))
+    config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, ranks=1))
     (tmp_path / "config.toml").write_text(write_config(config))
 
     def start(*overrides: str, **request: Any) -> int:
@@ -95,25 +96,9 @@ class Model(torch.nn.Module):
 
     monkeypatch.setattr(benchmark, "launch", launch_here)
     monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
-    settings = BenchSettings(
-        model=f"{job}:job",
-        stages=1,
-        width=1,
-        schedule="1f1b",
-        chunks=None,
-        planner="exact",
-        microbatches=2,
-        microbatch_size=2,
-        split_backward=False,
-        shard_optimizer=False,
-        weights=None,
-        device_memory=None,
-        treat=None,
-        steps=1,
-        warmup=0,
-        as_json=False,
-    )
-    assert run_bench(settings) == 0
+    settings = PlanSettings(ranks=1, microbatches=2, microbatch_size=2)
+    bench = Bench(model=f"{job}:job", settings=settings, steps=1, warmup=0, as_json=False)
+    assert run_bench(bench) == 0
     printed = capsys.readouterr().out
     assert "(median of 1)" in printed and "by the plan's profile" in printed
     tokens, rows = re.search(r"([\d,.]+) tokens/s \(([\d,.]+) rows/s\)", printed).groups()  # type: ignore[union-attr]

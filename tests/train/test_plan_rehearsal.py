@@ -85,8 +85,8 @@ def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
     seen: list[bool] = []
 
     def rank(ranks_do: Any, ranks: int, *, args: tuple[Any, ...]) -> int:
-        seen.append(args[-1].compiled)
-        return rank_here(ranks_do, ranks, args=(*args[:-1], replace(args[-1], compiled=False)))
+        seen.append(args[-1].compile)
+        return rank_here(ranks_do, ranks, args=(*args[:-1], replace(args[-1], compile=False)))
 
     monkeypatch.setattr(rehearsals, "launch", rank)
     how = "forwards 0.50 and backwards 3.00 times as long as eager"
@@ -130,7 +130,7 @@ def test_gains_are_told_of_the_rehearsed_step(folder: Path, monkeypatch: pytest.
 def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
     steps = {"branches.step_s": "0.2", "no_branches.step_s": "0.3", "no_branches.sequential_step_s": "0.4"}
     notes = {**steps, "branches.depth": "3", "planner": "x"}
-    simulated = plan_job(zoo.job("skips"), stages=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
+    simulated = plan_job(zoo.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     step = PlannedStep(profiled_s=0.2, rehearsed_s=0.5)
     told = step.told(replace(simulated, notes=notes))
     assert told.predicted_step_s == 0.5
@@ -145,14 +145,14 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
 def test_what_would_take_long_or_much_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     job = zoo.job("skips")
-    request = make_request(job, stages=1, microbatches=2)
-    made, _ = plan_size(request, job, 2)
+    request = make_request(job, ranks=1, microbatches=2, microbatch_size=2)
+    made, _ = plan_size(request, job)
     assert why_not_rehearsed(request, made) == ""
     slow = replace(made, predicted_step_s=2 * LONG_STEP_S)
     assert "as long as a few steps" in why_not_rehearsed(request, slow)
     large = replace(made, peaks=(parse_bytes("900TiB"),))
     assert "its ranks need 900" in why_not_rehearsed(request, large)
-    wide = replace(request, width=10_000)
+    wide = request.changed(replicas=10_000)
     assert "it is for 10000 ranks" in why_not_rehearsed(wide, made)
     forward_only = replace(made, schedule_rows=("0F0 0F1",))
     assert "no backwards" in why_not_rehearsed(request, forward_only)

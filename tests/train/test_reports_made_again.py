@@ -25,7 +25,7 @@ def one_stage(config: Config, workload: Workload, console: object) -> PlannedRun
 @pytest.fixture
 def start(tiny: Config, tmp_path: Path) -> Callable[..., None]:
     """Train in this process, as the only rank."""
-    short = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, stages=1))
+    short = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, ranks=1))
     (tmp_path / "config.toml").write_text(write_config(short))
 
     def start(*overrides: str, resume: bool = False) -> None:

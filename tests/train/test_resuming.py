@@ -43,12 +43,12 @@ def test_what_planning_does_not_read_leaves_the_plan(run: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "stages=1",
+        "ranks=1",
         "schedule=gpipe",
         "microbatches=4",
         "microbatch_size=4",
         "split_backward=true",
-        "device_memory=1GiB",
+        "memory=1GiB",
         "autocast=bfloat16",
         "device=cuda",
     ],

@@ -160,10 +160,10 @@ def test_a_plan_in_a_searched_order_gives_the_numbers_of_one_process(microbatche
         captured.graph,
         costs.profiles,
         cluster,
-        stages=3,
+        ranks=3,
         schedule="1f1b",
         microbatches=microbatches,
-        strategy="graphpipe",
+        planner="graphpipe",
         options=options,
     )
     searched = with_searched_order(plan, costs)

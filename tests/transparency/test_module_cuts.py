@@ -137,7 +137,7 @@ def test_mixed_precision() -> None:
 def test_compiled_modules() -> None:
     job = replace(JOBS["experts"], name="compiled experts")
     batches = [job.batch(seed, 8) for seed in range(2)]
-    found = pipelined(job, even_plan(job, 2, microbatches=4), batches, compiled=True)
+    found = pipelined(job, even_plan(job, 2, microbatches=4), batches, compile=True)
     assert_same(found, plain(job, batches, 4), tolerance=1e-4)
 
 

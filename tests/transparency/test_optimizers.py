@@ -57,7 +57,7 @@ def test_saved_and_resumed_at_another_depth_and_width(names: tuple[str, ...], tm
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_a_sentence(name: str) -> None:
     with pytest.raises(PlanError, match=REFUSED[name]) as caught:
-        pipeloom.plan(job_of(name), stages=2, microbatch_size=2, microbatches=2)
+        pipeloom.plan(job_of(name), ranks=2, microbatch_size=2, microbatches=2)
     assert caught.value.hint
     assert ("scale [8]" in caught.value.message) == (name == "Muon")
     with pytest.raises(PlanError, match=REFUSED[name]):
@@ -68,7 +68,7 @@ def test_refused_with_a_sentence(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINS)
 def test_state_is_planned_as_it_is_held(name: str) -> None:
     job = job_of(name)
-    plan = pipeloom.plan(job, stages=2, microbatch_size=2, microbatches=2, cluster="2 x a100-40")
+    plan = pipeloom.plan(job, ranks=2, microbatch_size=2, microbatches=2, cluster="2 x a100-40")
     graph, cluster = graph_of(job), find_cluster("2 x a100-40")
     step = passes.simulate(plan, graph, passes.estimate(graph, cluster), cluster)
 

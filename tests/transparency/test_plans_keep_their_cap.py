@@ -104,9 +104,9 @@ def run(job: Job, made: Plan, folder: Path) -> list[int]:
 CASES = st.fixed_dictionaries(
     {
         "kinds": st.lists(st.sampled_from(KINDS), min_size=4, max_size=12),
-        "stages": st.integers(1, 3),
+        "ranks": st.integers(1, 3),
         "share": st.floats(0.3, 1.0),
-        "strategy": st.sampled_from(FREEING),
+        "planner": st.sampled_from(FREEING),
         "treatments": st.sampled_from([("recompute",), ("offload",), ("recompute", "offload")]),
         "schedule": st.sampled_from(["1f1b", "gpipe"]),
     }
@@ -135,28 +135,28 @@ def keeps_its_cap(
     folder: Path,
     *,
     kinds: list[str],
-    stages: int,
+    ranks: int,
     share: float,
-    strategy: str,
+    planner: str,
     treatments: tuple[Treatment, ...],
     schedule: str,
 ) -> None:
     """share: of what the fullest device needs with everything kept."""
     job = Job(model=partial(Layers, kinds), batch=batch, optimizer=zoo.sgd)
     how = {
-        "stages": stages,
+        "ranks": ranks,
         "microbatches": MICROBATCHES,
         "microbatch_size": ROWS,
         "schedule": schedule,
         "captured": runs.capture_of(job, ROWS),
     }
-    free = plan(job, **how, cluster=cluster_of(stages, 1 << 30))
+    free = plan(job, **how, cluster=cluster_of(ranks, 1 << 30))
     cap = int(share * max(free.peaks))
     try:
-        made = plan(job, **how, cluster=cluster_of(stages, cap), strategy=strategy, treatments=treatments)
+        made = plan(job, **how, cluster=cluster_of(ranks, cap), planner=planner, treatments=treatments)
     except InfeasibleError:
         event("nothing fits")
         return
-    event(f"{strategy}, {'treated' if any(made.memory.stages) else 'kept'}")
-    assert max(made.peaks) <= cap and made.caps == (cap,) * stages
+    event(f"{planner}, {'treated' if any(made.memory.stages) else 'kept'}")
+    assert max(made.peaks) <= cap and made.caps == (cap,) * ranks
     assert max(run(job, made, folder)) <= cap

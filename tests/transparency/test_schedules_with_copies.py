@@ -237,13 +237,14 @@ def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) 
 
     def made(memory: int, strategy: str) -> Plan:
         devices = (replace(device, memory_bytes=memory),) * ranks
-        return PlanRequest(
-            stages=ranks,
+        options = PlanOptions(
+            ranks=ranks,
             microbatches=microbatches,
-            cluster=replace(cpu_cluster(ranks), devices=devices, within_node=link),
-            strategy=strategy,
-            options=PlanOptions(treatments=("offload",)),
-        ).plan(model)
+            planner=strategy,
+            treatments=("offload",),
+        )
+        cluster = replace(cpu_cluster(ranks), devices=devices, within_node=link)
+        return PlanRequest(cluster=cluster, options=options).plan(model)
 
     cap = int(CAP_SHARE * max(made(1 << 40, "exact").peaks))
     plan = made(cap, "pipeoffload")

@@ -72,7 +72,7 @@ def test_other_schedules(schedule: str) -> None:
     captured = runs.capture_of(job, 2)
     made = plan(
         job,
-        stages=2,
+        ranks=2,
         schedule=schedule,
         microbatches=8,
         microbatch_size=2,

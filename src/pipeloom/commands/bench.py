@@ -6,30 +6,12 @@ from typing import Any
 
 import click
 
-from .common import (
-    MODEL_HELP,
-    Size,
-    compile_option,
-    job_of,
-    json_option,
-    model_argument,
-    offload_option,
-    plan_options,
-    planner_option,
-    treat_option,
-    weights_option,
-)
+from .common import MODEL_HELP, job_of, json_option, model_argument, plan_options, settings_of
 
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@plan_options
-@weights_option
-@compile_option("Pass stages through torch.compile, and plan with the times that they then take.")
-@planner_option("exact")
-@click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
-@offload_option
-@treat_option
+@plan_options(without=("cluster",))
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to time.")
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before them.")
 @json_option
@@ -39,12 +21,10 @@ def bench(
     /,
     *,
     model: str | None,
-    device_memory: str | None,
-    treat: str | None,
     steps: int,
     warmup: int,
     as_json: bool,
-    **plan_flags: Any,
+    **options: Any,
 ) -> None:
     """Plan MODEL, run some steps with a process for each rank, and print the speed.
 
@@ -52,24 +32,17 @@ def bench(
     6 steps are asked for, --warmup included, the prediction is that of the plan's profile instead.
 
     With --json: step_s (median), rows_per_s, tokens_per_s (null where the data are no tokens), bubble,
-    predicted_step_s, predicted_by ("rehearsal" or "profile"), peak_bytes (per rank), stages (as asked for:
-    ranks of a pipeline), width, schedule, microbatches, microbatch_size, compiled, steps.
+    predicted_step_s, predicted_by ("rehearsal" or "profile"), peak_bytes (per rank), ranks, replicas,
+    schedule, microbatches, microbatch_size, compile, steps.
     """
+    settings = settings_of(options)
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded
     from ..train.early_ranks import start_ranks
 
-    with start_ranks(plan_flags["stages"] * plan_flags["width"], model) as started:
-        from ..train.benchmark import BenchSettings, run_bench
+    with start_ranks(settings.devices, model) as started:
+        from ..train.benchmark import Bench, run_bench
 
-        settings = BenchSettings(
-            model=model,
-            device_memory=device_memory,
-            treat=treat,
-            steps=steps,
-            warmup=warmup,
-            as_json=as_json,
-            **plan_flags,
-        )
-        status = run_bench(settings, started)
+        bench = Bench(model=model, settings=settings, steps=steps, warmup=warmup, as_json=as_json)
+        status = run_bench(bench, started)
     ctx.exit(status)

@@ -9,15 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError
-from ..ir.memory_policy import TREATMENTS
-from ..ir.units import parse_bytes
-from ..ir.weight_policy import WEIGHT_POLICIES
+from ..settings import PlanSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,48 +128,11 @@ class NewFile(click.Path):
 NEW_FILE = NewFile()
 
 
-class Size(click.ParamType[str]):
-    """A size with a unit, kept as text."""
-
-    name = "size"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            parse_bytes(value)
-        except ConfigError as error:
-            self.fail(f"{error.message}; {error.hint}", param, ctx)
-        return value
-
-
 def model_argument(command: Command) -> Command:
     return click.argument("model", required=False)(command)
 
 
-weights_option = click.option(
-    "--weights",
-    type=click.Choice(tuple(WEIGHT_POLICIES)),
-    help="How weights are updated: flush, once a step is over; 2bw or stash, without draining the pipeline. "
-    "By default as the schedule does it.",
-)
-
-width_option = click.option(
-    "--width",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Pipelines side by side: replicas of every stage, each on a rank of its own.",
-)
-
-
-chunks_option = click.option(
-    "--chunks",
-    "-v",
-    type=click.IntRange(1),
-    help="Stages per rank, for schedules that want several; 2 by default.",
-)
-
-
-class Stages(click.ParamType["int | str"]):
+class Ranks(click.ParamType["int | str"]):
     """A number of ranks, or "auto"."""
 
     name = "integer or auto"
@@ -178,94 +141,66 @@ class Stages(click.ParamType["int | str"]):
         return "auto" if value == "auto" else int(click.IntRange(1).convert(value, param, ctx))
 
 
-def _stages_option(kind: click.ParamType[Any], more: str = "") -> Callable[[Command], Command]:
-    help = f"Ranks of a pipeline. A schedule puts one stage on each, or several: see --chunks{more}."
-    return click.option("--stages", "-p", type=kind, default=2, show_default=True, help=help)
+def plan_options(
+    *names: str,
+    of: type[PlanSettings] = PlanSettings,
+    without: Collection[str] = (),
+    unset: bool = False,
+    auto: str = "",
+) -> Callable[[Command], Command]:
+    """Options for these settings, by default all, handed to the command by the names of their fields.
+
+    unset: what is not given is None, since a config file may say it.  auto: what that means for --ranks.
+    """
+
+    def decorated(command: Command) -> Command:
+        for one in reversed(fields(of)):
+            if one.name in (names or [one.name]) and one.name not in without:
+                option = _option(one, unset=unset, auto=auto if one.name == "ranks" else "")
+                command = option(command)
+        return command
+
+    return decorated
 
 
-PLAN_OPTIONS = (
-    width_option,
-    click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
-    chunks_option,
-    click.option(
-        "--microbatches",
-        "-m",
-        type=click.IntRange(1),
-        default=8,
-        show_default=True,
-        help="Micro-batches per step, of all replicas together.",
-    ),
-    click.option(
-        "--microbatch-size",
-        type=click.IntRange(1),
-        default=4,
-        show_default=True,
-        help="Rows per micro-batch.",
-    ),
-    click.option(
-        "--split-backward", is_flag=True, help="Split each backward into input and weight gradients."
-    ),
-    click.option(
-        "--shard-optimizer", is_flag=True, help="Replicas share out the optimizer's state, as ZeRO-1 does."
-    ),
-)
+def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command], Command]:
+    about, default, flag = setting.metadata, setting.default, f"--{setting.name.replace('_', '-')}"
+    names = [name for name in (flag, about.get("short"), setting.name) if name]
+    help, shown = about["help"] + auto, default is not None and not unset
+    if isinstance(default, bool):
+        names[0] = f"{flag}/--no-{flag[2:]}" if unset or default else flag
+        return click.option(*names, is_flag=True, default=None if unset else default, help=help)
+    kinds = {"folder": click.Path(file_okay=False), "file": click.Path(dir_okay=False)}
+    kind: Any = kinds.get(about.get("kind", ""), float if isinstance(default, float) else str)
+    if auto:
+        kind = Ranks()
+    elif "least" in about:
+        kind = click.IntRange(about["least"], about.get("most"))
+    elif "words" in about:
+        kind = click.Choice(tuple(about["words"]))
+    return click.option(*names, type=kind, default=None if unset else default, show_default=shown, help=help)
 
 
-def plan_options(command: Command) -> Command:
-    """What `planning.plan` needs, under its argument names."""
-    return _with_options(command, _stages_option(click.IntRange(1)))
-
-
-def shaped_plan_options(command: Command) -> Command:
-    """The same, with --stages auto."""
-    auto = "; auto: width, depth and micro-batches are chosen for --cluster and --global-batch"
-    return _with_options(command, _stages_option(Stages(), auto))
-
-
-def _with_options(command: Command, stages: Callable[[Command], Command]) -> Command:
-    for option in reversed((stages, *PLAN_OPTIONS)):
-        command = option(command)
-    return command
-
-
-def planner_option(default: str | None) -> Callable[[Command], Command]:
-    """--planner, as the argument `planner`. default: None where a config has one."""
-    return click.option(
-        "--planner",
-        "--strategy",
-        default=default,
-        show_default=default is not None,
-        help="Planner, by name; see `pipeloom plan --planners`.",
+def settings_of(options: dict[str, Any]) -> PlanSettings:
+    """The settings among a command's options, taken out of them."""
+    return PlanSettings(
+        **{one.name: options.pop(one.name) for one in fields(PlanSettings) if one.name in options}
     )
 
 
-def treat_option(command: Command) -> Command:
-    """--treat, as the argument `treat`: a name of `TREATMENTS`."""
-    return click.option(
-        "--treat",
-        type=click.Choice(tuple(TREATMENTS)),
-        help="What may be done with residuals besides keeping them. By default what the planner does.",
-    )(command)
-
-
-def offload_option(command: Command) -> Command:
-    """--offload-dir, as the argument `offload_dir`: a folder, which need not be there."""
-    return click.option(
-        "--offload-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder on a disk where this machine's CPU may offload residuals to. Its speed is measured.",
-    )(command)
-
-
-def compile_option(help: str) -> Callable[[Command], Command]:
-    """--compile, as the argument `compiled`. help: what for."""
-    return click.option("--compile", "compiled", is_flag=True, help=help)
-
-
-def cluster_option(help: str) -> Callable[[Command], Command]:
-    """--cluster, as the argument `cluster`. help: what for."""
-    named = 'As "8 x a100-40", "2 nodes of 8 x h100", or a cluster file; see `pipeloom cluster`.'
-    return click.option("--cluster", metavar="CLUSTER", help=f"{help} {named}")
+def exclusive(*names: str, hint: str = "leave out one") -> None:
+    """Raises: ConfigError if two of these parameters of the command that runs were both given."""
+    ctx = click.get_current_context()
+    given = [
+        option.opts[0] + " auto" * (ctx.params[option.name] == "auto")
+        if isinstance(option, click.Option)
+        else option.human_readable_name
+        for option in ctx.command.params
+        if option.name in names
+        and ctx.get_parameter_source(option.name) not in (None, ParameterSource.DEFAULT)
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]} were both given", hint=hint)
 
 
 def json_option(command: Command) -> Command:
@@ -285,11 +220,11 @@ def job_of(model: str | None) -> Job:
     return default_job(Config())
 
 
-def cluster_of(text: str | None) -> Cluster | None:
+def cluster_of(given: Cluster | str | None) -> Cluster | None:
     """The cluster that --cluster names: devices that pipeloom knows, or a file."""
     from ..clusters.names import find_cluster
 
-    return None if text is None else find_cluster(text)
+    return find_cluster(given) if isinstance(given, str) else given
 
 
 def load_profile(path: Path | None) -> Profile | None:

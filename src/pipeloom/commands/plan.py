@@ -11,27 +11,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
-from ..ir.memory_policy import TREATMENTS
 from .common import (
     FILE,
     MODEL_HELP,
     NEW_FILE,
-    Size,
     cluster_of,
-    cluster_option,
-    compile_option,
     console,
+    exclusive,
     job_of,
     json_option,
     load_profile,
     model_argument,
     new_table,
-    offload_option,
-    planner_option,
+    plan_options,
     print_json,
-    shaped_plan_options,
-    treat_option,
-    weights_option,
+    settings_of,
 )
 from .plan_shape import print_shape
 from .plan_step import PlannedStep, made_of_ops, rehearsed_step, started_ranks, why_no_ranks
@@ -44,36 +38,24 @@ if TYPE_CHECKING:
     from ..plan_request import PlanRequest
     from ..planner.microbatch_sizes import ProfiledModel
     from ..planner.what_if import Change
+    from ..settings import PlanSettings
 
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@shaped_plan_options
-@click.option("--global-batch", type=click.IntRange(1), help="Rows per step; instead of --microbatches.")
+@plan_options(auto=" auto: ranks, replicas and micro-batches are chosen for --cluster and --global-batch.")
 @click.option("--max-batch", is_flag=True, help="Search the largest micro-batch size that fits.")
 @click.option(
     "--best-batch", is_flag=True, help="With --global-batch: search the micro-batch size of the fastest step."
 )
-@click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
-@cluster_option("Plan for these devices, by roofline.")
-@offload_option
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
-@compile_option("Plan with the times of stages that torch.compile made, as pipeline.compile of train does.")
-@planner_option("exact")
-@click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")
-@treat_option
-@weights_option
-@click.option(
-    "--branches/--no-branches",
-    default=True,
-    help="Whether stages that read nothing of each other may run side by side, or all are a chain.",
-)
+@click.option("--planners", is_flag=True, help="List the planners and stop.")
 @click.option(
     "--pair-nodes",
     is_flag=True,
     help="Put first and last ranks together on nodes, which then need about as much host memory.",
 )
-@click.option("--closed-form", is_flag=True, help="With --stages auto: by formulas, without simulating.")
+@click.option("--closed-form", is_flag=True, help="With --ranks auto: by formulas, without simulating.")
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option(
     "--rehearse/--no-rehearse",
@@ -82,15 +64,14 @@ if TYPE_CHECKING:
 )
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
-@click.pass_context
-def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: bool, **options: Any) -> None:
+def plan(*, planners: bool, closed_form: bool, as_json: bool, **options: Any) -> None:
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
     With --json: predicted_step_s; predicted_by: rehearsal where the plan's ranks rehearsed a step on this
     machine, else profile or roofline; profiled_step_s: what its ops make alone, which the plan file has;
     not_rehearsed: why, else null; compiled: with --compile, how the times of compiled functions compare with
-    eager ones, else null; planner, schedule, weights, width, microbatches, microbatch_size, graph;
+    eager ones, else null; planner, schedule, weights, replicas, microbatches, microbatch_size, graph;
     limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
     branches and with no_branches, of the latter also sequential_step_s (each stage waits for the one in
     front), else null; what_if: a list of what, step_s, gain (share of the step's time); and stages, of the
@@ -101,17 +82,17 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     offload_ratio (k, copying by computing), link_use (share of the time that the link to the host copies),
     offloadable_stages (of its rank, so that all copies hide).
 
-    With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
+    With --ranks auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
     --closed-form it has next: a list of the same of the next best; without, simulated (how many shapes),
     planner, limits and stages.
     """
     if planners:
         _list(as_json)
-    elif options["stages"] == "auto":
-        print_shape(ctx, _print, closed_form=closed_form, as_json=as_json, **options)
+    elif options["ranks"] == "auto":
+        print_shape(_print, closed_form=closed_form, as_json=as_json, **options)
     elif closed_form:
-        raise ConfigError("--closed-form without --stages auto", hint="add it: --stages auto --closed-form")
+        raise ConfigError("--closed-form without --ranks auto", hint="add it: --ranks auto --closed-form")
     else:
         _plan(as_json=as_json, **options)
 
@@ -119,61 +100,56 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
 def _plan(
     *,
     model: str | None,
-    device_memory: str | None,
-    cluster: str | None,
     profile_file: Path | None,
     output: Path | None,
     as_json: bool,
-    microbatch_size: int,
-    treat: str | None,
     pair_nodes: bool,
     max_batch: bool,
     best_batch: bool,
     what_if: bool,
     rehearse: bool,
-    planner: str,
     **options: Any,
 ) -> None:
-    if device_memory is not None and cluster is not None:
-        raise ConfigError(
-            "--device-memory and --cluster were both given",
-            hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
+    exclusive(
+        "memory",
+        "cluster",
+        hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
+    )
+    exclusive("max_batch", "best_batch")
+    for search in ("max_batch", "best_batch"):
+        exclusive(search, "profile_file", hint="a profile is of one size: leave out one")
+        exclusive(
+            search,
+            "compile",
+            hint="each size would be compiled: search the size without --compile, then plan for it",
         )
-    profiled = load_profile(profile_file)
-    _refuse_two_sizes(max_batch, best_batch, profiled is not None, options["compiled"])
+    settings, profiled = settings_of(options), load_profile(profile_file)
     if pair_nodes:
-        _refuse_pairs(cluster, options["width"])
-    why_not = why_no_ranks(rehearse, cluster, profile_file)
-    with started_ranks(0 if why_not else options["stages"] * options["width"], model) as started:
+        exclusive(
+            "pair_nodes",
+            "replicas",
+            hint="leave out one: the replicas of a stage are on neighbouring ranks",
+        )
+        settings = settings.changed(cluster=_paired(settings))
+    why_not = why_no_ranks(rehearse, settings.cluster is not None, profile_file)
+    with started_ranks(0 if why_not else settings.devices, model) as started:
         from .. import planning  # torch is loaded here, while the ranks load it, too
 
         job = job_of(model)
-        request = planning.make_request(
-            job,
-            memory=device_memory,
-            cluster=_paired(cluster_of(cluster), options["stages"]) if pair_nodes else cluster_of(cluster),
-            treatments=None if treat is None else TREATMENTS[treat],
-            strategy=planner,
-            **options,
-        )
         with _watching() as watch:
-            request = replace(request, watch=watch)
+            request = planning.make_request(job, settings, watch=watch)
             if best_batch or max_batch:
-                search = planning.plan_best if best_batch else planning.plan_largest
-                plan, planned = search(request, job, microbatch_size)
+                plan, planned = (planning.plan_best if best_batch else planning.plan_largest)(request, job)
             else:
-                plan, planned = planning.plan_size(request, job, microbatch_size, profiled=profiled)
+                plan, planned = planning.plan_size(request, job, profiled=profiled)
             if output is not None:
                 plan.save(output)
             changes = request.changes(plan, planned) if what_if else []
         if why_not:
-            step = made_of_ops(plan, why_not, roofline=cluster is not None and profiled is None)
+            step = made_of_ops(plan, why_not, roofline=not request.local and profiled is None)
         else:
-            folder = options["offload_dir"]
-            step = rehearsed_step(
-                request, plan, planned, job, model=model, offload_dir=folder, started=started
-            )
-    _show(request, plan, planned, step, changes, as_json=as_json, offload_dir=options["offload_dir"])
+            step = rehearsed_step(request, plan, planned, job, model=model, started=started)
+    _show(request, plan, planned, step, changes, as_json=as_json)
 
 
 def _show(
@@ -184,7 +160,6 @@ def _show(
     changes: list[Change],
     *,
     as_json: bool,
-    offload_dir: Path | None,
 ) -> None:
     from .. import machine, plan_request
     from ..planner import plan_table
@@ -192,7 +167,7 @@ def _show(
     rows = plan_table.plan_rows(plan, planned.graph, request.cluster)
     told, changes = step.told(plan), step.scaled(changes)
     if as_json:
-        figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS}
+        figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS} | {"replicas": plan.width}
         what_ifs = [vars(change) for change in changes]
         said = {
             "compiled": plan.notes.get(plan_request.COMPILED),
@@ -201,7 +176,7 @@ def _show(
         }
         print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
-        speed = [] if offload_dir is None else [machine.disk_speed(request.cluster)]
+        speed = [machine.disk_speed(request.cluster)] if request.options.offload_dir else []
         _print(
             rows,
             told,
@@ -210,50 +185,22 @@ def _show(
         )
 
 
-def _refuse_pairs(cluster: str | None, width: int) -> None:
-    """Raises: ConfigError if there are no nodes to put ranks on, or replicas, whose ranks are neighbours."""
+def _paired(settings: PlanSettings) -> Cluster:
+    """The devices of the ranks, first and last ones together on nodes. Raises: ConfigError without nodes."""
+    from ..planner.host_memory import pair_low_with_high
+
+    cluster = cluster_of(settings.cluster)
     if cluster is None:
         raise ConfigError(
             "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
         )
-    if width > 1:
-        raise ConfigError(
-            "--pair-nodes and --width were both given",
-            hint="leave out one: the replicas of a stage are on neighbouring ranks",
-        )
-
-
-def _paired(cluster: Cluster | None, ranks: int) -> Cluster | None:
-    """The devices of so many ranks, first and last ones together on nodes."""
-    from ..planner.host_memory import pair_low_with_high
-
-    if cluster is None:
-        return None
-    return pair_low_with_high(replace(cluster, devices=cluster.devices[:ranks]))
-
-
-def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool, compiled: bool) -> None:
-    """Raises: ConfigError if two options each say the size of a micro-batch, or each size that is looked at
-    would be compiled."""
-    if max_batch and best_batch:
-        raise ConfigError("--max-batch and --best-batch were both given", hint="leave out one")
-    if (max_batch or best_batch) and profiled:
-        raise ConfigError(
-            f"--{'max' if max_batch else 'best'}-batch and --profile were both given",
-            hint="a profile is of one size: leave out one",
-        )
-    if (max_batch or best_batch) and compiled:
-        raise ConfigError(
-            f"--{'max' if max_batch else 'best'}-batch and --compile were both given",
-            hint="each size would be compiled: search the size without --compile, then plan for it",
-        )
+    return pair_low_with_high(replace(cluster, devices=cluster.devices[: settings.ranks]))
 
 
 JSON_KEYS = (
     "planner",
     "schedule",
     "weights",
-    "width",
     "microbatches",
     "microbatch_size",
     "graph",

@@ -1,4 +1,4 @@
-"""`pipeloom plan --stages auto`: the shape of a run, chosen."""
+"""`pipeloom plan --ranks auto`: the shape of a run, chosen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import click
-from click.core import ParameterSource
-
 from ..ir.errors import ConfigError
-from ..ir.memory_policy import TREATMENTS
-from .common import cluster_of, console, job_of, new_table, print_json
+from .common import console, exclusive, job_of, new_table, print_json, settings_of
 from .plan_step import made_of_ops, why_no_ranks
 
 if TYPE_CHECKING:
@@ -27,36 +23,34 @@ SHOWN = 5
 """Shapes that the table has: the chosen one, and the next best."""
 
 CHOSEN = (
-    "width",
+    "replicas",
     "chunks",
     "microbatches",
     "microbatch_size",
     "max_batch",
     "best_batch",
-    "device_memory",
+    "memory",
     "offload_dir",
     "profile_file",
     "pair_nodes",
-    "compiled",
+    "shard_optimizer",
+    "compile",
 )
 """Options that say what is chosen here, or do not go with a cluster described by figures."""
 
-FLAGS = {"profile_file": "profile", "compiled": "compile"}
-"""The flags of arguments with other names."""
 
-
-def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: bool, **options: Any) -> None:
+def print_shape(show: Show, *, closed_form: bool, as_json: bool, **options: Any) -> None:
     """Choose and print.
 
     show: prints a plan.  options: those of `pipeloom plan`.
     Raises: ConfigError for those that do not fit.
     """
     for name in CHOSEN:
-        if ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
-            raise ConfigError(
-                f"--stages auto and --{FLAGS.get(name, name).replace('_', '-')} were both given",
-                hint="leave out one: sizes follow from --cluster and --global-batch",
-            )
+        exclusive(
+            "ranks",
+            name,
+            hint="leave out one: sizes follow from --cluster and --global-batch",
+        )
     output: Path | None = options["output"]
     if closed_form and output is not None:
         raise ConfigError(
@@ -67,18 +61,7 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
     from ..planner import plan_table
 
     job = job_of(options["model"])
-    treat = options["treat"]
-    request = planning.make_request(
-        job,
-        stages=1,
-        schedule=options["schedule"],
-        cluster=cluster_of(options["cluster"]),
-        treatments=None if treat is None else TREATMENTS[treat],
-        weights=options["weights"],
-        branches=options["branches"],
-        global_batch=options["global_batch"],
-        strategy=options["planner"],
-    )
+    request = planning.make_request(job, settings_of({**options, "ranks": 1}))
     if closed_form:
         _print_shapes(shapes.closed_form_shapes(request, job), request, as_json=as_json)
         return
@@ -89,7 +72,7 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
     if as_json:
         print_json({**_figures(shaped), "limits": plan_table.limits(shaped.plan), "stages": rows})
     else:
-        step = made_of_ops(shaped.plan, why_no_ranks(True, options["cluster"], None), roofline=True)
+        step = made_of_ops(shaped.plan, why_no_ranks(True, True, None), roofline=True)
         show(rows, shaped.plan, [step.sentence, *plan_table.limits(shaped.plan), *_sentences(shaped)], [])
 
 
@@ -118,7 +101,7 @@ def _sentences(shaped: ShapedPlan) -> list[str]:
 
 
 def _print_shapes(ranked: list[RankedShape], request: PlanRequest, *, as_json: bool) -> None:
-    batch = request.global_batch
+    batch = request.options.global_batch
     assert batch is not None, "refused before"
     rows = [
         {

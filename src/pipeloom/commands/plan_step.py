@@ -21,13 +21,13 @@ STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.seque
 """Notes of a plan that are seconds of a step."""
 
 
-def why_no_ranks(rehearse: bool, cluster: str | None, profile_file: Path | None) -> str:
+def why_no_ranks(rehearse: bool, described: bool, profile_file: Path | None) -> str:
     """Why no ranks rehearse what is asked for, whatever the plan will be; nothing where they may.
 
-    >>> why_no_ranks(True, None, None), why_no_ranks(False, None, None)
+    >>> why_no_ranks(True, False, None), why_no_ranks(False, False, None)
     ('', '--no-rehearse was given')
     """
-    if cluster is not None:
+    if described:
         return "it is for devices that are described by figures"
     if profile_file is not None:
         return f"its costs are those of {profile_file}"
@@ -122,7 +122,6 @@ def rehearsed_step(
     job: Job,
     *,
     model: str | None,
-    offload_dir: Path | None,
     started: StartedRanks | None,
 ) -> PlannedStep:
     """The step that its ranks rehearse, unless they cannot or it would take long.
@@ -132,7 +131,5 @@ def rehearsed_step(
     """
     from ..train.plan_rehearsal import rehearse_plan
 
-    found = rehearse_plan(
-        request, plan, job, model=model, planned=planned, offload_dir=offload_dir, started=started
-    )
+    found = rehearse_plan(request, plan, job, model=model, planned=planned, started=started)
     return PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=found.step_s, why_not=found.why_not)

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..ir.errors import ConfigError
 from .common import (
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
-    cluster_option,
-    compile_option,
     console,
+    exclusive,
     job_of,
     json_option,
     model_argument,
     new_table,
+    plan_options,
     print_json,
 )
 
@@ -32,14 +31,10 @@ if TYPE_CHECKING:
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@click.option(
-    "--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Rows per micro-batch."
-)
+@plan_options("microbatch_size", "cluster", "compile")
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure."
 )
-@cluster_option("Estimate by roofline for these devices instead.")
-@compile_option("Costs as in stages that torch.compile made: layers are compiled and timed, once a day.")
 @click.option("--save", type=NEW_FILE, help="Write the profile to this JSON file.")
 @click.option("--save-graph", type=NEW_FILE, help="Write the captured graph to this JSON file.")
 @click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
@@ -50,7 +45,7 @@ def profile(
     microbatch_size: int,
     device: str,
     cluster: str | None,
-    compiled: bool,
+    compile: bool,
     save: Path | None,
     save_graph: Path | None,
     top: int,
@@ -66,17 +61,16 @@ def profile(
     from .. import passes
     from ..ir import json_codec
 
-    if compiled and cluster is not None:
-        raise ConfigError(
-            "--compile and --cluster were both given",
-            hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
-        )
-
+    exclusive(
+        "cluster",
+        "compile",
+        hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
+    )
     described = cluster_of(cluster)
     devices = {device} if described is None else {each.name for each in described.devices}
     captured = passes.capture(job_of(model), microbatch_size, devices=devices)
     if described is None:
-        costs = passes.profile(captured, device=device, compiled=compiled)
+        costs = passes.profile(captured, device=device, compile=compile)
     else:
         costs = passes.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from ..ir.errors import ConfigError
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
-from .common import FILE
+from .common import FILE, exclusive
 
 
 class TimesType(click.ParamType[float | tuple[float, ...]]):
@@ -231,17 +231,12 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
         from ..schedule_times import MicrobatchTimes
         from ..schedule_views import Scenario
 
-        if edges is not None and (chunks is not None or _given("ranks")):
-            raise ConfigError(
-                "--edges was given together with -p or -v",
-                hint="leave those out: each stage that an edge names has a rank of its own",
-            )
+        for name in ("ranks", "chunks"):
+            exclusive("edges", name, hint="each stage that an edge names has a rank of its own")
         options = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
         numbers = {name: value for name, value in options.items() if value is not None}
-        if times is not None and numbers:
-            raise ConfigError(
-                "--times was given together with -F, -I or -W", hint="give the file or the numbers"
-            )
+        for name in options:
+            exclusive("times", name, hint="give the file or the numbers")
         scenario = Scenario(
             ranks=ranks,
             microbatches=microbatches,

@@ -13,11 +13,12 @@ from .common import (
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
-    cluster_option,
     console,
+    exclusive,
     job_of,
     json_option,
     load_profile,
+    plan_options,
     print_json,
 )
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--profile", "profile_file", type=FILE, help="Saved profile, instead of measuring MODEL.")
-@cluster_option("Devices and links; by default processes of this machine.")
+@plan_options("cluster")
 @click.option("--html", type=NEW_FILE, help="Write a report page.")
 @click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto.")
 @json_option
@@ -115,8 +116,7 @@ def _costs(
     from ..ir.graph import OpGraph
     from ..plan_request import COMPILED
 
-    if graph_file is not None and model is not None:
-        raise ConfigError("--graph and MODEL were both given", hint="give one of them")
+    exclusive("graph_file", "model")
     if graph_file is not None and profile_file is None and cluster is None:
         raise ConfigError(
             "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
@@ -135,4 +135,4 @@ def _costs(
     if captured is None or cluster is not None:
         assert cluster is not None, "a saved graph comes with a profile or a cluster"
         return graph, passes.estimate(graph, cluster)
-    return graph, passes.profile(captured, compiled=COMPILED in plan.notes)  # as it was planned
+    return graph, passes.profile(captured, compile=COMPILED in plan.notes)  # as it was planned

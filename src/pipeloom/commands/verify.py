@@ -17,7 +17,7 @@ from .common import (
     model_argument,
     plan_options,
     print_json,
-    weights_option,
+    settings_of,
 )
 
 if TYPE_CHECKING:
@@ -30,8 +30,17 @@ LINK = Link(bandwidth_bytes_per_s=1e9)
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@plan_options
-@weights_option
+@plan_options(
+    "ranks",
+    "replicas",
+    "schedule",
+    "chunks",
+    "microbatches",
+    "microbatch_size",
+    "split_backward",
+    "weights",
+    "shard_optimizer",
+)
 @click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
 @click.option(
     "--tolerance",
@@ -50,7 +59,7 @@ def verify(
     tolerance: float | None,
     seed: int,
     as_json: bool,
-    **plan_flags: Any,
+    **options: Any,
 ) -> None:
     """Train MODEL one step in one process and in the pipeline, and compare.
 
@@ -69,12 +78,13 @@ def verify(
     from ..runnable import require_runnable
     from ..verification import verify as compare
 
-    require_runnable(plan_flags["schedule"])  # which loads the operations of a user's own
+    settings = settings_of(options)
+    require_runnable(settings.schedule)  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured
-        cpus = cpu_cluster(plan_flags["stages"] * plan_flags["width"])
+        cpus = cpu_cluster(settings.devices)
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
-        plan = planning.plan(job, cluster=replace(cpus, devices=devices), **plan_flags)
+        plan = planning.plan(job, settings, cluster=replace(cpus, devices=devices))
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:
         print_json(summary(verification))

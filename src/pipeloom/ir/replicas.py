@@ -42,7 +42,7 @@ def widened(plan: Plan, width: int) -> Plan:
         raise PlanError(
             f"schedule {plan.schedule} runs {plan.replicas} replicas of each stage by itself, and cannot be "
             f"run {width} times side by side",
-            hint="leave out --width, or choose a schedule of one direction",
+            hint="leave out --replicas, or choose a schedule of one direction",
         )
     shape = plan.as_schedule if plan.steady is None else plan.steady
     count = len(plan.stages)

@@ -26,13 +26,13 @@ FOUND_BY = "found_by"
 class PlanBy(Protocol):
     """Plans by a planner; raises as `make_plan`."""
 
-    def __call__(self, *, strategy: str, explained: bool) -> Plan: ...
+    def __call__(self, *, planner: str, explained: bool) -> Plan: ...
 
 
 def fastest_of_planners(
     plan_by: PlanBy,
     asked: Sequence[str],
-    strategy: str,
+    planner: str,
     costs: PlanCosts,
     *,
     fastest: bool,
@@ -42,7 +42,7 @@ def fastest_of_planners(
 
     The schedule search then looks for a faster order of the stages of each.
 
-    strategy: the name that the plan gets.  costs: of its stages.  fastest: if not, the first plan will do.
+    planner: the name that the plan gets.  costs: of its stages.  fastest: if not, the first plan will do.
     explained: if none has a plan, the refusal of the first says how far it is from fitting.
     Raises: InfeasibleError if nothing fits for any; PlanError if none can plan this.
     """
@@ -50,7 +50,7 @@ def fastest_of_planners(
     refusals: dict[str, PlanError] = {}
     for name in asked:
         try:
-            plans[name] = plan_by(strategy=name, explained=False)
+            plans[name] = plan_by(planner=name, explained=False)
         except PlanError as error:
             refusals[name] = error
         if plans and not fastest:
@@ -59,26 +59,26 @@ def fastest_of_planners(
         unfit = [name for name in asked if isinstance(refusals[name], InfeasibleError)]
         if not unfit or not explained:
             raise refusals[(unfit or asked)[0]]
-        return plan_by(strategy=unfit[0], explained=True)  # raises, and says more
-    best = fastest_named(plans, refusals, strategy)
+        return plan_by(planner=unfit[0], explained=True)  # raises, and says more
+    best = fastest_named(plans, refusals, planner)
     if not fastest:
         return best
     orders = (with_searched_order(plan, costs) for plan in plans.values())
     searched = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
     if searched is None or searched.predicted_step_s >= best.predicted_step_s:
         return best
-    return fastest_named({**plans, SEARCHED: searched}, refusals, strategy)
+    return fastest_named({**plans, SEARCHED: searched}, refusals, planner)
 
 
-def fastest_named(plans: Mapping[str, Plan], refusals: Mapping[str, PlanError], strategy: str) -> Plan:
+def fastest_named(plans: Mapping[str, Plan], refusals: Mapping[str, PlanError], planner: str) -> Plan:
     """The fastest of the plans of several planners, with notes on what each came to and whose plan it is.
 
-    plans, refusals: by the planner's name, or by `SEARCHED`.  strategy: the name that the plan gets.
+    plans, refusals: by the planner's name, or by `SEARCHED`.  planner: the name that the plan gets.
     """
     best = min(plans.values(), key=lambda plan: plan.predicted_step_s)
     told = {f"{PREFIX}{name}": repr(plan.predicted_step_s) for name, plan in plans.items()}
     told |= {f"{PREFIX}{name}": error.message for name, error in refusals.items() if name not in plans}
-    return replace(best, planner=strategy, notes={**best.notes, **told, FOUND_BY: best.planner})
+    return replace(best, planner=planner, notes={**best.notes, **told, FOUND_BY: best.planner})
 
 
 def planners_asked(plan: Plan) -> dict[str, float | None]:

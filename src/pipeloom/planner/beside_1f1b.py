@@ -29,8 +29,8 @@ def beside_1f1b(request: Request, plan: Plan, find: Callable[[Request], Candidat
 
     find: that candidate of a request; None if none keeps its caps.
     """
-    chain = replace(request.options, branches=request.options.branches and request.planner.arrange is None)
-    other = replace(request, schedule=ONE_STAGE_EACH, options=chain)
+    branches = request.options.branches and request.planner.arrange is None
+    other = replace(request, options=replace(request.options, schedule=ONE_STAGE_EACH, branches=branches))
     try:
         other.refuse_what_cannot_be()
         search = other.search()

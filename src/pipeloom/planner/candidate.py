@@ -295,11 +295,11 @@ class Candidate:
                 caps[stage] = min(caps[stage], self._estimates[stage] - extra * part)
         return tuple(max(1, int(cap)) for cap in caps)
 
-    def plan(self, strategy: str) -> Plan:
+    def plan(self) -> Plan:
         model = self.search.model
         return Plan(
             graph=self.request.graph.fingerprint,
-            planner=strategy,
+            planner=self.request.options.planner,
             stages=self.parts,
             placement=self.schedule.placement,
             schedule=self.rows.name,

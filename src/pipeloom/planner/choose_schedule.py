@@ -51,7 +51,7 @@ class Try:
     """
 
     schedule: str
-    strategy: str
+    planner: str
     treatments: tuple[Treatment, ...] | None
     capped: bool = True
     polishes: bool = False
@@ -210,7 +210,7 @@ class _Choice:
         Returns its plan, if there is one.
         """
         below_s = inf
-        if self.best is not None and one.strategy != POLISHES:
+        if self.best is not None and one.planner != POLISHES:
             below_s = (1 + CLOSE) * self.best.predicted_step_s
         try:
             found = self.plan(replace(one, below_s=below_s))
@@ -228,7 +228,7 @@ class _Choice:
                 self._tell(name)
                 self.try_(Try(name, POLISHES, self.treatments))
         best = self.found()
-        if self.by is not None and self.by.strategy != POLISHES:
+        if self.by is not None and self.by.planner != POLISHES:
             self.try_(replace(self.by, polishes=True))
         return self.best or best
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
@@ -69,72 +70,59 @@ def make_plan(
     graph: OpGraph,
     profile: Profile | Mapping[str, Profile],
     cluster: Cluster,
-    *,
-    stages: int,
-    schedule: str,
-    microbatches: int,
-    strategy: str = "exact",
     options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    *,
     explained: bool = True,
     watch: SearchWatch | None = None,
+    **changes: Any,
 ) -> Plan:
     """Cut a graph into stages, for the usual placement of a schedule.
 
-    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
-        the number of stages; others put several or replicas on each.
     profile: costs per micro-batch, for all devices or by device name.
-    schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
+    changes: of the options.
     explained: if nothing fits, look for how far it is from fitting, which takes longer; and see whether 1F1B
         would be faster than several stages on a rank.
     watch: told how the search goes on.
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory.
     """
-    asked = planner(strategy)
+    options = options.changed(**changes)
+    asked = planner(options.planner)
 
     def request(by: Planner) -> Request:
-        devices = replace(cluster, devices=cluster.devices[:stages])
-        return Request(graph, profile, devices, schedule, microbatches, options, by, watch)
+        devices = replace(cluster, devices=cluster.devices[: options.ranks])
+        return Request(graph, profile, devices, options, by, watch)
 
     if asked.asks:
-        plan_by = partial(
-            make_plan,
-            graph,
-            profile,
-            cluster,
-            stages=stages,
-            schedule=schedule,
-            microbatches=microbatches,
-            options=options,
-            watch=watch,
-        )
+        plan_by = partial(make_plan, graph, profile, cluster, options, watch=watch)
         costs = PlanCosts(graph, profile, cluster)
         asks = options.planners or asked.asks
         plan = fastest_of_planners(
-            plan_by, asks, strategy, costs, fastest=options.fastest, explained=explained
+            plan_by, asks, options.planner, costs, fastest=options.fastest, explained=explained
         )
         asked = planner(plan.notes[FOUND_BY])
     else:
-        refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
+        schedule = FIRST[0] if asked.chooses_schedule else options.schedule
+        refuse_nonsense(graph, cluster, options.ranks, schedule)
         if asked.chooses_schedule:
-            return replace(_of_many_schedules(request(asked), explained=explained), planner=strategy)
-        plan = _plan_or_with_fewer(request(asked), strategy, explained=explained)
-    if not explained or not options.fastest or options.width > 1 or asked.chooses_schedule:
+            return replace(_of_many_schedules(request(asked), explained=explained), planner=options.planner)
+        plan = _plan_or_with_fewer(request(asked), explained=explained)
+    if not explained or not options.fastest or options.replicas > 1 or asked.chooses_schedule:
         return plan
     own = request(asked)
     return plan if own.layout.in_line else beside_1f1b(own, plan, _first_own)
 
 
-def first_way(strategy: str, schedule: str) -> tuple[str, str]:
+def first_way(name: str, schedule: str) -> tuple[str, str]:
     """The planner and the schedule with which a planner of many schedules, or one that asks others, tries
     first, whose plans are among its own, and which takes less time; of other planners these.
 
     >>> first_way("pipeoffload", "gpipe"), first_way("auto", "gpipe"), first_way("exact", "gpipe")
     (('dawnpiper', '1f1b'), ('dawnpiper', 'gpipe'), ('exact', 'gpipe'))
     """
-    if asks := planner(strategy).asks:
+    if asks := planner(name).asks:
         return asks[0], schedule
-    return (POLISHES, FIRST[0]) if planner(strategy).chooses_schedule else (strategy, schedule)
+    return (POLISHES, FIRST[0]) if planner(name).chooses_schedule else (name, schedule)
 
 
 def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
@@ -144,39 +132,38 @@ def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
 
     def plan(one: Try) -> Plan:
         refuse_nonsense(request.graph, cluster, len(cluster.devices), one.schedule)
-        by = planner(one.strategy)
-        if one.strategy != POLISHES:
+        by = planner(one.planner)
+        if one.planner != POLISHES:
             by = replace(by, polishes=one.polishes, rounds=TRIED_ROUNDS)
         own = replace(
             request,
             cluster=cluster if one.capped else roomy,
-            schedule=one.schedule,
             planner=by,
             below_s=one.below_s,
-            options=replace(options, treatments=one.treatments),
+            options=replace(options, schedule=one.schedule, planner=one.planner, treatments=one.treatments),
         )
-        return _plan_or_with_fewer(own, one.strategy, explained=False)
+        return _plan_or_with_fewer(own, explained=False)
 
     linked = all(device.host_link is not None for device in cluster.devices)
-    allowed = options.treatments is None or "offload" in options.treatments
+    allowed = options.allowed is None or "offload" in options.allowed
     places = len(Readers(request.graph).cut_points) - 1
     try:
         return choose_schedule(
             plan,
             options.schedules or schedule_names(len(cluster.devices), places, copies=linked and allowed),
             [device.memory_bytes for device in cluster.devices],
-            treatments=options.treatments,
+            treatments=options.allowed,
             fastest=options.fastest,
             watch=request.watch,
         )
     except InfeasibleError:
         if not explained:
             raise
-    first = replace(request, schedule=FIRST[0], planner=planner(POLISHES))
-    return _plan_or_with_fewer(first, POLISHES, explained=True)
+    first = replace(options, schedule=FIRST[0], planner=POLISHES)
+    return _plan_or_with_fewer(replace(request, options=first, planner=planner(POLISHES)), explained=True)
 
 
-def _plan_or_with_fewer(request: Request, strategy: str, *, explained: bool) -> Plan:
+def _plan_or_with_fewer(request: Request, *, explained: bool) -> Plan:
     """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that offloads
     on the device at once."""
     if request.planner.arrange is not None:  # its stages are a chain
@@ -184,16 +171,16 @@ def _plan_or_with_fewer(request: Request, strategy: str, *, explained: bool) -> 
     options = request.options
     request.refuse_what_cannot_be()
     if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
-        return _plan_of(request, strategy, explained=explained)
+        return _plan_of(request, explained=explained)
     try:
-        return _plan_of(request, strategy, explained=False)
+        return _plan_of(request, explained=False)
     except InfeasibleError:
         fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
         again = replace(request, options=fewer, only_offloading=True)
-        return _plan_of(again, strategy, explained=explained)
+        return _plan_of(again, explained=explained)
 
 
-def _plan_of(request: Request, strategy: str, *, explained: bool) -> Plan:
+def _plan_of(request: Request, *, explained: bool) -> Plan:
     """The plan that is asked for; raises as `make_plan`."""
     asked, options = request.planner, request.options
     stages, schedule, cluster = len(request.cluster.devices), request.schedule, request.cluster
@@ -208,8 +195,8 @@ def _plan_of(request: Request, strategy: str, *, explained: bool) -> Plan:
         in_a_row = replace(request, options=replace(options, branches=False))
         best = faster_of(best, _best_under_caps(in_a_row, search, log))
     if best is None:
-        raise _refusal(request, search, log, strategy, explained=explained)
-    return best.plan(strategy)
+        raise _refusal(request, search, log, explained=explained)
+    return best.plan()
 
 
 def _best_under_caps(request: Request, search: Search, log: _SearchLog) -> Candidate | None:
@@ -336,9 +323,7 @@ def _is_hopeless(tried: Sequence[Candidate], request: Request) -> bool:
     return len(tried) > 1 and least > HOPELESS * sum(d.memory_bytes for d in request.cluster.devices)
 
 
-def _refusal(
-    request: Request, search: Search, log: _SearchLog, strategy: str, *, explained: bool
-) -> InfeasibleError:
+def _refusal(request: Request, search: Search, log: _SearchLog, *, explained: bool) -> InfeasibleError:
     """The error where no planner has a candidate that fits. explained: see `make_plan`."""
     if log.candidates:
         closest = min(log.candidates, key=lambda candidate: sum(candidate.over))
@@ -348,9 +333,9 @@ def _refusal(
             )
         return passes_caps(closest.over, request.cluster, request.schedule)
     if log.first_cuts:
-        return does_not_fit(log.search or search, log.first_cuts, strategy)
+        return does_not_fit(log.search or search, log.first_cuts, request.options.planner)
     if request.planner.arrange is not None:
-        return finds_no_chain(search, strategy)
+        return finds_no_chain(search, request.options.planner)
     if explained:
         return explain_infeasible(search, request.wider)
     return InfeasibleError(f"no cut into {len(search.caps)} stages fits")

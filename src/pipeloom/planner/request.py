@@ -21,6 +21,7 @@ from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from ..schedules import registry, steady
+from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
 from .deepen import deepen
 from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
@@ -41,31 +42,19 @@ HALF_A_STAGE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What else a plan depends on.
+class PlanOptions(PlanSettings):
+    """The settings, and what only callers of a planner say.
 
-    split_backward: the schedule splits each backward into I and W.
+    Planners plan one pipeline: `microbatches` are those of one, and `replicas` only says how many there are.
     overlap: transfers run while stages compute.
-    treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
-        offloading where the devices have a host link.
-    weights: None for those of the schedule.  clips: gradients, by their norm over all ranks.
-    width: replicas of each stage, of which one is planned.  shard_optimizer: they share out its state.
-    branches: stages that read nothing of each other run side by side; if not, one after another, as a chain.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
     planners: by name, which a planner that asks several asks; (): all that it usually does.
     """
 
-    split_backward: bool = False
     overlap: bool = True
-    treatments: tuple[Treatment, ...] | None = None
-    weights: str | None = None
-    clips: bool = False
-    width: int = 1
-    shard_optimizer: bool = False
     fastest: bool = True
-    branches: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
     planners: tuple[str, ...] = ()
@@ -78,8 +67,6 @@ class Request:
     graph: OpGraph
     profile: Profile | Mapping[str, Profile]
     cluster: Cluster
-    schedule: str
-    microbatches: int
     options: PlanOptions
     planner: Planner
     watch: SearchWatch | None = None
@@ -92,6 +79,14 @@ class Request:
     tried."""
     shared: SharedCosts = field(default_factory=SharedCosts, compare=False, repr=False)
     """With other requests for the same graph, profile and cluster."""
+
+    @property
+    def schedule(self) -> str:
+        return self.options.schedule
+
+    @property
+    def microbatches(self) -> int:
+        return self.options.microbatches
 
     @property
     def weights(self) -> str:
@@ -129,7 +124,7 @@ class Request:
         """What may be done with residuals, where the schedule does not say it."""
         if self.copies:
             return ()
-        asked = self.options.treatments
+        asked = self.options.allowed
         if asked is not None:
             return tuple(t for t in asked if t != "keep")
         if self.planner.optimises != "always":
@@ -141,7 +136,7 @@ class Request:
     def makes_again(self) -> bool:
         """Whether a stage that the schedule itself has offloaded may make cheap residuals again instead: not
         where offloading alone is allowed."""
-        return not self.options.treatments or "recompute" in self.options.treatments
+        return not self.options.allowed or "recompute" in self.options.allowed
 
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
@@ -215,8 +210,8 @@ class Request:
             overlap=self.options.overlap,
             weights=self.weights,
             clips=self.options.clips,
-            width=self.options.width,
-            sharing=self.options.width if self.options.shard_optimizer else 1,
+            width=self.options.replicas,
+            sharing=self.options.replicas if self.options.shard_optimizer else 1,
             offloaded_at_once=self.options.offloaded_at_once,
         )
         order = ordered.ops if ordered.borders else ()

@@ -138,7 +138,7 @@ def refuse_unlike_devices(cluster: Cluster) -> None:
     if len(kinds) > 1:
         raise PlanError(
             f"a shape is chosen for devices that are alike, the cluster has {', '.join(kinds)}",
-            hint="name one kind of device, or say how many --stages there are to be",
+            hint="name one kind of device, or say how many --ranks there are to be",
         )
 
 

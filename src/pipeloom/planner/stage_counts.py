@@ -50,5 +50,5 @@ def too_many_stages(why: str, places: int, schedule: str, ranks: int, cluster: C
     most = min(ranks - 1, places, len(cluster.devices))
     fewer = next((n for n in range(most, 0, -1) if stages_for(schedule, n) <= places), None)
     ranks_word = "ranks" if fewer and fewer > 1 else "rank"
-    hint = f"use at most {fewer} {ranks_word} (--stages {fewer})" if fewer else "use another schedule"
+    hint = f"use at most {fewer} {ranks_word} (--ranks {fewer})" if fewer else "use another schedule"
     return TooManyStages(f"{schedule} on {ranks} ranks is for {why}", hint=hint, places=places)

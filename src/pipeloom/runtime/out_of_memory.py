@@ -29,7 +29,7 @@ def out_of_memory_told(ledger: Ledger, doing: Callable[[], str]) -> Iterator[Non
             f"{wanted[1] if wanted else 'more'} could not be allocated{_of_device()}. "
             f"Before that its ledger counts {format_bytes(ledger.total)}\n"
             f"{table(ledger.levels)}".rstrip(),
-            hint="use smaller micro-batches or more stages, or plan with a cap (--device-memory), so that "
+            hint="use smaller micro-batches or more stages, or plan with a cap (--memory), so that "
             "residuals are recomputed or offloaded",
         ) from None
 

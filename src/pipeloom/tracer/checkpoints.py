@@ -47,7 +47,7 @@ def statistics_in_checkpoints_refused(name: str) -> Iterator[None]:
             raise CaptureError(
                 f"the forward of {name} updates running statistics inside a checkpoint{at(user_line())}: "
                 "PyTorch updates them twice, the second time when it computes again, and a pipeline once",
-                hint="switch the model's checkpointing off, and let pipeloom recompute: --treat recompute",
+                hint="switch the model's checkpointing off, and let pipeloom do it: --treatments recompute",
             )
         return batch_norm(*args, **kwargs)
 

@@ -4,7 +4,7 @@
     [model]
     width = 256
     [pipeline]
-    stages = 4
+    ranks = 4
 
 Every key may also be given as `--set model.width=256`.
 """
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..ir.errors import ConfigError, shown
-from ..ir.memory_policy import TREATMENTS
-from ..ir.units import parse_bytes
+from ..settings import PlanSettings, setting
 
 
 def _require(holds: bool, message: str, hint: str) -> None:
@@ -91,80 +90,22 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How the model is spread.
+class PipelineConfig(PlanSettings):
+    """How the model is spread: the settings of a plan, and those of the ranks that run it."""
 
-    stages: ranks of a pipeline; a schedule puts one stage on each, or several.
-    width: replicas of every stage, side by side.  shard_optimizer: they share out the optimizer's state.
-    chunks: stages per rank, for schedules that want several; unset: 2.
-    planner: by name, see `pipeloom plan --planners`.
-    weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
-    microbatches, microbatch_size: the replicas together run so many sequences.  accumulate: times per step.
-    compile: run stages through torch.compile, and plan with the times that they then take.
-    device: "cpu" or "cuda".  autocast: "bfloat16" for mixed precision; unset for none.
-    device_memory: cap per rank, as "300MiB"; unset for no cap.
-    treat: what may be done with residuals where they do not fit: "none", "recompute", "offload" or "both";
-        unset: what `offload_dir` says.
-    offload_dir: folder for residuals that ranks on a CPU offload: where what does not fit under
-        `device_memory` may be recomputed or offloaded, by how fast that folder is found to be. Unset: only
-        what a plan file offloads is, to the run directory.
-    plan: a plan file to follow instead of planning; it decides what `follow_plan` says.
-    timeout_s: limit of each wait for other ranks; see `pipeloom.Options`.
-    """
-
-    stages: int = 2
-    width: int = 1
-    planner: str = "exact"
-    schedule: str = "1f1b"
-    chunks: int | None = None
-    weights: str | None = None
-    microbatches: int = 8
-    microbatch_size: int = 4
-    accumulate: int = 1
-    split_backward: bool = False
-    shard_optimizer: bool = False
-    compile: bool = False
-    device: str = "cpu"
-    autocast: str | None = None
-    device_memory: str | None = None
-    treat: str | None = None
-    offload_dir: str | None = None
-    plan: str | None = None
-    timeout_s: float = 300.0
+    accumulate: int = setting(1, "Times that the micro-batches run before the weights change.", least=1)
+    device: str = setting("cpu", "What ranks compute on.", words=("cpu", "cuda"))
+    autocast: str | None = setting(
+        None, "Mixed precision, in this dtype. float16 would need the loss to be scaled.", words=("bfloat16",)
+    )
+    plan: str | None = setting(
+        None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"
+    )
+    timeout_s: float = setting(300.0, "Limit of each wait for other ranks, in seconds.")
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "pipeline.",
-            stages=self.stages,
-            width=self.width,
-            microbatches=self.microbatches,
-            microbatch_size=self.microbatch_size,
-            accumulate=self.accumulate,
-            timeout_s=self.timeout_s,
-        )
-        _require(
-            self.chunks is None or self.chunks > 0, f"pipeline.chunks is {self.chunks}", "use at least 1"
-        )
-        _require(
-            self.device in ("cpu", "cuda"), f"pipeline.device is {shown(self.device)}", 'use "cpu" or "cuda"'
-        )
-        _require(
-            self.autocast in (None, "bfloat16"),
-            f"pipeline.autocast is {shown(self.autocast)}",
-            'use "bfloat16", or leave it out; float16 would need the loss to be scaled, see docs/training.md',
-        )
-        _require(
-            self.treat is None or self.treat in TREATMENTS,
-            f"pipeline.treat is {shown(self.treat)}",
-            f"use one of {', '.join(TREATMENTS)}",
-        )
-        if self.device_memory is not None:
-            parse_bytes(self.device_memory)
-
-    @property
-    def rows(self) -> int:
-        """Sequences that the schedule runs once; a step trains on `accumulate` times as many."""
-        return self.microbatches * self.microbatch_size
+        super().__post_init__()
+        _require_positive("pipeline.", timeout_s=self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 import msgspec
 
@@ -21,11 +22,14 @@ _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+)\s*(?:\.|=)")
 LARGEST_BITS = 63
 """Of whole numbers, as tensors count."""
 
+Override: TypeAlias = str | tuple[str, Any]
+"""A setting that is changed: as text, "key=value", or its dotted key and its value."""
+
 _AT = re.compile(r" - at `\$\.(.+)`$")
 
 
-def read_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The defaults, changed by a TOML file, changed by `key=value` overrides.
+def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config:
+    """The defaults, changed by a TOML file, changed by overrides.
 
     Raises: ConfigError naming the file and line, or the override, if something is missing, misspelt, of
         the wrong type or out of range.
@@ -36,9 +40,11 @@ def read_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
     for key, place in origin.items():
         _refuse_unknown(key, place)
     for override in overrides:
-        key, value = _parse_override(override)
+        key, value = _parse_override(override) if isinstance(override, str) else override
+        said = override if isinstance(override, str) else f"{key}={value}"
+        origin[key] = f"--set {shortened(said, most=80)}"
+        _refuse_unknown(key, origin[key])
         _put(plain, key, value)
-        origin[key] = f"--set {shortened(override, most=80)}"
     for key, value in _items(plain):
         if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
             raise ConfigError(
@@ -57,6 +63,14 @@ def read_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
         ) from None
 
 
+def key_of(override: Override) -> str:
+    """
+    >>> key_of("model.width = 64"), key_of(("steps", 3))
+    ('model.width', 'steps')
+    """
+    return override.partition("=")[0].strip() if isinstance(override, str) else override[0]
+
+
 def write_config(config: Config) -> str:
     """The whole config as TOML, defaults included; `read_config` gives it back.
 
@@ -73,7 +87,7 @@ def write_config(config: Config) -> str:
     """
     import tomli_w  # here, since only `pipeloom train` writes a config
 
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
 
 def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
@@ -111,10 +125,10 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"--set {override!r} has no value", hint="write --set key=value")
     _refuse_unknown(key, f"--set {override}")
-    kind = _type_of(key)
-    if kind == str | None and not raw:
+    kind, kinds = _type_of(key), _kinds_of(key)
+    if type(None) in kinds and not raw:
         return key, None
-    if kind in (str, str | None) and not raw.startswith(('"', "'")):
+    if str in kinds and not raw.startswith(('"', "'", "[")):
         return key, raw
     try:
         value = parse_toml(f"value = {raw}", key)["value"]
@@ -176,15 +190,21 @@ def _type_of(dotted: str) -> Any:
     return kind
 
 
-def _kind_of(dotted: str) -> str:
+def _kinds_of(dotted: str) -> tuple[Any, ...]:
     kind = _type_of(dotted)
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def _kind_of(dotted: str) -> str:
     words = {
+        str: "a text",
         int: "a whole number",
         float: "a number",
         bool: "true or false",
         tuple[str, ...]: "a list of texts",
     }
-    return words.get(kind, "a table" if dataclasses.is_dataclass(kind) else "a text")
+    kinds = _kinds_of(dotted)
+    return next((word for kind, word in words.items() if kind in kinds), "a table")
 
 
 def _default_of(dotted: str) -> Any:

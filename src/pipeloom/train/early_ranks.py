@@ -35,7 +35,7 @@ def ranks_for(config: Config) -> AbstractContextManager[StartedRanks | None]:
         return nullcontext()
     settings = config.pipeline
     if settings.plan is None:
-        return start_ranks(settings.stages * settings.width, config.job)
+        return start_ranks(settings.devices, config.job)
     return start_ranks(len(set(load_plan(Path(settings.plan)).placement)), config.job)
 
 

@@ -12,12 +12,13 @@ from ..ir.plan import Plan
 from ..plan_request import COMPILED
 from ..runnable import names_to_plan_by
 from .config import Config
+from .config_text import Override, key_of
 
 _log = logging.getLogger("pipeloom")
 
 
-def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
-    """A plan file decides the stages, pipelines side by side, the schedule, weight versions, micro-batches,
+def follow_plan(config: Config, plan: Plan, overrides: Sequence[Override]) -> Config:
+    """A plan file decides the ranks, the replicas, the schedule, weight versions, micro-batches,
     whether replicas share the optimizer, and, if it was made for that, that stages are compiled.
 
     The config keeps its own planner and schedule if nothing can be planned by the plan's: a searched order is
@@ -27,8 +28,8 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
     fixed: dict[str, Any] = {
-        "stages": len(set(plan.placement)) // plan.width,
-        "width": plan.width,
+        "ranks": len(set(plan.placement)) // plan.width,
+        "replicas": plan.width,
         "shard_optimizer": plan.shard_optimizer,
         "planner": plan.planner,
         "schedule": plan.schedule,
@@ -46,7 +47,9 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
         )
     if config.pipeline.chunks is not None:
         fixed["chunks"] = len(plan.stages) * plan.width // len(set(plan.placement))
-    overridden = {override.partition("=")[0].strip() for override in overrides}
+    if config.pipeline.global_batch is not None:
+        fixed["global_batch"] = plan.microbatches * plan.microbatch_size
+    overridden = set(map(key_of, overrides))
     for key, value in fixed.items():
         setting = getattr(config.pipeline, key)
         if f"pipeline.{key}" in overridden and setting != value:

@@ -29,7 +29,7 @@ from ..tracer.job import Job
 from ..tracer.job_loader import load_job
 from .config import Config
 from .loop import LONG_STEP_S
-from .run import exit_rank
+from .run import exit_rank, measuring
 from .workload import default_job
 
 SHARE_OF_MEMORY = 0.5
@@ -54,13 +54,12 @@ def rehearse_plan(
     *,
     model: str | None,
     planned: ProfiledModel | None = None,
-    offload_dir: Path | None = None,
     started: StartedRanks | None = None,
 ) -> PlanRehearsal:
     """Let the ranks of a plan for this machine rehearse a step of it; nothing is trained or kept.
 
     model: names the job for the ranks, None for the built-in GPT.  planned: its model, which is not captured
-    again if it was captured for these micro-batches.  offload_dir: where the plan's residuals go.
+    again if it was captured for these micro-batches.
     started: processes for the ranks, if they were started already.
     Raises: CaptureError if the model cannot be captured.
     """
@@ -71,16 +70,12 @@ def rehearse_plan(
     with tempfile.TemporaryDirectory(prefix="pipeloom-plan-") as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)
-        args = (
-            model,
-            path,
-            handed,
-            Options(compare=False, offload_dir=offload_dir, compiled=request.compiled),
-        )
-        if started is not None and started.ranks == request.ranks:
+        settings = request.options
+        args = (model, path, handed, measuring(settings))
+        if started is not None and started.ranks == settings.devices:
             status = started.run(_rank, args)
         else:
-            status = launch(_rank, request.ranks, args=args)
+            status = launch(_rank, settings.devices, args=args)
         if status:
             return PlanRehearsal(why_not=f"its ranks ended with exit status {status}")
         return PlanRehearsal(step_s=json.loads(_found(path).read_text()))
@@ -94,8 +89,8 @@ def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
     if "RANK" in os.environ:
         return "this process is one of several ranks itself"
     cores = os.cpu_count() or 1
-    if request.ranks > cores:
-        return f"it is for {request.ranks} ranks, this machine has {cores} cores"
+    if (ranks := request.options.devices) > cores:
+        return f"it is for {ranks} ranks, this machine has {cores} cores"
     if plan.predicted_step_s > LONG_STEP_S:
         return f"that takes as long as a few steps, and of over {LONG_STEP_S:.0f} s each"
     memory = int(SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

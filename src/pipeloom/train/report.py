@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def summary(
         "steps": outcome.steps,
         "first_step": outcome.first_step,
         "stages": len(plan.stages),
-        "width": plan.width,
+        "replicas": plan.width,
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "train_loss": _ends(outcome.losses["train"]),
@@ -121,7 +122,7 @@ def write_files(
         stages=rows,
         edges=edges,
         losses=outcome.losses,
-        config=msgspec.to_builtins(config),
+        config=msgspec.to_builtins(asdict(config)),
         caps=caps,
         explanations=explanations,
         note=compared(outcome, forecast),

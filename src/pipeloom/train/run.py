@@ -20,7 +20,6 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ..ir.errors import ConfigError, PeerError, PipeloomError
-from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
@@ -35,10 +34,11 @@ from ..runnable import require_runnable, require_training
 from ..runtime.launch.connect import connect
 from ..runtime.launch.launch import StartedRanks, launch
 from ..runtime.launch.processes import terminate_as_exit
+from ..settings import PlanSettings
 from ..tracer.job_loader import load_job
 from ..viewer.stage_graph import stage_edges
 from .config import Config
-from .config_text import read_config, write_config
+from .config_text import Override, key_of, read_config, write_config
 from .follow_plan import follow_plan
 from .handing_over import autocast_of, hand_over
 from .loop import train, what_runs_first, why_at_once
@@ -54,7 +54,7 @@ class TrainRequest:
     """What the user wants. file, out: None for the defaults. as_json: print the summary as JSON."""
 
     file: Path | None = None
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
     out: Path | None = None
     resume: bool = False
     as_json: bool = False
@@ -157,7 +157,7 @@ def prepare_run(
         before = read_config(out / "config.toml")
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
-            if not any(text.startswith("steps=") for text in request.overrides):
+            if "steps" not in map(key_of, request.overrides):
                 config = extended(config, out, request.console)
         replan = _planned_from(config) != _planned_from(before)
     if replan and config.pipeline.plan is not None:
@@ -228,37 +228,21 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
     """Read the plan that the config names, or capture, profile and plan."""
     settings = config.pipeline
     if settings.plan is not None:
-        return PlannedRun(with_caps(load_plan(Path(settings.plan)), settings.device_memory))
+        return PlannedRun(with_caps(load_plan(Path(settings.plan)), settings.memory))
     with console.status("capturing, profiling and planning"):
         made: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
             captured = capture(workload.job, settings.microbatch_size, autocast=autocast_of(config))
-            profiled = profile(captured, device=settings.device, compiled=settings.compile)
+            profiled = profile(captured, device=settings.device, compile=settings.compile)
             made = {"captured": captured, "profiled": profiled}
-        request = make_request(
-            workload.job,
-            stages=settings.stages,
-            width=settings.width,
-            microbatches=settings.microbatches,
-            schedule=settings.schedule,
-            chunks=settings.chunks,
-            strategy=settings.planner,
-            split_backward=settings.split_backward,
-            shard_optimizer=settings.shard_optimizer,
-            memory=settings.device_memory,
-            treatments=None if settings.treat is None else TREATMENTS[settings.treat],
-            weights=settings.weights,
-            clips=bool(config.optimizer.clip_norm),
-            offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
-            compiled=settings.compile,
-        )
-        plan, model = plan_size(request, workload.job, settings.microbatch_size, **made)
+        clips = settings.clips or bool(config.optimizer.clip_norm)
+        plan, model = plan_size(make_request(workload.job, settings, clips=clips), workload.job, **made)
     for sentence in times_of(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
     return PlannedRun(plan, model)
 
 
-def with_caps(plan: Plan, memory: str | None) -> Plan:
+def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     """A plan file's plan under the caps that the config sets too; each rank's lower one counts.
 
     The run refuses to start if it does not fit.
@@ -302,7 +286,7 @@ def _train_rank(prepared: PreparedRun) -> None:
         clip_norm=config.optimizer.clip_norm or None,
         scheduler=rate_scheduler(config),
         autocast=autocast_of(config),
-        compiled=config.pipeline.compile,
+        compile=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
         timeout_s=config.pipeline.timeout_s,
@@ -347,6 +331,12 @@ def _train_rank(prepared: PreparedRun) -> None:
         print_end(console, out, outcome, forecast, rows)
     if prepared.request.as_json:
         print(json.dumps(figures, indent=1))
+
+
+def measuring(settings: PlanSettings) -> Options:
+    """Options of ranks that measure steps, and train nothing."""
+    folder = None if settings.offload_dir is None else Path(settings.offload_dir)
+    return Options(compare=False, offload_dir=folder, compile=settings.compile)
 
 
 def exit_rank(error: PipeloomError) -> NoReturn:

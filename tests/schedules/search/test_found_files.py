@@ -90,7 +90,7 @@ def test_a_found_schedule_is_one_of_your_own(
     assert "cannot block" in run("schedule", "check", rows)
     (tmp_path / f"net_{len(stage)}.py").write_text(JOB)
     job = f"net_{len(stage)}.py:job"
-    assert "equal within" in run("verify", job, "--stages", 3, "--microbatches", 4, "-s", name)
+    assert "equal within" in run("verify", job, "--ranks", 3, "--microbatches", 4, "-s", name)
 
 
 def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_operation_of_your_own_is_placed(
     assert shown["step_s"] == pytest.approx(figures["repeating_step_s"])
     (tmp_path / f"net_press_{len(stage)}.py").write_text(JOB)
     job = f"net_press_{len(stage)}.py:job"
-    assert "equal within" in run("verify", job, "--stages", 3, "--microbatches", 4, "-s", f"{found}:found")
+    assert "equal within" in run("verify", job, "--ranks", 3, "--microbatches", 4, "-s", f"{found}:found")
 
 
 def test_stages_without_ranks_get_some() -> None:
@@ -150,7 +150,7 @@ def test_stages_without_ranks_get_some() -> None:
 def test_a_plan_says_what_its_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net_plan.py").write_text(JOB)
-    run("plan", "net_plan.py:job", "--stages", 2, "-m", 4, "-o", "plan.json", "--no-rehearse")
+    run("plan", "net_plan.py:job", "--ranks", 2, "-m", 4, "-o", "plan.json", "--no-rehearse")
     figures = json.loads(run("schedule", "search", "--times", "plan.json", "-m", 4, "--json"))
     assert figures["ranks"] == 2 and figures["gap"] >= 0 and figures["bound"]
 

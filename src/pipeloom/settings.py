@@ -1,0 +1,180 @@
+"""The settings of a plan, once: Python keywords, options of commands, and the table [pipeline] of a config
+file are made from the fields of `PlanSettings`, and their descriptions are the only help text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Self, get_args
+
+from .ir.cluster import MOST_DEVICES, Cluster
+from .ir.errors import ConfigError, shown
+from .ir.memory_policy import TREATMENTS, Treatment
+from .ir.units import parse_bytes
+from .ir.weight_policy import WEIGHT_POLICIES
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A field of settings.
+
+    help: what it is.  more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a
+    text is one of them; `kind` of a path, "folder" or "file".
+    """
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What a plan is made for, and what it may do.
+
+    In Python memory may also be a number of bytes, cluster a `Cluster`, and treatments a tuple, as
+    ("recompute",).
+
+    Raises: ConfigError for a value that cannot be, and for settings that contradict each other.
+
+    >>> import pipeloom
+    >>> four = pipeloom.PlanSettings(ranks=4, memory="16GiB")
+    >>> four.changed(treatments="both").allowed
+    ('recompute', 'offload')
+    """
+
+    ranks: int = setting(
+        2,
+        "Devices in the pipeline, each with a stage, or with as many as the schedule puts on a rank.",
+        short="-p",
+        least=1,
+        most=MOST_DEVICES,
+    )
+    replicas: int = setting(
+        1, "Pipelines side by side: replicas of every stage, each on a rank of its own.", least=1
+    )
+    schedule: str = setting(
+        "1f1b",
+        "Schedule, by name as `pipeloom schedule list` has it, or file.py:function of your own.",
+        short="-s",
+    )
+    chunks: int | None = setting(
+        None, "Stages per rank, for schedules that want several; 2 by default.", short="-v", least=1
+    )
+    microbatches: int = setting(8, "Micro-batches per step, of all replicas together.", short="-m", least=1)
+    microbatch_size: int = setting(4, "Rows per micro-batch.", least=1)
+    global_batch: int | None = setting(
+        None, "Rows per step, which then say how many micro-batches there are.", least=1
+    )
+    split_backward: bool = setting(False, "Split each backward into input and weight gradients.")
+    weights: str | None = setting(
+        None,
+        "How weights are updated: flush, once a step is over; 2bw or stash, without draining the pipeline. "
+        "By default as the schedule does it.",
+        words=WEIGHT_POLICIES,
+    )
+    clips: bool = setting(
+        False, "Training will clip gradients by their global norm, which matters without a flush."
+    )
+    shard_optimizer: bool = setting(False, "Replicas share out the optimizer's state, as ZeRO-1 does.")
+    planner: str = setting("exact", "Planner, by name; see `pipeloom plan --planners`.")
+    branches: bool = setting(
+        True, "Stages that read nothing of each other may run side by side; if not, all are a chain."
+    )
+    memory: str | int | None = setting(None, "Cap per rank, as 300MiB: what does not fit is refused.")
+    treatments: str | tuple[Treatment, ...] | None = setting(
+        None,
+        "What may be done with residuals besides keeping them. By default what the planner does, and both "
+        "with --offload-dir.",
+        words=TREATMENTS,
+    )
+    offload_dir: str | None = setting(
+        None,
+        "Folder on a disk where this machine's CPU may offload residuals to. Its speed is measured.",
+        kind="folder",
+    )
+    cluster: Cluster | str | None = setting(
+        None,
+        "Devices whose times are estimated by roofline, instead of measured here: '8 x a100-40', '2 nodes of "
+        "8 x h100', or a cluster file; see `pipeloom cluster`.",
+    )
+    compile: bool = setting(
+        False,
+        "Stages are passed to torch.compile. To plan with the times that they then take, layers are compiled "
+        "and timed, which takes a minute or so once a day.",
+    )
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            _refuse_value(one.name, getattr(self, one.name), **one.metadata)
+        if self.devices > MOST_DEVICES:
+            raise ConfigError(
+                f"{shown(self.replicas)} replicas of {self.ranks} ranks",
+                hint=f"use at most {MOST_DEVICES} ranks in all",
+            )
+        if self.memory is not None:
+            parse_bytes(self.memory)
+        for word in self.allowed or ():
+            _refuse_value("treatments", word, words=get_args(Treatment))
+        if self.cluster is not None and self.offload_dir is not None:
+            raise ConfigError(
+                f"a cluster was given, and {self.offload_dir} to offload to on this machine",
+                hint="leave out one: clusters say how fast their devices offload, and `pipeloom cluster "
+                "detect --directory` describes this machine with a directory",
+            )
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other values of some fields.
+
+        changes: field -> value.
+        Raises: ConfigError, also if there is no such field.
+        """
+        known = [one.name for one in fields(self)]
+        for name in changes:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                raise ConfigError(
+                    f"there is no setting {name} of a plan",
+                    hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
+                )
+        return replace(self, **changes)
+
+    @property
+    def devices(self) -> int:
+        """Ranks of all replicas together."""
+        return self.ranks * self.replicas
+
+    @property
+    def rows(self) -> int:
+        """Rows that the schedule runs once."""
+        return self.microbatches * self.microbatch_size if self.global_batch is None else self.global_batch
+
+    @property
+    def allowed(self) -> tuple[Treatment, ...] | None:
+        """What may be done with residuals; None: what the planner does by itself."""
+        if isinstance(self.treatments, str):
+            return TREATMENTS[self.treatments]
+        return None if self.treatments is None else tuple(self.treatments)
+
+
+PlanSettings.__doc__ = f"{PlanSettings.__doc__}\n" + "\n".join(
+    f"    {one.name}: {one.metadata['help']}" for one in fields(PlanSettings)
+)
+
+
+def _refuse_value(
+    name: str,
+    value: Any,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    words: Collection[str] = (),
+    **_: Any,
+) -> None:
+    if value is None:
+        return
+    if least is not None and (not isinstance(value, int) or value < least or value > (most or value)):
+        upper = "" if most is None else f" to {most}"
+        raise ConfigError(f"{name} is {shown(value)}", hint=f"use a whole number from {least}{upper}")
+    if words and isinstance(value, str) and value not in words:
+        near = get_close_matches(value, words, n=1)
+        raise ConfigError(
+            f"{name} is {shown(value)}",
+            hint=f"did you mean {near[0]}?" if near else f"use one of {', '.join(words)}",
+        )

@@ -1,0 +1,114 @@
+"""One field makes the Python keyword, the option of commands and the key of a config."""
+
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pipeloom import PlanSettings, plan
+from pipeloom.cli import main
+from pipeloom.commands.common import plan_options, settings_of
+from pipeloom.ir.errors import ConfigError
+from pipeloom.tracer.job import Job
+from pipeloom.train.config import PipelineConfig
+from pipeloom.train.config_text import known_keys, read_config
+
+OTHER = {
+    "ranks": 3,
+    "replicas": 2,
+    "schedule": "gpipe",
+    "chunks": 2,
+    "microbatches": 6,
+    "microbatch_size": 5,
+    "global_batch": 60,
+    "split_backward": True,
+    "weights": "stash",
+    "clips": True,
+    "shard_optimizer": True,
+    "planner": "auto",
+    "branches": False,
+    "memory": "3GiB",
+    "treatments": "both",
+    "cluster": "6 x a100-40",
+    "compile": True,
+}
+"""Of each setting a value that is not its default, but for `offload_dir`, which excludes a cluster."""
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def text(value: Any) -> str:
+    """As TOML has it, quotes left out."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def taken(words: list[str]) -> PlanSettings:
+    """What a command with all of the options makes of its command line."""
+
+    @click.command()
+    @plan_options()
+    def command(**options: Any) -> PlanSettings:
+        return settings_of(options)
+
+    return command(words, standalone_mode=False)
+
+
+def test_one_name_in_python_on_the_command_line_and_in_a_config() -> None:
+    assert {one.name for one in fields(PlanSettings)} == {*OTHER, "offload_dir"}
+    for values in (OTHER, {"offload_dir": "away"}):
+        config = read_config(None, [(f"pipeline.{name}", value) for name, value in values.items()])
+        texts = read_config(None, [f"pipeline.{name}={text(value)}" for name, value in values.items()])
+        assert taken(flags(values)) == PlanSettings(**values)
+        assert texts.pipeline == config.pipeline == PipelineConfig(**values)
+    assert taken([]) == PlanSettings()
+
+
+def test_commands_say_of_a_setting_what_its_field_says() -> None:
+    for command in ("plan", "train", "bench"):
+        said = "".join(CliRunner().invoke(main, [command, "--help"], terminal_width=200).output.split())
+        for one in fields(PipelineConfig if command == "train" else PlanSettings):
+            if (command, one.name) != ("bench", "cluster"):
+                assert "".join(one.metadata["help"].split()) in said, one.name
+                assert f"--{one.name.replace('_', '-')}" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": "two"}, "whole"),
+        ({"ranks": 10**400}, "ranks"),
+        ({"ranks": 10**4, "replicas": 10**4}, "replicas"),
+        ({"microbatches": 1.5}, "microbatches"),
+        ({"weights": "2b"}, "2bw"),
+        ({"treatments": "bth"}, "both"),
+        ({"treatments": ("recompute", "drop")}, "drop"),
+        ({"memory": "3 apples"}, "apples"),
+        ({"cluster": "2 x a100-40", "offload_dir": "."}, "cluster"),
+        ({"replica": 2}, "replicas"),
+        ({"stages": 2}, "ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_python_as_in_a_config(values: dict[str, Any], word: str) -> None:
+    job = Job(model=lambda: pytest.fail("it was built"), batch=lambda seed, rows: {})
+    with pytest.raises(ConfigError, match=word):
+        plan(job, **values)
+    with pytest.raises(ConfigError):
+        read_config(None, [(f"pipeline.{name}", value) for name, value in values.items()])
+
+
+def test_keys_of_a_run_are_those_of_a_plan_and_its_own() -> None:
+    own = {"accumulate", "device", "autocast", "plan", "timeout_s"}
+    keys = {key.partition(".")[2] for key in known_keys() if key.startswith("pipeline.")}
+    assert keys == {one.name for one in fields(PlanSettings)} | own
