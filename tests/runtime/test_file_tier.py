@@ -232,8 +232,8 @@ LIMITED = textwrap.dedent(
     from pathlib import Path
     import torch
     from pipeloom.ir.errors import OffloadError
-    from pipeloom.runtime.offload import FileTier
-    from pipeloom.tracer import Slot
+    from pipeloom.runtime.offload.file_tier import FileTier
+    from pipeloom.tracer.stage.functions import Slot
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
