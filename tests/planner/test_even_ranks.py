@@ -93,7 +93,8 @@ def all_plans(times: Sequence[float], ranks: int, schedule: str) -> list[Plan]:
     """Of every cut."""
     graph, profile = chain_of(times)
     cluster = find_cluster(f"{ranks} x a100-40")
-    request = Request(graph, profile, cluster, schedule, MICROBATCHES, PlanOptions(), planner("exact"))
+    options = PlanOptions(schedule=schedule, microbatches=MICROBATCHES)
+    request = Request(graph, profile, cluster, options, planner("exact"))
     search = request.search()
     inner = combinations(range(1, len(times)), request.layout.stages - 1)
     return [Candidate(request, search, (0, *cuts, len(times))).plan("every") for cuts in inner]
