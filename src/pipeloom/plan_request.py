@@ -26,13 +26,9 @@ from .planner.search_order import ORDER_OF
 from .planner.search_watch import SearchWatch
 from .planner.shape_search import divisors
 from .planner.what_if import Change, what_if
-from .rank_stages import make_variant
-from .runtime.calibration.calibrate import graph_memory
-from .runtime.posted_channel import SMALL_BYTES
 from .schedules import registry
 from .settings import PlanSettings
 from .simulator.simulate import simulate
-from .tracer.captured import Captured
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured
@@ -167,6 +163,10 @@ def traced_peaks(
 
     compiled: by the graphs that are compiled, whose backwards return the gradients of parameters.
     """
+    from .rank_stages import make_variant  # only now: tracing needs torch
+    from .runtime.calibration.calibrate import graph_memory
+    from .runtime.posted_channel import SMALL_BYTES
+
     stages = plan.stage_graph(captured.graph)
     every = range(len(plan.stages))
     variant = make_variant(captured, plan, stages, every, device="cpu", compiled=compiled, policy=plan.memory)

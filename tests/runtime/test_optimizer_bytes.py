@@ -1,6 +1,7 @@
 """What optimizers are said to keep and to need for a step, against what they do with real tensors."""
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes, step_bytes
 from pipeloom.runtime.optimizer_bytes import default_optimizer, optimizers_of, stand_in, update_bytes
 from pipeloom.runtime.weights import Weights
+from pipeloom.tracer.random import seeded
 
 SHAPES = {"a": (96, 40), "b": (40, 24), "c": (24,), "d": (96, 40), "e": (2, 3, 4)}
 
@@ -298,3 +300,14 @@ def test_optimizers_are_found_wherever_they_are_held() -> None:
     assert optimizers_of(Holds(sgd, {"rest": [adam]})) == (sgd, adam)
     assert optimizers_of(sgd) == (sgd,)
     assert BOTH in TRAINS
+
+
+def test_it_leaves_the_random_numbers_of_other_threads_alone() -> None:
+    """Ranks may be threads, and one begins with its weights while another counts its optimizer's bytes."""
+    params = {"a": stand_in((2,), torch.float32)}
+    counting = threading.Thread(target=update_bytes, args=(None, params, "cpu"))
+    with seeded(0, "weights"):
+        counting.start()
+        counting.join(timeout=0.3)
+        assert counting.is_alive()
+    counting.join()

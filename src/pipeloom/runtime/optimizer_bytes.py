@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph, UpdateBytes
+from ..tracer.tracing_lock import one_thread_at_a_time
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -102,6 +103,7 @@ def stand_ins(graph: OpGraph) -> dict[str, nn.Parameter]:
     return {p.name: stand_in(p.shape, getattr(torch, p.dtype)) for p in graph.parameters if p.trainable}
 
 
+@one_thread_at_a_time  # it saves and restores the state of the default generator
 def update_bytes(
     make: MakeOptimizer | None, params: Mapping[str, nn.Parameter], device: str
 ) -> dict[str, UpdateBytes]:
