@@ -102,7 +102,7 @@ def test_help_describes_every_option(command: str) -> None:
 
 @pytest.mark.parametrize("command", ["train", "plan", "verify", "bench"])
 def test_help_says_that_a_rank_may_have_several_stages(command: str) -> None:
-    option = next(one for one in main.commands[command].params if one.name == "stages")
+    option = next(one for one in main.commands[command].params if one.name == "ranks")
     assert "Ranks" in option.help and "--chunks" in option.help
     assert "--chunks" in good(command, "--help")
 

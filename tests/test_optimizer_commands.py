@@ -62,7 +62,7 @@ def test_two_optimizers_in_one_are_planned_simulated_and_verified() -> None:
 def test_a_saved_graph_has_the_optimizer_on_the_devices_that_it_was_saved_for() -> None:
     """It had what the optimizer takes on CPUs."""
     cluster = ("--cluster", "2 x a100-40")
-    assert run("plan", "mine.py:both", *cluster, "--stages", "2", "-o", "plan.json").exit_code == 0
+    assert run("plan", "mine.py:both", *cluster, "--ranks", "2", "-o", "plan.json").exit_code == 0
     assert run("profile", "mine.py:both", *cluster, "--save-graph", "graph.json").exit_code == 0
     updates = [p["given_update"] for p in json.loads(Path("graph.json").read_text())["parameters"]]
     assert {update["together"] for update in updates} == {True, False}  # AdamW's and Muon's

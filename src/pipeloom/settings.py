@@ -41,7 +41,7 @@ class PlanSettings:
 
     ranks: int = setting(
         2,
-        "Devices in the pipeline, each with a stage, or with as many as the schedule puts on a rank.",
+        "Ranks of a pipeline. A schedule puts one stage on each, or several: see --chunks.",
         short="-p",
         least=1,
         most=MOST_DEVICES,

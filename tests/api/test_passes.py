@@ -109,14 +109,14 @@ def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> Non
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
-    "more", [{}, {"width": 2, "shard_optimizer": True}, {"weights": "2bw", "clips": True}]
+    "more", [{}, {"replicas": 2, "shard_optimizer": True}, {"weights": "2bw", "clips": True}]
 )
 def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
     momentum: float, more: dict
 ) -> None:
     """Adam's was counted."""
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
-    job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("width", 1))
+    job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("replicas", 1))
     unknown = capture_of(job)
     graph = passes.with_updates(unknown.graph, job)
     assert not any(p.given_update for p in unknown.graph.parameters)

@@ -93,11 +93,11 @@ def all_plans(times: Sequence[float], ranks: int, schedule: str) -> list[Plan]:
     """Of every cut."""
     graph, profile = chain_of(times)
     cluster = find_cluster(f"{ranks} x a100-40")
-    options = PlanOptions(schedule=schedule, microbatches=MICROBATCHES)
+    options = PlanOptions(ranks=ranks, schedule=schedule, microbatches=MICROBATCHES)
     request = Request(graph, profile, cluster, options, planner("exact"))
     search = request.search()
     inner = combinations(range(1, len(times)), request.layout.stages - 1)
-    return [Candidate(request, search, (0, *cuts, len(times))).plan("every") for cuts in inner]
+    return [Candidate(request, search, (0, *cuts, len(times))).plan() for cuts in inner]
 
 
 DEAR = [1.0] * 25 + [9.0, 1.0, 0.5, 0.5, 0.25, 0.25]

@@ -52,7 +52,8 @@ def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str) -> None:
 
 def cut_into_two(memory: int) -> Request:
     graph, profile = random_graph(1, 8, "chain")
-    return Request(graph, profile, cluster_of(2, memory), "1f1b", 4, PlanOptions(), planner("balanced"))
+    options = PlanOptions(ranks=2, schedule="1f1b", microbatches=4)
+    return Request(graph, profile, cluster_of(2, memory), options, planner("balanced"))
 
 
 def candidates(request: Request) -> list[Candidate]:

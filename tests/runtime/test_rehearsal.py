@@ -96,7 +96,8 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
                 copy.deepcopy(optimizer.state_dict()) if optimizer else None,
                 pipeline.ledger.peak,
                 pipeline.ledger.at_peak,
-                pipeline.report.peak_bytes,
+                # Without a flush steps overlap: whether a message still counts depends on the others' pace.
+                pipeline.report.peak_bytes if plan.weights == "flush" else None,
             )
 
     with runs.shared_captures():

@@ -95,9 +95,7 @@ class PipelineConfig(PlanSettings):
 
     accumulate: int = setting(1, "Times that the micro-batches run before the weights change.", least=1)
     device: str = setting("cpu", "What ranks compute on.", words=("cpu", "cuda"))
-    autocast: str | None = setting(
-        None, "Mixed precision, in this dtype. float16 would need the loss to be scaled.", words=("bfloat16",)
-    )
+    autocast: str | None = setting(None, "Mixed precision, in this dtype: bfloat16.")
     plan: str | None = setting(
         None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"
     )
@@ -105,6 +103,11 @@ class PipelineConfig(PlanSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require(
+            self.autocast in (None, "bfloat16"),
+            f"pipeline.autocast is {shown(self.autocast)}",
+            'use "bfloat16", or leave it out; float16 would need the loss to be scaled, see docs/training.md',
+        )
         _require_positive("pipeline.", timeout_s=self.timeout_s)
 
 
