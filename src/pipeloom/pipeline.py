@@ -252,9 +252,39 @@ class Calls:
         self._broken, self._torn, self._worker.reduce_and_step.updating = "", False, False
 
 
-class PipelineParts:
-    """Makes what `Pipeline` works with, in three steps: a rank joins the others, cuts its model, and makes
-    its weights and its worker."""
+class Pipeline:
+    """Trains a job's model on the ranks of a plan. Every rank makes one and calls it with the same batch.
+
+    Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
+    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. Use it in a `with`, or call
+    `close()`; otherwise it closes when the script ends, and other ranks are not told of a `sys.exit(1)`.
+
+    job: the model, its batches and its optimizer.  plan: a plan or the path of its file, the same on every
+        rank.  options: how it runs; see `Options`.
+    channel: of a rank that is a thread of this process (`runtime.local_channels`), instead of a group.
+    captured: the job's model, captured for the plan's micro-batches; without it each rank captures it.
+
+    A step that is broken off, as by Ctrl-C, leaves nothing to the next one; several ranks refuse to go on.
+
+    Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
+        runtime lacks what its schedule needs; InfeasibleError if a step needs more memory than its caps
+        allow, MemoryCapError if the weights alone do or the device lacks memory; CaptureError if the model
+        cannot be captured; VerifyError if the first comparison with plain PyTorch fails; ConfigError if the
+        process is not one of several ranks, or the plan's file cannot be read; PeerError if another rank
+        fails.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
+    >>> with pipeloom.Pipeline(job, plan) as pipeline:  # of several ranks each does the same
+    ...     losses = [pipeline.step(job.batch(seed, 8)) for seed in (1, 1, 1)]
+    >>> losses[0] > losses[1] > losses[2]
+    True
+    """
 
     def __init__(
         self,
@@ -274,6 +304,22 @@ class PipelineParts:
         self.watch = self.joined.watch
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.tier: Tier | None = None
+        self.watch.__enter__()
+        with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
+            ended.push(self)
+            self.watch.check()
+            self._build()
+            ended.pop_all()
+        self.calls = Calls(self.watch, self.worker, self.steady)
+
+    def _build(self) -> None:
+        rank_stages = self._cut_model()
+        if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
+            require_equal_once(self.job, self.plan, self.captured, self.options)
+        self._make_ready(rank_stages)
+        self.steps_done = 0
+        self.report: StepReport | None = None
+        self.rehearsals: Rehearsals | None = None
 
     def _cut_model(self) -> RankStages:
         """Capture the model and cut it as planned, and open the channel to the other ranks."""
@@ -401,69 +447,6 @@ class PipelineParts:
             device=self.device,
             tier=self.tier,
         )
-
-
-class Pipeline(PipelineParts):
-    """Trains a job's model on the ranks of a plan. Every rank makes one and calls it with the same batch.
-
-    Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
-    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. Use it in a `with`, or call
-    `close()`; otherwise it closes when the script ends, and other ranks are not told of a `sys.exit(1)`.
-
-    job: the model, its batches and its optimizer.  plan: a plan or the path of its file, the same on every
-        rank.  options: how it runs; see `Options`.
-    channel: of a rank that is a thread of this process (`runtime.local_channels`), instead of a group.
-    captured: the job's model, captured for the plan's micro-batches; without it each rank captures it.
-
-    A step that is broken off, as by Ctrl-C, leaves nothing to the next one; several ranks refuse to go on.
-
-    Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
-        runtime lacks what its schedule needs; InfeasibleError if a step needs more memory than its caps
-        allow, MemoryCapError if the weights alone do or the device lacks memory; CaptureError if the model
-        cannot be captured; VerifyError if the first comparison with plain PyTorch fails; ConfigError if the
-        process is not one of several ranks, or the plan's file cannot be read; PeerError if another rank
-        fails.
-
-    >>> import pipeloom, torch
-    >>> job = pipeloom.Job(
-    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
-    ...     loss=lambda output, batch: output.square().mean(),
-    ... )
-    >>> plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
-    >>> with pipeloom.Pipeline(job, plan) as pipeline:  # of several ranks each does the same
-    ...     losses = [pipeline.step(job.batch(seed, 8)) for seed in (1, 1, 1)]
-    >>> losses[0] > losses[1] > losses[2]
-    True
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        plan: Plan | Path | str,
-        *,
-        options: Options | None = None,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        channel: LocalChannel | None = None,
-        captured: Captured | None = None,
-    ) -> None:
-        super().__init__(job, plan, options=options, group=group, channel=channel, captured=captured)
-        self.watch.__enter__()
-        with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
-            ended.push(self)
-            self.watch.check()
-            self._build()
-            ended.pop_all()
-        self.calls = Calls(self.watch, self.worker, self.steady)
-
-    def _build(self) -> None:
-        rank_stages = self._cut_model()
-        if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
-            require_equal_once(self.job, self.plan, self.captured, self.options)
-        self._make_ready(rank_stages)
-        self.steps_done = 0
-        self.report: StepReport | None = None
-        self.rehearsals: Rehearsals | None = None
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one batch: split it into micro-batches, run the schedule, update.

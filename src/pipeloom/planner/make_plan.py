@@ -200,9 +200,10 @@ def _plan_of(request: Request, *, explained: bool) -> Plan:
 
 
 def _best_under_caps(request: Request, search: Search, log: _SearchLog) -> Candidate | None:
-    """The best candidate under the caps, or what is found under smaller ones. log: see `_best_candidate`."""
+    """The best candidate under the caps, or, of small graphs, what is found under smaller ones, as that takes
+    another search. log: see `_best_candidate`."""
     best = _best_candidate(request, search, log)
-    if not request.options.fastest or request.planner.rounds is not None:
+    if not request.options.fastest or request.planner.rounds is not None or search.large:
         return best
     return faster_under_less(request, best, lambda less: _best_candidate(less, less.search(), _SearchLog()))
 
