@@ -7,7 +7,8 @@ Small models of `tests/support/zoo.py` and `bench/branching.py`, captured once e
 `pipeloom plan`; without caps again with a bit more memory and bandwidth, as its what-if. "here": this
 machine, with measured times; the others by roofline. A cap is a share of the fullest rank of the plan by
 `exact` without one. Planners of many schedules are asked under caps on 2 ranks only, unless `--all` says
-otherwise: on 4 each takes half a minute.
+otherwise: on 4 each takes half a minute. MLP takes 80 s of processor time and GPT 190; the other models take
+longer, so ask for one at a time.
 
 A refusal is *true* if no other planner has a plan for the same schedule in the same cell. If one has, the
 planner's entry in the registry may say why it has none:
