@@ -4,11 +4,10 @@
                                  [--weights POLICY] [--all]
 
 Small models of `tests/support/zoo.py` and `bench/branching.py`, captured once each, are planned as by
-`pipeloom plan`; without caps again with a bit more memory and bandwidth, as its what-if. "here": this
-machine, with measured times; the others by roofline. A cap is a share of the fullest rank of the plan by
-`exact` without one. Planners of many schedules are asked under caps on 2 ranks only, unless `--all` says
-otherwise: on 4 each takes half a minute. MLP takes 80 s of processor time and GPT 190; the other models take
-longer, so ask for one at a time.
+`pipeloom plan`: "here" is this machine with measured times, the others are by roofline. In the first cell of
+"here" each planner plans again with a bit more memory and bandwidth, as its what-if. A cap is a share of the
+fullest rank of the plan by `exact` without one. Planners of many schedules are asked under caps on 2 ranks
+only, unless `--all` says otherwise. Ask for one model at a time: each cell is told on stderr when it is done.
 
 A refusal is *true* if no other planner has a plan for the same schedule in the same cell. If one has, the
 planner's entry in the registry may say why it has none:
@@ -162,6 +161,7 @@ def by_planners(
     cell: Cell, job: Job, model: plan_request.CapturedModel, cluster: Cluster | None, planners: Sequence[str]
 ) -> dict[str, Outcome]:
     found = {}
+    asks_what_if = cell.devices == "here" and cell.width == 1 and cell.cap_bytes is None
     for planner in planners:
         request = planning.make_request(
             job,
@@ -174,7 +174,9 @@ def by_planners(
             cluster=cluster,
             planner=planner,
         )
-        found[planner] = planned(request, model, what_if=cell.cap_bytes is None)
+        found[planner] = planned(request, model, what_if=asks_what_if)
+    dear = ", ".join(f"{name} {one.seconds:.1f}" for name, one in found.items() if one.seconds > 1)
+    print(f"{cell}: {dear or 'at most 1'} s", file=sys.stderr, flush=True)
     return found
 
 
