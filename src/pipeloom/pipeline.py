@@ -52,7 +52,7 @@ from .tracer.captured import Captured
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .tracer.random import microbatch_seed
-from .verification import require_equal_once
+from .verification import verify_once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -315,7 +315,7 @@ class Pipeline:
     def _build(self) -> None:
         rank_stages = self._cut_model()
         if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
-            require_equal_once(self.job, self.plan, self.captured, self.options)
+            verify_once(self.job, self.plan, self.captured, self.options)
         self._make_ready(rank_stages)
         self.steps_done = 0
         self.report: StepReport | None = None
