@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,6 @@ from .runnable import require_runnable_plan, require_training
 from .runtime.batches import split_batch
 from .runtime.loss_scaling import loss_shares
 from .runtime.transports.local_channel import LocalChannel, run_threads
-from .tracer.capture import capture
 from .tracer.captured import Captured
 from .tracer.draws import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.job import Job
@@ -153,9 +153,8 @@ def verify(
     options = replace(options or Options(), keep_gradients=True, compare=False)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * (rows or plan.microbatch_size))
-    captured = captured or capture(job, plan.microbatch_size, autocast=options.autocast)
     pipelined = pipelined_step(job, plan, options, batch, captured)
-    expected, reference = _reference(job, plan, options, batch, captured, pipelined)
+    expected, reference = _reference(job, plan, options, batch, pipelined)
     initial = {name: t for name, t in expected.initial.items() if name not in pipelined.buffers}
     return Verification(
         loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
@@ -178,6 +177,7 @@ class StepNumbers:
 
     gradients: before clipping.  initial, parameters: before and after the update.  buffers: afterwards.
     draws: the random numbers that a pipeline of one rank has drawn, see `tracer.draws`.
+    random, python_random: whether a forward draws any, of PyTorch's or of Python's.
     """
 
     loss: float
@@ -186,6 +186,8 @@ class StepNumbers:
     buffers: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     draws: list[tuple[str, Tensor]] = field(default_factory=list)
+    random: bool = False
+    python_random: bool = False
 
 
 def plain_step(
@@ -228,21 +230,26 @@ def plain_step(
 
 
 def pipelined_step(
-    job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor], captured: Captured
+    job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor], captured: Captured | None = None
 ) -> StepNumbers:
-    """The same by a plan's pipeline, with its ranks as threads of this process, and the update."""
+    """The same by a plan's pipeline, with its ranks as threads of this process, and the update.
+
+    captured: None where each rank captures the model, so that ranks share nothing of it.
+    """
     from .pipeline import Pipeline  # which is compared by this module before its first step
 
-    ranks, random = len(set(plan.placement)), draws_numbers(captured)
+    ranks = len(set(plan.placement))
 
     def run(rank: int, channel: LocalChannel) -> StepNumbers:
         with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
-            initial = _copies(pipeline.weights.params) if random else {}  # it may stand for the module
+            random = any(op.random for op in pipeline.captured.graph.ops)
+            python_random = pipeline.captured.draws_python_random
+            may_stand_for_module = random or python_random
+            initial = _copies(pipeline.weights.params) if may_stand_for_module else {}
             # Of another size than the plan's, the stages are captured and traced now: nothing can be
             # captured while draws are recorded, and what it draws would be counted as the step's.
-            split = pipeline.batches.split(batch, training=True)
-            pipeline.batches.microbatches(split, step=0, training=True)
-            recorder = DrawRecorder() if random and ranks == 1 else None
+            pipeline.batches.take(batch, step=0, training=True)
+            recorder = DrawRecorder() if may_stand_for_module and ranks == 1 else None
             with recorder or nullcontext():
                 loss = pipeline.step(batch)
             return StepNumbers(
@@ -252,22 +259,18 @@ def pipelined_step(
                 buffers=dict(pipeline.weights.buffers),
                 parameters={n: p.detach() for n, p in pipeline.weights.params.items()},
                 draws=recorder.draws if recorder is not None else [],
+                random=random,
+                python_random=python_random,
             )
 
     steps = run_threads(ranks, run, timeout_s=options.timeout_s)
-    return StepNumbers(
-        loss=steps[0].loss,
+    return replace(
+        steps[0],
         gradients={n: t for step in steps for n, t in step.gradients.items()},
         initial={n: t for step in steps for n, t in step.initial.items()},
         buffers={n: t for step in steps for n, t in step.buffers.items()},
         parameters={n: t for step in steps for n, t in step.parameters.items()},
-        draws=steps[0].draws,
     )
-
-
-def draws_numbers(captured: Captured) -> bool:
-    """Whether a forward draws random numbers, of PyTorch's or of Python's."""
-    return captured.draws_python_random or any(op.random for op in captured.graph.ops)
 
 
 def _reference(
@@ -275,20 +278,19 @@ def _reference(
     plan: Plan,
     options: Options,
     batch: Mapping[str, Tensor],
-    captured: Captured,
     pipelined: StepNumbers,
 ) -> tuple[StepNumbers, str]:
     """What one process gives, and what it ran."""
-    if not draws_numbers(captured):
+    if not pipelined.random and not pipelined.python_random:
         return plain_step(job, plan, options, batch), EAGER
     uncut = pipelined
     if len(set(plan.placement)) > 1:
         ops = tuple(op for stage in plan.stages for op in stage.ops)
         row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
         one_stage = _in_one_rank(plan, (StagePlan(ops=ops),), row)
-        uncut = pipelined_step(job, one_stage, replace(options, compile=False), batch, captured)
+        uncut = pipelined_step(job, one_stage, replace(options, compile=False), batch)
     try:
-        if captured.draws_python_random:
+        if pipelined.python_random:
             raise OtherDraws("the forward draws Python's random numbers")
         plain = plain_step(job, plan, options, batch, uncut.draws)
         return plain, f"{EAGER}, with the same random numbers"
@@ -492,11 +494,7 @@ def compare_first(
 def fitting_rows(graph: OpGraph, rows: int, limit: int) -> int:
     """Rows of the largest micro-batches with which the comparison keeps a limit in bytes, at most `rows`; 0
     if not even one row does."""
-    state = needed_bytes(graph, 0.0)
-    values = needed_bytes(graph) - state
-    if state > limit:
-        return 0
-    return rows if state + values <= limit else int((limit - state) * rows // values)
+    return bisect_right(range(1, rows + 1), limit, key=lambda count: needed_bytes(graph, count / rows))
 
 
 def quick_rows(plan: Plan) -> int:

@@ -119,13 +119,13 @@ def test_a_size_that_one_rank_cannot_capture_is_refused_by_all() -> None:
         raise CaptureError("it has another graph")
 
     def other_size(rank: int, pipeline: Pipeline) -> None:
-        traced = pipeline.training._traced
+        traced = pipeline.training._trace
         if rank == 1:
-            pipeline.training._traced = refuse  # type: ignore[method-assign]
+            pipeline.training._trace = refuse  # type: ignore[method-assign]
         try:
             pipeline.step(job.batch(0, 12))
         finally:
-            pipeline.training._traced = traced  # type: ignore[method-assign]
+            pipeline.training._trace = traced  # type: ignore[method-assign]
 
     first, second = after_refusals(job, [other_size])
     assert second[0].startswith("a micro-batch of ") and second[0].endswith(": it has another graph")

@@ -72,14 +72,17 @@ def local_channels(
     ]
 
 
-def run_threads(ranks: int, work: Callable[[int, LocalChannel], T], *, timeout_s: float = 300.0) -> list[T]:
+def run_threads(
+    ranks: int | Sequence[LocalChannel], work: Callable[[int, LocalChannel], T], *, timeout_s: float = 300.0
+) -> list[T]:
     """What `work(rank, channel)` returns for each rank, run in a thread per rank.
 
+    ranks: how many, or their channels.
     Raises: the first rank's own error, rather than what other ranks raise because that one has failed.
     """
-    channels = local_channels(ranks, timeout_s=timeout_s)
-    with ThreadPoolExecutor(ranks) as pool:
-        calls = [pool.submit(work, rank, channel) for rank, channel in enumerate(channels)]
+    channels = local_channels(ranks, timeout_s=timeout_s) if isinstance(ranks, int) else ranks
+    with ThreadPoolExecutor(len(channels)) as pool:
+        calls = [pool.submit(work, channel.rank, channel) for channel in channels]
     errors = [error for call in calls if (error := call.exception()) is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
