@@ -115,74 +115,53 @@ def test_models_of_other_kinds_are_compared(cache: Path, model: type[nn.Module])
     assert len(list(cache.iterdir())) == 1
 
 
-def verify_once(job: Job, plan: Plan) -> None:
-    verification.verify_once(job, plan, capture_of(job), Options(compare=True))
-
-
-def limit_to(rows: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow as many bytes as a comparison of so many of two rows needs."""
-    need = verification.needed_bytes(capture_of(job).graph, rows / 2)
-    monkeypatch.setattr(verification, "limit_bytes", lambda _: need)
-
-
-def slow(plan: Plan) -> Plan:
-    """A plan by whose times a comparison of two rows takes too long."""
-    each_s = verification.MOST_S / verification.MICROBATCHES / len(plan.stages)
-    return replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
-
-
-def test_what_does_not_fit_is_named(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = job_of(PlainNet)
-    verify_once(job, replace(even_plan(job, 2, microbatches=2), caps=(3_000, 10_000_000)))
-    assert "PlainNet was not compared" in caplog.text and "2.9 KiB may be used" in caplog.text
-    assert not cache.exists()
-
-
-def test_what_fits_with_fewer_rows_is_compared_with_these(
-    cache: Path, compared: Comparisons, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for model in (PlainNet, CountsElsewhere):
-        job = job_of(model)
-        limit_to(1, job, monkeypatch)
-        with pytest.raises(VerifyError) if model is CountsElsewhere else contextlib.nullcontext():
-            verify_once(job, even_plan(job, 2, microbatches=2))
-    assert compared.rows == [1, 1]
-    assert "PlainNet was compared" in caplog.text and "of 1 row; with 2" in caplog.text
-    assert len(list(cache.iterdir())) == 1
-
-
 @pytest.mark.parametrize(
-    ("least", "fitting", "rows", "said"),
+    ("least", "fitting", "quick", "rows", "said"),
     [
-        (1, 2, [1], "more than 20 s"),
-        (2, 2, [1, 2], ""),  # it takes long, but it is possible
-        (2, 1, [1], "was not compared"),
-        (3, 2, [1, 2], BatchError),  # nor has the job a batch for the plan
+        (1, 0, True, [], "was not compared"),
+        (1, 1, True, [1], "of 1 row; with 2"),
+        (1, 2, True, [2], ""),
+        (1, 2, False, [1], "more than 20 s"),
+        (2, 2, False, [1, 2], ""),  # it takes long, but it is possible
+        (2, 1, False, [1], "was not compared"),
+        (3, 2, False, [1, 2], BatchError),  # nor has the job a batch for the plan
     ],
 )
-def test_what_takes_long_is_compared_with_fewer_rows(
+def test_as_many_rows_are_compared_as_fit_and_are_quick(
     cache: Path,
     compared: Comparisons,
     least: int,
     fitting: int,
+    quick: bool,
     rows: list[int],
     said: str | type[BatchError],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By the plan's times; with as many as fit where the job has no smaller batches."""
+    """Of two rows per micro-batch. least: that the job makes.  fitting: as many bytes are allowed.
+    quick: by the plan's times both rows are."""
     job = job_of(PlainNet)
-    plan = even_plan(job, 2, microbatches=2)
-    assert verification.quick_rows(plan) == 2 and verification.quick_rows(slow(plan)) == 1
-
+    captured, plan = capture_of(job), even_plan(job, 2, microbatches=2)
+    if not quick:
+        each_s = verification.MOST_S / verification.MICROBATCHES / len(plan.stages)
+        plan = replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
     compared.least = least
-    limit_to(fitting, job, monkeypatch)
+    plan = replace(plan, caps=(verification.needed_bytes(captured.graph, fitting / 2), 1 << 40))
     with pytest.raises(BatchError) if said is BatchError else contextlib.nullcontext():
-        verify_once(job, slow(plan))
+        verification.verify_once(job, plan, captured, Options(compare=True))
     assert compared.rows == rows
     warned = [record.getMessage() for record in caplog.records if record.name == "pipeloom"]
     assert warned == [] if said in ("", BatchError) else [said in text for text in warned] == [True]
-    assert cache.exists() is (said in ("", "more than 20 s"))
+    assert cache.exists() is (said not in ("was not compared", BatchError))
+
+
+def test_one_row_is_enough_to_see_a_difference(compared: Comparisons) -> None:
+    job = job_of(CountsElsewhere)
+    captured, plan = capture_of(job), even_plan(job, 2, microbatches=2)
+    plan = replace(plan, caps=(verification.needed_bytes(captured.graph, 1 / 2),) * 2)
+    with pytest.raises(VerifyError):
+        verification.verify_once(job, plan, captured, Options(compare=True))
+    assert compared.rows == [1]
 
 
 @pytest.mark.own_captures
@@ -205,20 +184,18 @@ def test_what_the_comparison_has_traced_is_not_traced_again(
         pipeline.step(job.batch(0, 8))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_it_uses_all_cores_and_gives_them_back(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_uses_all_cores_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait meanwhile, and each goes on with one thread afterwards."""
     before, inside = torch.get_num_threads(), list[int]()
 
     def verify(*args: object, **options: object) -> None:
         inside.append(torch.get_num_threads())
-        if fails:
-            raise VerifyError("differs")
+        raise VerifyError("differs")
 
     monkeypatch.setattr(verification, "usable_cores", lambda: before + 2)
     monkeypatch.setattr(verification, "verify", verify)
     job = job_of(PlainNet)
-    with pytest.raises(VerifyError) if fails else contextlib.nullcontext():
+    with pytest.raises(VerifyError):
         verification.compare_first(job, even_plan(job, 2, microbatches=2), capture_of(job), Options())
     assert inside == [before + 2] and torch.get_num_threads() == before
 
