@@ -74,7 +74,7 @@ PHASES = {
     ),
     "pipeloom.caches": ("contention",),
     "pipeloom.plan_advice": ("plan_with_advice",),
-    "pipeloom.verification": ("require_equal_once",),
+    "pipeloom.verification": ("verify_once",),
     "pipeloom.rank_stages": ("RankStages.weights", "make_variant"),
     "pipeloom.ranks": ("join_ranks",),
     "pipeloom.profiler.measure_ops": ("measure",),
@@ -156,9 +156,7 @@ def one_run(name: str, folder: Path, cache: Path) -> dict[str, Any]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
     own = [note for note in notes if note["process"] == "0"]
-    compared_until = max(
-        (n["start"] + n["s"] for n in own if n["phase"] == "require_equal_once"), default=0.0
-    )
+    compared_until = max((n["start"] + n["s"] for n in own if n["phase"] == "verify_once"), default=0.0)
     steps = [note for note in own if note["phase"] == "Pipeline.step" and note["start"] > compared_until]
     return {
         "command": name,

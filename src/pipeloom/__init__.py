@@ -1,8 +1,7 @@
 """pipeloom: trains an unmodified PyTorch model across devices that are each too small for it.
 
-The public names stand in `__init__.pyi` and are loaded on first use (PEP 562, by lazy_loader), as those of
-every room are: `import pipeloom` imports no torch, so planning, simulating and drawing start fast and run
-where torch is not installed.
+The public names stand in `__init__.pyi` and are loaded on first use (PEP 562, by lazy_loader). So `import
+pipeloom` imports no torch: planning, simulating and drawing start fast, and run where torch is not installed.
 """
 
 import lazy_loader

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,13 +73,7 @@ class Forecast:
         Raises: InfeasibleError if a rank needs more than its cap.
         """
         cluster = self.cluster(Link(bandwidth_bytes_per_s=1e15))
-        costs: dict[int, StageCost] = {}
-        for rank_costs in self.channel.all_gather_object(self.memory()):
-            costs |= rank_costs
-        caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
-        timeline = simulate(
-            self.program, self.variant.stages, by_stage(costs), cluster, caps=caps, small_bytes=SMALL_BYTES
-        )
+        timeline = self._round(self.program, self._of_all_ranks(self.memory()), cluster)
         for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
             if (need := sum(peak.values())) > cap:
                 raise InfeasibleError(
@@ -89,26 +84,55 @@ class Forecast:
 
     def planned(self) -> Timeline:
         """A step with exact memory and the times of the plan, for which nothing is run."""
-        costs: dict[int, StageCost] = {}
-        for rank_costs in self.channel.all_gather_object(self.memory()):
-            costs |= rank_costs
+        costs = self._of_all_ranks(self.memory())
         for index, cost in costs.items():
             stage = self.plan.stages[index % len(self.plan.stages)]
-            both_s = stage.input_grad_s + stage.weight_grad_s
             # A recomputation of its own is an action; any other is part of the backward.
             again_s = 0.0 if index % len(self.plan.stages) in self.plan.memory.ahead else stage.recompute_s
             costs[index] = replace(
                 cost,
                 forward_s=stage.forward_s,
-                backward_s=both_s + again_s,
+                backward_s=stage.input_grad_s + stage.weight_grad_s + again_s,
                 input_grad_s=stage.input_grad_s + again_s,
                 weight_grad_s=stage.weight_grad_s,
                 recompute_s=stage.recompute_s,
                 offload_s=stage.offload_s,
                 reload_s=stage.reload_s,
             )
-        cluster = self.cluster(cpu_cluster(self.channel.ranks).within_node)
-        return simulate_rounds(self, by_stage(costs), {}, cluster)
+        return self._step(costs, self.cluster(cpu_cluster(self.channel.ranks).within_node))
+
+    def timed(self, costs: Mapping[int, StageCost], walk: ActionTimes, cluster: Cluster) -> Timeline:
+        """A step with these costs of this rank's stages, and the times that its actions took."""
+        walks = self.channel.all_gather_object(walk)
+        action_s = {action: seconds for walk in walks for action, seconds in walk.items()}
+        return self._step(self._of_all_ranks(costs), cluster, action_s)
+
+    def _of_all_ranks(self, costs: Mapping[int, StageCost]) -> dict[int, StageCost]:
+        gathered = self.channel.all_gather_object(costs)
+        return {index: cost for rank_costs in gathered for index, cost in rank_costs.items()}
+
+    def _step(
+        self, costs: Mapping[int, StageCost], cluster: Cluster, action_s: ActionTimes | None = None
+    ) -> Timeline:
+        """All rounds, each rank going on to the next as it ends one; the last one updates."""
+        events: list[Event] = []
+        begin_s = [0.0] * self.channel.ranks
+        for left in range(self.rounds - 1, -1, -1):
+            program = without_update(self.program) if left else self.program
+            step = self._round(program, costs, cluster, action_s=action_s, begin_s=begin_s)
+            if self.rounds == 1:
+                return step
+            events += step.events
+            for event in step.events:
+                begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
+        return replace(step, events=tuple(events))
+
+    def _round(
+        self, program: Program, costs: Mapping[int, StageCost], cluster: Cluster, **begun: Any
+    ) -> Timeline:
+        caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
+        stages, ordered = self.variant.stages, by_stage(costs)
+        return simulate(program, stages, ordered, cluster, caps=caps, small_bytes=SMALL_BYTES, **begun)
 
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
@@ -189,18 +213,16 @@ class Rehearsals:
         return self._simulated(self._walk())
 
     def _walk_several(self) -> list[ActionTimes]:
-        warm_up_s = self._mean_s(self._walk(1))
-        if warm_up_s <= LONG_S:
-            self._walk()
-            few, least = None, LEAST_WALKS
-        else:
+        few, least = None, LEAST_WALKS
+        if self._mean_s(self._walk(1)) > LONG_S:
             few, least = FEW_MICROBATCHES, 1
+        else:
+            self._walk()
         walks = [self._walk(few)]
         walk_s = self._mean_s(walks[0])
         if few is not None:
             walk_s *= min(1.0, few / self._forecast.plan.microbatches)
-        count = number_of_walks(walk_s, least)
-        return walks + [self._walk(few) for _ in range(1, count)]
+        return walks + [self._walk(few) for _ in range(1, number_of_walks(walk_s, least))]
 
     def _mean_s(self, walk: ActionTimes) -> float:
         """Seconds of a walk, on average over the ranks; the same on all of them."""
@@ -218,12 +240,7 @@ class Rehearsals:
         pace = sum(walk.values()) / self._walk_s if self._walk_s else 1.0
         update_s = self._update_s * pace / len(self._memory)
         timed = {index: with_times(cost, index, walk, update_s) for index, cost in self._memory.items()}
-        action_s: ActionTimes = {}
-        costs: dict[int, StageCost] = {}
-        for rank_costs, rank_walk in self._forecast.channel.all_gather_object((timed, walk)):
-            costs |= rank_costs
-            action_s |= rank_walk
-        return simulate_rounds(self._forecast, by_stage(costs), action_s, self._cluster)
+        return self._forecast.timed(timed, walk, self._cluster)
 
 
 def number_of_walks(walk_s: float, least: int) -> int:
@@ -236,32 +253,6 @@ def number_of_walks(walk_s: float, least: int) -> int:
     (3, 1, 5)
     """
     return min(max(least, math.ceil(ENOUGH_S / max(walk_s, 1e-6))) | 1, MOST_WALKS)
-
-
-def simulate_rounds(
-    forecast: Forecast, costs: tuple[StageCost, ...], action_s: ActionTimes, cluster: Cluster
-) -> Timeline:
-    """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
-    program = forecast.program
-    events: list[Event] = []
-    begin_s = [0.0] * len(program.rows)
-    for left in range(forecast.rounds - 1, -1, -1):
-        step = simulate(
-            without_update(program) if left else program,
-            forecast.variant.stages,
-            costs,
-            cluster,
-            begin_s=begin_s,
-            action_s=action_s,
-            caps=forecast.plan.caps,
-            small_bytes=SMALL_BYTES,
-        )
-        if forecast.rounds == 1:
-            return step
-        events += step.events
-        for event in step.events:
-            begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
-    return replace(step, events=tuple(events))
 
 
 def without_update(program: Program) -> Program:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,242 +13,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
-from .ir.errors import BatchError, ConfigError, PeerError, PipeloomError, PlanError
-from .ir.graph import OpGraph
+from .ir.errors import ConfigError, PlanError
 from .ir.plan import Plan, load_plan
 from .ir.timeline import Timeline
 from .ir.units import format_bytes
 from .lowering.passes import lower
 from .options import Options
-from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
-from .ranks import JoinedRanks, join_ranks, rank_device
-from .rate_schedulers import RateSchedulers, make_scheduler
+from .rank_stages import RankStages, StageVariants
+from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
-from .runtime.batches import agree_on_shapes, signature_of, split_batch
+from .runtime.batches import agree_on_shapes
 from .runtime.checkpoint import checkpoint
 from .runtime.checkpoint.state import TrainState
-from .runtime.failure.watch import Watch
 from .runtime.ledger import Ledger
-from .runtime.loss_scaling import loss_shares, read_loss
+from .runtime.loss_scaling import read_loss
 from .runtime.offload.open_tier import open_tier
 from .runtime.offload.tier import Tier
+from .runtime.optimizer_bytes import optimizers_of
 from .runtime.out_of_memory import out_of_memory_told
 from .runtime.recorder import CudaClock, HostClock, Recorder
-from .runtime.step_state import Microbatch
 from .runtime.transports.local_channel import LocalChannel
-from .runtime.weights import Weights
 from .runtime.worker import Worker
-from .steady_run import SteadyRun, open_steady_run
+from .steady_run import SteadyRun, steady_rows
 from .step_reports import StepRecord, StepReport, full_steps
+from .step_run import FlushedRun, Run, StepBatches
 from .tracer.attributes import attributes_kept
 from .tracer.capture import capture
 from .tracer.captured import Captured
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
-from .tracer.random import microbatch_seed
-from .verification import require_equal_once
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PipelineCheckpoint:
-    """One rank's part in checkpoints; all ranks call the same method.
-
-    seed: of random ops.
-    """
-
-    graph: OpGraph
-    weights: Weights
-    scheduler: LRScheduler | RateSchedulers | None
-    joined: JoinedRanks
-    watch: Watch
-    seed: int
-
-    def save(self, directory: Path, *, step: int, extra: Mapping[str, Any], keep: int) -> Path:
-        """Write a checkpoint of a step, in which nothing is in flight; returns its path."""
-        state = {"user": dict(extra), "seed": self.seed}
-        if self.scheduler is not None:
-            state["scheduler"] = self.scheduler.state_dict()
-        return self.watch.wait_for_all(
-            "all ranks to save a checkpoint",
-            lambda: checkpoint.save(
-                directory,
-                self._state(self.weights.previous),
-                step=step,
-                extra=state,
-                group=self.joined.group,
-                keep=keep,
-            ),
-        )
-
-    def load(self, directory: Path) -> tuple[int, dict[str, Any]]:
-        """Continue from the newest checkpoint: its step, and what the user had it keep.
-
-        A pipeline that keeps versions takes its previous one from there. In a checkpoint without one, as of a
-        run with a flush, it is the same as the newest.
-        """
-        previous: dict[str, Tensor] = {}
-        step, state = self.watch.wait_for_all(
-            "all ranks to load a checkpoint",
-            lambda: checkpoint.load(directory, self._state(previous), group=self.joined.group),
-        )
-        self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
-        if self.scheduler is not None and "scheduler" in state:
-            self.scheduler.load_state_dict(state["scheduler"])
-        return step, dict(state["user"])
-
-    def _state(self, previous: dict[str, Tensor]) -> TrainState:
-        kept = {b.name for b in self.graph.buffers if b.persistent}
-        return TrainState(
-            parameters=self.weights.params,
-            buffers={n: t for n, t in self.weights.buffers.items() if n in kept},
-            optimizers=self.weights.optimizers,
-            aliases={alias: p.name for p in self.graph.parameters for alias in p.aliases},
-            previous=previous,
-            keeps_previous=self.weights.updates is not None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitBatch:
-    """A batch cut into micro-batches, each with its share of the loss; or why that cannot be.
-
-    parts: the inputs of each micro-batch, by name.
-    """
-
-    parts: tuple[Mapping[str, Tensor], ...] = ()
-    shares: tuple[float, ...] = ()
-    refusal: BatchError | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepBatches:
-    """Splits batches for a plan's rank. rounds: of the schedule per training step.  seed: of random ops."""
-
-    job: Job
-    plan: Plan
-    rank: int
-    device: torch.device
-    rounds: int
-    seed: int
-    training: TrainingVariants
-    evaluation: EvaluationVariants
-
-    def split(self, batch: Mapping[str, Tensor], *, training: bool) -> SplitBatch:
-        """Never raises for a batch that cannot be used: the ranks have to agree on that first."""
-        try:
-            parts = split_batch(batch, self.plan.microbatches * (self.rounds if training else 1))
-            shares = loss_shares(parts, self.job.weight)
-        except BatchError as error:
-            return SplitBatch(refusal=error)
-        return SplitBatch(parts=tuple(parts), shares=tuple(shares))
-
-    def microbatches(self, split: SplitBatch, *, step: int, training: bool) -> list[Microbatch]:
-        """What the worker gets, with those inputs of this rank's micro-batches that its stages read.
-
-        step: steps made before.
-
-        Raises: BatchError if a size of micro-batch does not fit the plan.
-        """
-        variants = self.training if training else self.evaluation
-        each = self.plan.microbatches // self.plan.replicas
-        own = self.plan.replicas_on(self.rank)
-        made = []
-        for index, (part, share) in enumerate(zip(split.parts, split.shares, strict=True)):
-            variant = variants.variant(part)
-            here = index % self.plan.microbatches // each in own
-            read = {name for functions in variant.functions.values() for name in functions.batch}
-            made.append(
-                Microbatch(
-                    variant=variant,
-                    inputs={n: _copy_to(self.device, t) for n, t in part.items() if here and n in read},
-                    weight=share,
-                    seed=microbatch_seed(self.seed, step, index),
-                    number=step * each + index % each,
-                )
-            )
-        return made
-
-    def held_bytes(self, batch: Mapping[str, Tensor]) -> int:
-        """Bytes of a batch that this rank needs: of the micro-batches of its own replicas."""
-        whole = sum(tensor.nbytes for tensor in batch.values())
-        return whole * self.plan.microbatches_on(self.rank) // self.plan.microbatches
-
-    def in_rounds(self, microbatches: list[Microbatch]) -> list[list[Microbatch]]:
-        """Those of each round of the schedule."""
-        count = self.plan.microbatches
-        return [microbatches[at : at + count] for at in range(0, len(microbatches), count)]
-
-
-def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """From memory that is not pinned the host would wait for the device, at every tensor."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class Calls:
-    """Wraps all that a pipeline does with its worker, one call after the other."""
-
-    def __init__(self, watch: Watch, worker: Worker, steady: SteadyRun | None = None) -> None:
-        self._watch, self._worker, self._steady = watch, worker, steady
-        self._broken = ""
-        self._torn = False
-        self._buffers: dict[str, Tensor] = {}
-
-    @contextmanager
-    def call(self, what: str, *, heals: bool = False, refuses_batches: bool = False) -> Iterator[None]:
-        """Do `what`, such as "step 3".
-
-        heals: it makes parameters, buffers and optimizer anew.
-        refuses_batches: nothing is sent or computed yet, and all ranks raise a BatchError if one does. So it
-            breaks nothing off: the next call starts from where this one did.
-        Raises: PipeloomError if an earlier call was broken off and this one cannot go on from there;
-            PeerError if another rank failed.
-        """
-        self._recover(heals)
-        self._watch.check()
-        self._buffers = dict(self._worker.weights.buffers)
-        try:
-            with out_of_memory_told(self._worker.ledger, lambda: what):
-                yield
-        except BaseException as error:
-            if refuses_batches and isinstance(error, BatchError):
-                raise
-            first = str(error).partition("\n")[0]
-            by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
-            self._broken, self._torn = f"{what} was broken off ({by})", self._worker.reduce_and_step.updating
-            if self._steady is not None:  # its rows go over from step to step: none can be taken back alone
-                self._torn = True
-                self._steady.forget()
-            if self._watch.ranks > 1:
-                self._watch.fail(error)
-            raise
-        self._worker.reduce_and_step.updating = False
-        self._buffers = {}  # what they were is not needed, and must not stay in memory
-
-    def _recover(self, heals: bool) -> None:
-        """Clear away what a broken call has left, or refuse to go on."""
-        if not self._broken:
-            return
-        if self._watch.ranks > 1:
-            raise PipeloomError(
-                f"rank {self._watch.rank} cannot go on: {self._broken}, and messages to and from it are lost",
-                hint="start all ranks again, and load the newest checkpoint",
-            )
-        if self._torn and not heals:
-            raise PipeloomError(
-                f"{self._broken} in the middle of its update: some parameters may be updated and others not",
-                hint="load the newest checkpoint, or make the pipeline again",
-            )
-        self._worker.forget()
-        for name, buffer in self._buffers.items():
-            self._worker.weights.replace_buffer(name, buffer)
-        self._broken, self._torn, self._worker.reduce_and_step.updating = "", False, False
+from .verification import verify_once
 
 
 class Pipeline:
@@ -296,7 +95,7 @@ class Pipeline:
         channel: LocalChannel | None = None,
         captured: Captured | None = None,
     ) -> None:
-        self._given, self.job, self.options = captured, job, options or Options()
+        self.job, self.options = job, options or Options()
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
@@ -304,24 +103,21 @@ class Pipeline:
         self.watch = self.joined.watch
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.tier: Tier | None = None
+        self.steps_done = 0
+        self.report: StepReport | None = None
+        self.rehearsals: Rehearsals | None = None
         self.watch.__enter__()
         with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
             ended.push(self)
             self.watch.check()
-            self._build()
+            rank_stages = self._cut_model(captured)
+            if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
+                verify_once(self.job, self.plan, self.captured, self.options)
+            self._make_weights(rank_stages)
+            self._run = self._make_run(rank_stages)
             ended.pop_all()
-        self.calls = Calls(self.watch, self.worker, self.steady)
 
-    def _build(self) -> None:
-        rank_stages = self._cut_model()
-        if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
-            require_equal_once(self.job, self.plan, self.captured, self.options)
-        self._make_ready(rank_stages)
-        self.steps_done = 0
-        self.report: StepReport | None = None
-        self.rehearsals: Rehearsals | None = None
-
-    def _cut_model(self) -> RankStages:
+    def _cut_model(self, captured: Captured | None) -> RankStages:
         """Capture the model and cut it as planned, and open the channel to the other ranks."""
         job, plan, options = self.job, self.plan, self.options
         self.joined.require_same_plan(plan)
@@ -332,7 +128,7 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = self._given or capture(job, plan.microbatch_size, autocast=options.autocast)
+        self.captured = captured or capture(job, plan.microbatch_size, autocast=options.autocast)
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(
@@ -353,31 +149,31 @@ class Pipeline:
             device=self.device,
             channel=self.channel,
         )
-        self.training = TrainingVariants(rank_stages)
-        self.evaluation = EvaluationVariants(rank_stages, self.training)
+        self.training = StageVariants(rank_stages)
+        self.evaluation = StageVariants(rank_stages, self.training)
         return rank_stages
 
-    def _make_ready(self, rank_stages: RankStages) -> None:
-        """Make the rank's weights, its worker, and what it tells of its steps."""
+    def _make_weights(self, rank_stages: RankStages) -> None:
+        """Make the rank's weights and their optimizer, and foresee what a step holds."""
         self.captured.traced.clear()
-        plan = self.plan
-        self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
+        self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
+        self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
         with out_of_memory_told(self.ledger, lambda: f"start-up, with {format_bytes(size)} of parameters"):
             self.weights = rank_stages.weights(self.program)
         for kind, size in self.weights.sizes.items():
             self.ledger.set(kind, size)
-        self._build_worker(rank_stages)
-
-    def _build_worker(self, rank_stages: RankStages) -> None:
-        job, plan, options = self.job, self.plan, self.options
-        self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
-        self.record = StepRecord(
-            channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
-        )
         self.expected = self.forecast().untimed()
-        self.scheduler = make_scheduler(options.scheduler, self.weights.optimizer)
+        self.schedulers: list[LRScheduler] = []
+        optimizer = self.weights.optimizer
+        if self.options.scheduler is not None and optimizer is not None:
+            # PyTorch's schedulers take no optimizer but its own: one that holds several gets one for each.
+            inner = (optimizer,) if isinstance(optimizer, Optimizer) else optimizers_of(optimizer)
+            self.schedulers = [self.options.scheduler(each) for each in inner]
+
+    def _make_run(self, rank_stages: RankStages) -> Run:
+        plan, options = self.plan, self.options
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
         if self.tier is not None:
             self.watch.on_exit(self.tier.close)
@@ -391,10 +187,10 @@ class Pipeline:
             watch=self.watch,
             clip_norm=options.clip_norm,
             tier=self.tier,
-            after_step=self._after_update if plan.updates is not None else lambda: None,
+            after_step=self._step_schedulers,
         )
         self.batches = StepBatches(
-            job=job,
+            job=self.job,
             plan=plan,
             rank=self.rank,
             device=self.device,
@@ -403,29 +199,18 @@ class Pipeline:
             training=self.training,
             evaluation=self.evaluation,
         )
-        self.steady = open_steady_run(
-            plan,
-            plan.replicated(self.stages),
-            options,
-            worker=self.worker,
-            channel=self.channel,
-            recorder=self.recorder,
-            ledger=self.ledger,
-            device=self.device,
+        self.record = StepRecord(
+            channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
         )
-        self.checkpoint = PipelineCheckpoint(
-            graph=self.captured.graph,
-            weights=self.weights,
-            scheduler=self.scheduler,
-            joined=self.joined,
-            watch=self.watch,
-            seed=options.seed,
-        )
+        rows = steady_rows(plan, plan.replicated(self.stages), options)
+        kind = partial(SteadyRun, rows=rows) if rows is not None else FlushedRun
+        run: Run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
+        self.channel.open_groups(run.groups(plan.replicated(self.stages), plan.placement))
+        return run
 
-    def _after_update(self) -> None:
-        """In a pipeline that does not drain the learning rate follows each rank's own updates."""
-        if self.scheduler is not None:
-            self.scheduler.step()
+    def _step_schedulers(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
 
     def forecast(self) -> Forecast:
         """This rank's part in predicting a step, for who wants more of it than `predict` and `rehearse` show.
@@ -460,36 +245,13 @@ class Pipeline:
             if a copy or a message fails; PeerError if another rank failed; PipeloomError if an earlier call
             was broken off and this one cannot go on from there, which holds for all methods.
         """
-        start = time.perf_counter()
-        require_training(self.plan)
-        if self.steady is not None:
-            self._feed(batch)
-            self._drain()
-            return self._new_reports()[-1].loss
-        what = f"step {self.steps_done + 1}"
-        with self.calls.call(what, refuses_batches=True):
-            rounds = self._microbatches(batch, training=True)
-        with self.calls.call(what):
-            self.recorder.begin()
-            done = [
-                (self.worker.run(microbatches, update=microbatches is rounds[-1]), microbatches)
-                for microbatches in rounds
-            ]
-            if self.scheduler is not None:
-                self.scheduler.step()
-            self.steps_done += 1
-            self.report = self.record.report(
-                done,
-                start_s=start,
-                agreeing_s=self._agreeing_s,
-                grad_norm=self.worker.reduce_and_step.grad_norm,
-            )
-        return self.report.loss
+        *_, last = self.steps([batch])
+        return last.loss
 
     @property
     def drains_each_step(self) -> bool:
         """Whether nothing is in flight between two steps: the plan's weights are updated with a flush."""
-        return self.steady is None
+        return self.plan.steady is None
 
     def steps(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[StepReport]:
         """Train on batches one after the other, without draining the pipeline between them if the plan's
@@ -502,15 +264,23 @@ class Pipeline:
         """
         require_training(self.plan)
         for batch in batches:
-            if self.steady is None:
-                self.step(batch)
-                assert self.report is not None
-                yield self.report
-            else:
-                self._feed(batch)
-                yield from self._new_reports()
-        self._drain()
-        yield from self._new_reports()
+            self._run.feed(self.steps_done, batch)
+            self.steps_done += 1
+            yield from self._take_reports()
+        self._run.drain()
+        yield from self._take_reports()
+
+    def _take_reports(self) -> list[StepReport]:
+        taken, self._run.reports = self._run.reports, []
+        self.report = taken[-1] if taken else self.report
+        return taken
+
+    @contextmanager
+    def _call(self, what: str, *, heals: bool = False) -> Iterator[None]:
+        """Do what is not a step: nothing is in flight then. See `Run.call`."""
+        self._run.drain()
+        with self._run.call(what, heals=heals):
+            yield
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated.
@@ -520,49 +290,16 @@ class Pipeline:
         Raises: BatchError as `step` does; CaptureError or CutError if the model cannot be captured or cut in
             evaluation mode; MemoryCapError, CommunicationError and PeerError as `step` does.
         """
-        self._drain()
-        with self.calls.call("an evaluation", refuses_batches=True):
-            rounds = self._microbatches(batch, training=False)
-        with self.calls.call("an evaluation"):
-            program = self.evaluation.program
-            done = [(self.worker.run(part, program=program, training=False), part) for part in rounds]
-            total = torch.tensor(read_loss(done, self.device), dtype=torch.float64)
+        self._run.drain()
+        with self._run.call("an evaluation", refuses_batches=True):
+            agree = partial(agree_on_shapes, self.channel)
+            part = self.batches.take(batch, step=self.steps_done, training=False, agree=agree)
+            self.ledger.set("batch", self.batches.held_bytes(batch))
+        with self._run.call("an evaluation"):
+            losses = self.worker.run(part, program=self.evaluation.evaluation_program, training=False)
+            total = torch.tensor(read_loss([(losses, part)], self.device), dtype=torch.float64)
             self.channel.all_reduce(total)
         return float(total)
-
-    def _microbatches(self, batch: Mapping[str, Tensor], *, training: bool) -> list[list[Microbatch]]:
-        """Rounds of micro-batches, each with its share of the loss."""
-        split = self.batches.split(batch, training=training)
-        start = time.perf_counter()
-        agree_on_shapes(self.channel, signature_of(batch), split.refusal)
-        self._agreeing_s = time.perf_counter() - start
-        microbatches = self.batches.microbatches(split, step=self.steps_done, training=training)
-        self.ledger.set("batch", self.batches.held_bytes(batch))
-        return self.batches.in_rounds(microbatches)
-
-    def _drain(self) -> None:
-        """End what is in flight, before anything that is not a step."""
-        if self.steady is not None and self.steady.fed:
-            with self.calls.call(f"the end of step {self.steps_done}"):
-                self.steady.drain()
-
-    def _feed(self, batch: Mapping[str, Tensor]) -> None:
-        """Begin a step of a pipeline that does not drain."""
-        assert self.steady is not None
-        split = self.batches.split(batch, training=True)
-        with self.calls.call(f"step {self.steps_done + 1}", refuses_batches=split.refusal is not None):
-            if self.steady.agree(signature_of(batch), split.refusal):
-                self.steady.drain()
-            if split.refusal is not None:
-                raise split.refusal
-            microbatches = self.batches.microbatches(split, step=self.steps_done, training=True)
-            self.steady.feed(self.steps_done, microbatches, self.batches.held_bytes(batch))
-            self.steps_done += 1
-
-    def _new_reports(self) -> list[StepReport]:
-        new = [] if self.steady is None else self.steady.take_reports()
-        self.report = new[-1] if new else self.report
-        return new
 
     def predict(self, cluster: Cluster | None = None, *, rehearsed: bool = True) -> Timeline:
         """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
@@ -572,10 +309,9 @@ class Pipeline:
         Returns: when what happens, in seconds from the start of the step, and bytes held.
         Raises: CommunicationError or PeerError if another rank does not do the same.
         """
-        self._drain()
-        if not rehearsed:
-            return self._shown(self.forecast().planned())
-        with self.calls.call("a prediction"), attributes_kept(self.captured.blueprint.model):
+        with self._call("a prediction"), attributes_kept(self.captured.blueprint.model):
+            if not rehearsed:
+                return self._shown(self.forecast().planned())
             self.rehearsals = Rehearsals(self.forecast(), cluster)
             return self._shown(self.rehearsals.first)
 
@@ -587,8 +323,7 @@ class Pipeline:
         """
         if self.rehearsals is None:
             return self.predict()
-        self._drain()
-        with self.calls.call("a rehearsal"), attributes_kept(self.captured.blueprint.model):
+        with self._call("a rehearsal"), attributes_kept(self.captured.blueprint.model):
             return self._shown(self.rehearsals.rehearse())
 
     def _shown(self, predicted: Timeline) -> Timeline:
@@ -599,7 +334,7 @@ class Pipeline:
 
         Times, in seconds, count from the start of the first rank where all share a clock, else from each
         one's own. Raises: CommunicationError or PeerError if another rank does not do the same."""
-        self._drain()
+        self._run.drain()
         return self.record.timeline(self.program.pairs, self.plan.steady)
 
     def save(self, directory: Path | str, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
@@ -614,21 +349,60 @@ class Pipeline:
         """
         if keep < 1:
             raise ConfigError(f"keep={keep} keeps no checkpoint", hint="keep 1 or more")
-        self._drain()
-        with self.calls.call("saving a checkpoint"):
-            return self.checkpoint.save(Path(directory), step=self.steps_done, extra=extra or {}, keep=keep)
+        state: dict[str, Any] = {"user": dict(extra or {}), "seed": self.options.seed}
+        if self.schedulers:
+            states = [scheduler.state_dict() for scheduler in self.schedulers]
+            state["scheduler"] = states[0] if len(states) == 1 else {"schedulers": states}
+        with self._call("saving a checkpoint"):
+            return self.watch.wait_for_all(
+                "all ranks to save a checkpoint",
+                lambda: checkpoint.save(
+                    Path(directory),
+                    self._train_state(self.weights.previous),
+                    step=self.steps_done,
+                    extra=state,
+                    group=self.joined.group,
+                    keep=keep,
+                ),
+            )
 
     def load(self, directory: Path | str) -> dict[str, Any]:
         """Continue from the newest checkpoint in `directory`; returns what `save` got as `extra`. Every rank
         calls it. Steps go on to count from there.
 
+        A pipeline that keeps versions of its weights takes the previous one from there. In a checkpoint
+        without one, as of a run with a flush, it is the same as the newest.
         Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
         """
-        self._drain()
-        with self.calls.call("loading a checkpoint", heals=True):
-            self.steps_done, extra = self.checkpoint.load(Path(directory))
+        previous: dict[str, Tensor] = {}
+        with self._call("loading a checkpoint", heals=True):
+            step, state = self.watch.wait_for_all(
+                "all ranks to load a checkpoint",
+                lambda: checkpoint.load(
+                    Path(directory), self._train_state(previous), group=self.joined.group
+                ),
+            )
+            self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
+            if self.schedulers and "scheduler" in state:
+                states = state["scheduler"].get("schedulers", [state["scheduler"]])
+                for scheduler, loaded in zip(self.schedulers, states, strict=True):
+                    scheduler.load_state_dict(loaded)
+            self.steps_done = step
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
-            return extra
+            return dict(state["user"])
+
+    def _train_state(self, previous: dict[str, Tensor]) -> TrainState:
+        """This rank's part of a checkpoint. previous: version of the parameters before the newest."""
+        graph, weights = self.captured.graph, self.weights
+        persistent = {b.name for b in graph.buffers if b.persistent}
+        return TrainState(
+            parameters=weights.params,
+            buffers={n: t for n, t in weights.buffers.items() if n in persistent},
+            optimizers=weights.optimizers,
+            aliases={alias: p.name for p in graph.parameters for alias in p.aliases},
+            previous=previous,
+            keeps_previous=weights.updates is not None,
+        )
 
     def close(self) -> None:
         """Wait for the other ranks and disconnect; the end of a `with` does it. It may be called again.

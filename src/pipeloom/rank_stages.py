@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -54,9 +55,15 @@ class RankStages:
     device: torch.device
     channel: PostedChannel
 
+    @cached_property
+    def planned_signature(self) -> tuple[str, ...]:
+        """Of micro-batches as the plan has them."""
+        return signature_of(sample_batch(self.job, 0, self.plan.microbatch_size))
+
     def weights(self, program: Program) -> Weights:
         """The rank's parameters and buffers, as the seed initialises them, with their optimizer."""
-        captured, options, rank = self.captured, self.options, self.channel.rank
+        captured, options, rank, shares = self.captured, self.options, self.channel.rank, self._shares()
+        shared = shared_by(self.plan.replicated(self.stages), self.plan.placement, rank, shares)
         origins = [self.stages.origin(s) for s in self.indices]
         params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
         buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
@@ -72,18 +79,12 @@ class RankStages:
             keep_gradients=options.keep_gradients,
             device=self.device,
             updates=self._updates(),
-            together=self._summed_together(),
-            shares=self._shares(),
+            together=[reduction.names for reduction in shared],
+            shares=shares,
             rank=rank,
             everywhere=stand_ins(captured.graph),
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )
-
-    def _summed_together(self) -> list[tuple[str, ...]]:
-        """The parameters whose gradients are summed with other ranks, by the ranks and by who gets them."""
-        stages, placement = self.plan.replicated(self.stages), self.plan.placement
-        shared = shared_by(stages, placement, self.channel.rank, self._shares())
-        return [part.names for part in shared]
 
     def _shares(self) -> tuple[OptimizerShares, ...]:
         """How replicas share out the optimizer's state, if they do."""
@@ -106,41 +107,77 @@ class RankStages:
         return replace(updates, kept=max(kept))
 
 
-class TrainingVariants:
-    """A rank's stages in training mode, per size of micro-batch."""
+class StageVariants:
+    """A rank's stages per size of micro-batch, to train, or to evaluate.
 
-    def __init__(self, rank: RankStages) -> None:
-        self._rank = rank
-        self.planned_signature = signature_of(sample_batch(rank.job, 0, rank.plan.microbatch_size))
-        self.planned = self._make(rank.captured)
-        """For micro-batches as the plan has them."""
-        self._variants = {self.planned_signature: self.planned}
+    training: of those that evaluate, the ones that train; None of these.
+    """
+
+    def __init__(self, rank: RankStages, training: StageVariants | None = None) -> None:
+        self._rank, self._training = rank, training
+        self._variants: dict[tuple[str, ...], Variant] = {}
+        self.evaluation_program: Program | None = None
+        """Of forwards alone, once a size is known that is evaluated."""
+        if training is None:
+            stages = rank.plan.stage_graph(rank.captured.graph)
+            agree_on_layouts(rank.channel, stages)
+            self._variants[rank.planned_signature] = self._trace(rank.captured, stages)
+
+    @property
+    def planned(self) -> Variant:
+        """For micro-batches as the plan has them. Raises: KeyError if they were not evaluated yet."""
+        return self._variants[self._rank.planned_signature]
 
     def variant(self, part: Mapping[str, Tensor]) -> Variant:
         """The stages for one micro-batch. Every rank calls it.
 
-        Raises: BatchError, on all ranks, if its size does not fit the plan.
+        Raises: BatchError, on all ranks, if its size does not fit the plan, or is evaluated in another way
+            than other sizes; CaptureError or CutError if the model cannot be captured or cut in evaluation
+            mode.
         """
         signature, rank = signature_of(part), self._rank
-        if signature not in self._variants:
-
-            def captured_and_cut() -> tuple[Captured, StageGraph]:
-                captured = capture(
-                    rank.job, rows_of(part), batch=part, autocast=rank.options.autocast, like=rank.captured
-                )
-                return captured, self._cut(captured)
-
-            captured, stages = self._on_all_ranks(signature, captured_and_cut)
-            agree_on_layouts(rank.channel, stages)
-            self._variants[signature] = self._on_all_ranks(signature, lambda: self._traced(captured, stages))
+        if signature in self._variants:
+            return self._variants[signature]
+        if self._training is not None:
+            self._variants[signature] = self._evaluated(part, self._training)
+            return self._variants[signature]
+        captured, stages = self._on_all_ranks(signature, lambda: self._capture(part))
+        agree_on_layouts(rank.channel, stages)
+        self._variants[signature] = self._on_all_ranks(signature, lambda: self._trace(captured, stages))
         return self._variants[signature]
 
-    def _make(self, captured: Captured) -> Variant:
-        stages = self._rank.plan.stage_graph(captured.graph)
-        agree_on_layouts(self._rank.channel, stages)
-        return self._traced(captured, stages)
+    def _evaluated(self, part: Mapping[str, Tensor], training: StageVariants) -> Variant:
+        """In evaluation mode; a model that was cut between its modules runs in either."""
+        rank, plan = self._rank, self._rank.plan
+        if rank.captured.cut is not None:
+            variant = training.variant(part)
+        else:
+            captured = rank.captured.evaluation
+            if captured is None or signature_of(part) != rank.planned_signature:
+                captured = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
+            stages = cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
+            agree_on_layouts(rank.channel, stages)
+            variant = make_variant(captured, plan, stages, rank.indices, device=str(rank.device))
+        count = plan.microbatches // plan.replicas
+        forwards = registry.build("forward_only", variant.stages, plan.placement, count)
+        program = lower(forwards, variant.stages)
+        if self.evaluation_program is not None and str(program) != str(self.evaluation_program):
+            raise BatchError(
+                f"in evaluation mode {', '.join(signature_of(part))} is computed in another way than other "
+                "sizes",
+                hint="evaluate batches of one size",
+            )
+        self.evaluation_program = program
+        return variant
 
-    def _traced(self, captured: Captured, stages: StageGraph) -> Variant:
+    def _capture(self, part: Mapping[str, Tensor]) -> tuple[Captured, StageGraph]:
+        rank = self._rank
+        captured = capture(
+            rank.job, rows_of(part), batch=part, autocast=rank.options.autocast, like=rank.captured
+        )
+        return captured, self._cut(captured)
+
+    def _trace(self, captured: Captured, stages: StageGraph) -> Variant:
         rank = self._rank
         return make_variant(
             captured,
@@ -208,62 +245,13 @@ class TrainingVariants:
         try:
             made.append(make())
         except (CaptureError, CutError, PlanError) as error:
-            planned = next(iter(self._variants))
             refusal = BatchError(
                 f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
-                f"{', '.join(planned)}: {error.message}",
+                f"{', '.join(self._rank.planned_signature)}: {error.message}",
                 hint="pad or cut the batch to the planned size, or plan for this one",
             )
         agree_on_refusal(self._rank.channel, refusal)
         return made[0]
-
-
-@dataclass(eq=False)
-class EvaluationVariants:
-    """A rank's stages in evaluation mode, per size of micro-batch, made when the first batch is evaluated.
-
-    training: the stages that train; those of a model that was cut between its modules run in either mode.
-    program: of forwards alone; None before the first batch.
-    """
-
-    rank: RankStages
-    training: TrainingVariants
-    program: Program | None = None
-    _variants: dict[tuple[str, ...], Variant] = field(default_factory=dict)
-
-    def variant(self, part: Mapping[str, Tensor]) -> Variant:
-        """The stages for one micro-batch; sets `program`.
-
-        Raises: CaptureError or CutError if the model cannot be captured or cut in evaluation mode;
-            BatchError if its stages exchange other values than for another size.
-        """
-        signature = signature_of(part)
-        if signature not in self._variants:
-            made = self._make(part)
-            program = self._lower(made.stages)
-            if self.program is not None and str(program) != str(self.program):
-                raise BatchError(
-                    f"in evaluation mode {', '.join(signature)} is computed in another way than other sizes",
-                    hint="evaluate batches of one size",
-                )
-            self._variants[signature], self.program = made, program
-        return self._variants[signature]
-
-    def _make(self, part: Mapping[str, Tensor]) -> Variant:
-        rank = self.rank
-        if rank.captured.cut is not None:
-            return self.training.variant(part)
-        evaluated = rank.captured.evaluation
-        if evaluated is None or signature_of(part) != self.training.planned_signature:
-            evaluated = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
-        stages = cut_evaluation(evaluated.graph, rank.captured.graph, rank.stages)
-        agree_on_layouts(rank.channel, stages)
-        return make_variant(evaluated, rank.plan, stages, rank.indices, device=str(rank.device))
-
-    def _lower(self, stages: StageGraph) -> Program:
-        plan = self.rank.plan
-        count = plan.microbatches // plan.replicas
-        return lower(registry.build("forward_only", stages, plan.placement, count), stages)
 
 
 def _exchanges(stages: StageGraph) -> dict[str, set[tuple[int, int]]]:

@@ -10,9 +10,8 @@ for all others between two rows: what they tell each other travels in sums that 
 from __future__ import annotations
 
 import time
-import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,16 +22,14 @@ from .ir.plan import Plan
 from .ir.stages import StageGraph
 from .lowering.steady import SteadyRow, SteadyRows
 from .options import Options
-from .runtime.ledger import Ledger
+from .runtime.batches import shapes_digest
 from .runtime.loss_scaling import read_scalars
 from .runtime.posted import PendingSum
-from .runtime.posted_channel import PostedChannel
-from .runtime.recorder import Recorder
 from .runtime.reduce_and_step import norm_group
 from .runtime.step_state import Microbatch
 from .runtime.transports.transport import SumGroup
-from .runtime.worker import Worker
-from .step_reports import StepReport, rank_figures, report_of
+from .step_reports import report_of
+from .step_run import Run
 
 SHOWN_ROWS = 3
 """Rows whose events are kept: consecutive steps that a report shows."""
@@ -40,7 +37,7 @@ SHOWN_ROWS = 3
 
 @dataclass(kw_only=True, eq=False)
 class _Batch:
-    """A batch that was fed.  losses: micro-batch -> loss times its share.  figures: see `rank_figures`."""
+    """A batch that was fed.  losses: micro-batch -> loss times its share.  figures: see `StepRecord`."""
 
     number: int
     losses: dict[int, float] = field(default_factory=dict)
@@ -50,108 +47,118 @@ class _Batch:
 
 
 @dataclass(kw_only=True, eq=False)
-class SteadyRun:
-    """Feeds batches to one rank's worker.
+class SteadyRun(Run):
+    """Batches follow each other into a pipeline that does not drain.
 
-    rows: what each rank runs.  microbatches: of all replicas, per batch.
+    rows: what each rank runs.
     """
 
     rows: SteadyRows
-    replicas: int
-    worker: Worker
-    channel: PostedChannel
-    recorder: Recorder
-    ledger: Ledger
-    device: torch.device
     fed: int = 0
     """Batches since the pipeline was last empty."""
     last: int = -1
     """The number of the batch that was fed last."""
-    reports: list[StepReport] = field(default_factory=list)
     _ring: list[Microbatch | None] = field(default_factory=list)
     _open: deque[_Batch] = field(default_factory=deque)
     _told: deque[_Batch] = field(default_factory=deque)
     _shapes: tuple[str, ...] = ()
     _grad_norm: float | None = None
-    _digests: deque[tuple[PendingSum, Tensor, float]] = field(default_factory=deque)
+    _digests: deque[tuple[PendingSum, Tensor, Tensor]] = field(default_factory=deque)
     _batch_bytes: deque[int] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self._ring = [None] * (self.replicas * self.rows.step.window * self.rows.step.microbatches)
+        self._ring = [None] * (
+            self.rows.stages.replicas * self.rows.step.window * self.rows.step.microbatches
+        )
+        self._batch_bytes = deque(maxlen=self.rows.step.window)
+        self.channel = self.record.channel
         self.control = SumGroup("figures", tuple(range(self.channel.ranks)))
-        groups = [self.control]
-        if self.rows.clips:
-            groups.append(norm_group(self.channel.ranks))
-        updates = self.worker.reduce_and_step
-        groups += updates.groups(self.rows.stages, self.placement, self.worker.weights)
-        self.channel.open_groups(groups)
 
-    @property
-    def placement(self) -> tuple[int, ...]:
-        return self.rows.step.placement
+    def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
+        norms = [norm_group(self.channel.ranks)] if self.rows.clips else []
+        return [self.control, *norms, *super().groups(stages, placement)]
 
-    def agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> bool:
-        """Tell the others the shapes of a batch. True if the pipeline has to drain before it can be fed:
-        shapes have changed, alike on all ranks, or all refuse the batch.
+    def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
+        with self.call(f"step {number + 1}", refuses_batches=True):
+            microbatches = self.batches.take(batch, step=number, training=True, agree=self._agree)
+        with self.call(f"step {number + 1}"):
+            self.run_row(number, microbatches, self.batches.held_bytes(batch))
 
-        Raises: BatchError if ranks have different shapes, or some refuse theirs.
+    def drain(self) -> None:
+        if self.fed:
+            with self.call(f"the end of step {self.last + 1}"):
+                self._drain()
+
+    def _abandon(self) -> bool:
+        """Its rows go over from step to step: none can be taken back alone."""
+        self.fed, self.last = 0, -1
+        for left in (self._open, self._told, self._digests, self._batch_bytes):
+            left.clear()
+        return True
+
+    def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> None:
+        """Tell the others the shapes of a batch, and drain if they have changed, alike on all ranks, or all
+        refuse the batch.
+
+        Raises: BatchError if ranks have different shapes, or some refuse theirs, which is noticed when others
+            have begun: it breaks the pipeline off.
         """
-        mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
-        total = torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
-        self._digests.append((self.channel.begin_sum(total, self.control), total, mine))
-        changed = refusal is not None or shapes != self._shapes
-        self._check_digests(leave=0 if changed else 1)
-        if refusal is None:
-            self._shapes = shapes
-        return changed
+        with self.call("agreeing on a batch"):
+            mine = shapes_digest(shapes, refusal)
+            total = mine.clone()
+            self._digests.append((self.channel.begin_sum(total, self.control), total, mine))
+            changed = refusal is not None or shapes != self._shapes
+            self._check_digests(leave=0 if changed else 1)
+            if changed and self.fed:
+                self._drain()
+        if refusal is not None:
+            raise refusal
+        self._shapes = shapes
 
     def _check_digests(self, *, leave: int) -> None:
         while len(self._digests) > leave:
             pending, total, mine = self._digests.popleft()
             pending.wait()
-            *hashes, refusals = total.tolist()
-            ranks = self.channel.ranks
-            if hashes != [ranks * mine, ranks * mine * mine] or refusals not in (0, ranks):
+            if not torch.equal(total, self.channel.ranks * mine):
                 raise BatchError(
                     f"rank {self.channel.rank} has another batch than other ranks, or only some can use it",
                     hint="give all ranks the same batch",
                 )
 
-    def feed(self, number: int, microbatches: Sequence[Microbatch], batch_bytes: int) -> None:
-        """Run a batch's row. number: of the batch, from the start of training."""
+    def run_row(self, number: int, microbatches: Sequence[Microbatch], batch_bytes: int) -> None:
+        """Run a batch's row.
+
+        microbatches: of all replicas.  batch_bytes: what this rank holds of the batch.
+        """
         window, every = self.rows.step.window, self.rows.step.microbatches
         base = number % window * every
         self.worker.reuse(range(base, base + every))
-        for replica in range(self.replicas):
+        for replica in range(self.rows.stages.replicas):
             at = replica * window * every + base
             self._ring[at : at + every] = microbatches[replica * every : (replica + 1) * every]
         self._batch_bytes.append(batch_bytes)
-        while len(self._batch_bytes) > window:
-            self._batch_bytes.popleft()
-        self.ledger.set("batch", sum(self._batch_bytes))
+        self.record.ledger.set("batch", sum(self._batch_bytes))
         self._report_told(leave=1)
         if self.fed:
-            self.recorder.next_step(keep=SHOWN_ROWS)
+            self.record.recorder.next_step(keep=SHOWN_ROWS)
         else:
-            self.recorder.begin()
+            self.record.recorder.begin()
         start_s = time.perf_counter()
         self._open.append(_Batch(number=number, figures=torch.zeros(0)))
         self._run(self.rows.row(number, self.fed), drains=False)
-        self._open[-1].figures = rank_figures(self.recorder, self.ledger, start_s)
+        self._open[-1].figures = self.record.figures(start_s)
         self.fed, self.last = self.fed + 1, number
         if len(self._open) >= window:
             self._tell(self._open.popleft())
 
-    def drain(self) -> None:
-        """Run what is left, so that nothing is in flight. Does nothing where that is so already."""
-        if not self.fed:
-            return
-        self.recorder.next_step(keep=SHOWN_ROWS + 1)
+    def _drain(self) -> None:
+        """Run what is left, so that nothing is in flight."""
+        self.record.recorder.next_step(keep=SHOWN_ROWS + 1)
         start_s = time.perf_counter()
         self._run(self.rows.drain(self.last, self.fed), drains=True)
         latest = self._open[-1]
-        latest.figures = latest.figures + rank_figures(self.recorder, self.ledger, start_s)
-        latest.figures[-1] = self.ledger.peak
+        latest.figures = latest.figures + self.record.figures(start_s)
+        latest.figures[-1] = self.record.ledger.peak
         while self._open:
             self._tell(self._open.popleft())
         self._check_digests(leave=0)
@@ -172,7 +179,7 @@ class SteadyRun:
         window, every = self.rows.step.window, self.rows.step.microbatches
         by_slot = {batch.number % window: batch for batch in self._open}
         norm = self.worker.reduce_and_step.grad_norm
-        numbers = read_scalars([*losses.values(), *([] if norm is None else [norm])], self.device)
+        numbers = read_scalars([*losses.values(), *([] if norm is None else [norm])], self.record.device)
         if norm is not None:
             self._grad_norm = numbers.pop()
         for index, loss in zip(losses, numbers, strict=True):
@@ -182,10 +189,7 @@ class SteadyRun:
     def _tell(self, batch: _Batch) -> None:
         """Begin to sum a complete batch's figures over the ranks."""
         batch.grad_norm = self._grad_norm
-        table = torch.zeros(self.channel.ranks, len(batch.figures), dtype=torch.float64)
-        table[self.channel.rank] = batch.figures
-        loss = torch.tensor([sum(batch.losses.values())], dtype=torch.float64)
-        batch.figures = torch.cat([table.flatten(), loss])
+        batch.figures = self.record.of_all_ranks(batch.figures, sum(batch.losses.values()))
         batch.pending = self.channel.begin_sum(batch.figures, self.control)
         self._told.append(batch)
 
@@ -198,38 +202,15 @@ class SteadyRun:
             batch.pending.wait()
             self.reports.append(report_of(batch.figures, self.channel.ranks, batch.grad_norm))
 
-    def take_reports(self) -> list[StepReport]:
-        """Of the batches that are complete and were not taken yet, in order."""
-        taken, self.reports = self.reports, []
-        return taken
 
-    def forget(self) -> None:
-        """After a call that was broken off: nothing of what was in flight is waited for."""
-        self.fed, self.last = 0, -1
-        for left in (self._open, self._told, self._digests, self._batch_bytes):
-            left.clear()
-
-
-def open_steady_run(
-    plan: Plan,
-    stages: StageGraph,
-    options: Options,
-    *,
-    worker: Worker,
-    channel: PostedChannel,
-    recorder: Recorder,
-    ledger: Ledger,
-    device: torch.device,
-) -> SteadyRun | None:
-    """For a plan whose weights are updated without a flush; None for another one. Every rank calls it, as the
-    groups are opened here that sum gradients.
+def steady_rows(plan: Plan, stages: StageGraph, options: Options) -> SteadyRows | None:
+    """What the ranks of a plan run if its weights are updated without a flush; None for another one.
 
     stages: of all replicas.
     Raises: ConfigError if gradients are to be accumulated over several rounds; ScheduleError if the plan's
         rows cannot be cut into steps.
     """
     if plan.steady is None or plan.updates is None:
-        channel.open_groups(worker.reduce_and_step.groups(stages, plan.placement, worker.weights))
         return None
     if options.accumulate > 1:
         raise ConfigError(
@@ -237,19 +218,10 @@ def open_steady_run(
             f"{plan.weights} every round is followed by an update",
             hint="use more micro-batches per step instead, or --weights flush",
         )
-    rows = SteadyRows(
+    return SteadyRows(
         step=plan.steady,
         stages=stages,
         updates=plan.updates,
         policy=plan.memory,
         clips=options.clip_norm is not None,
-    )
-    return SteadyRun(
-        rows=rows,
-        replicas=plan.replicas,
-        worker=worker,
-        channel=channel,
-        recorder=recorder,
-        ledger=ledger,
-        device=device,
     )

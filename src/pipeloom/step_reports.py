@@ -163,12 +163,25 @@ class StepRecord:
         the batch before it.
         """
         loss, *norm = read_loss(rounds, self.device, *([] if grad_norm is None else [grad_norm]))
-        figures = rank_figures(self.recorder, self.ledger, start_s, agreeing_s)
+        figures = self.of_all_ranks(self.figures(start_s, agreeing_s), loss)
+        self.channel.all_reduce(figures)
+        return report_of(figures, self.channel.ranks, norm[0] if norm else None)
+
+    def figures(self, start_s: float, agreeing_s: float = 0.0) -> Tensor:
+        """Of this rank's last step: seconds until its last action ended, of the whole call, computing and
+        waiting; and its peak bytes."""
+        events = self.recorder.events_of_last_step()
+        busy = sum(e.duration_s for e in events if e.stream == "compute")
+        waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
+        ended = max((e.end_s for e in events), default=0.0)
+        called = time.perf_counter() - start_s
+        return torch.tensor([ended, called, busy, waited, self.ledger.peak], dtype=torch.float64)
+
+    def of_all_ranks(self, figures: Tensor, loss: float) -> Tensor:
+        """What the ranks sum so that each has the figures of all, and the loss; see `report_of`."""
         table = torch.zeros(self.channel.ranks, len(figures), dtype=torch.float64)
         table[self.channel.rank] = figures
-        both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)])
-        self.channel.all_reduce(both)
-        return report_of(both, self.channel.ranks, norm[0] if norm else None)
+        return torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)])
 
     def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None = None) -> Timeline:
         """The last step of all ranks; the last few of a pipeline that does not drain between them.
@@ -204,18 +217,6 @@ class StepRecord:
 def _row_s(starts_s: Sequence[float]) -> float:
     """Seconds from one step to the next; the last start is that of the drain."""
     return (starts_s[-1] - starts_s[0]) / max(1, len(starts_s) - 1)
-
-
-def rank_figures(recorder: Recorder, ledger: Ledger, start_s: float, agreeing_s: float = 0.0) -> Tensor:
-    """What one rank tells of its last step: seconds until its last action ended, of the whole call, computing
-    and waiting, and its peak bytes."""
-    events = recorder.events_of_last_step()
-    busy = sum(e.duration_s for e in events if e.stream == "compute")
-    waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
-    ended = max((e.end_s for e in events), default=0.0)
-    return torch.tensor(
-        [ended, time.perf_counter() - start_s, busy, waited, ledger.peak], dtype=torch.float64
-    )
 
 
 def report_of(summed: Tensor, ranks: int, grad_norm: float | None) -> StepReport:

@@ -1,4 +1,9 @@
-"""Whether a pipeline gives the numbers of plain PyTorch: `verify`, and a comparison before a first run."""
+"""Whether a pipeline gives the numbers of plain PyTorch: `verify`, and a comparison before a first run.
+
+`verify` runs a step by a pipeline (`pipelined_step`) and by the user's own module (`plain_step`), and
+compares their numbers (`differences`). `verify_once` does so with two micro-batches before a model's first
+run here, with as many rows as time and memory allow.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,9 @@ import inspect
 import logging
 import math
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
@@ -20,7 +25,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .caches import cache_folder, keep
-from .ir.errors import BatchError, PeerError, VerifyError
+from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
 from .ir.graph import OpGraph, storages
 from .ir.memory_policy import KEEP_ALL
@@ -33,88 +38,24 @@ from .profiler.measure_op import torch_threads
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import split_batch
 from .runtime.loss_scaling import loss_shares
-from .runtime.transports.local_channel import LocalChannel, local_channels
+from .runtime.transports.local_channel import LocalChannel, run_threads
 from .tracer.captured import Captured
 from .tracer.draws import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.job import Job
 from .tracer.job_calls import scalar_loss
 from .tracer.user_code import is_user_file
 
+_log = logging.getLogger("pipeloom")
+
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Differences by rounding alone, relative to a tensor's largest entry: sums in another order, several ops
 deep. About 80 times the spacing of float32 and 8 times that of the short types."""
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlainStep:
-    """Micro-batches in plain PyTorch; no update.
-
-    losses: of each micro-batch, times its share.  gradients: sums, as autograd has added them up.
-    initial: parameters, copied before a forward could change them.  buffers: afterwards.
-    """
-
-    losses: tuple[float, ...]
-    gradients: Mapping[str, Tensor]
-    initial: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-
-
-def plain_step(
-    job: Job,
-    parts: Sequence[Mapping[str, Tensor]],
-    shares: Sequence[float],
-    *,
-    seed: int,
-    autocast: torch.dtype | None = None,
-    draws: list[tuple[str, Tensor]] | None = None,
-) -> PlainStep:
-    """Build the model with this seed, and run forward and backward of each part.
-
-    draws: random numbers to draw, see `tracer.draws`.
-    Raises: OtherDraws if it draws others.
-    """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # whatever the caller has switched off
-        torch.manual_seed(seed)
-        model = job.model()
-        named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        initial = copies(named)
-        losses = []
-        replay = DrawReplay(draws) if draws is not None else None
-        with replay or nullcontext():
-            for part, share in zip(parts, shares, strict=True):
-                with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-                    loss = scalar_loss(job, model(**part), part) * share
-                losses.append(float(loss.detach()))
-                torch.autograd.backward(loss)
-        if replay is not None:
-            replay.require_all()
-    held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
-    return PlainStep(  # nobody has the module from now on, so nothing of it is copied
-        losses=tuple(losses),
-        gradients={name: param.grad for name, param in named.items() if param.grad is not None},
-        initial=initial,
-        buffers={name: tensor.detach() for name, tensor in held.items()},
-    )
-
-
-def rounding(tensors: Mapping[str, Tensor], autocast: torch.dtype | None = None) -> float:
-    """Relative differences that the coarsest of these tensors' types explains.
-
-    >>> rounding({"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.bfloat16)})
-    0.06
-    """
-    kinds = {t.dtype for t in tensors.values()} | {autocast}
-    return max((size for dtype, size in ROUNDING.items() if dtype in kinds), default=ROUNDING[torch.float32])
-
-
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies without graph."""
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest entry of any,
 whichever is more: a gradient that is zero but for rounding has no digits to compare."""
+
+EAGER = "the module itself, eager"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +76,7 @@ class Verification:
 
     @property
     def worst(self) -> float:
-        found = (self.gradients, self.parameters, self.buffers)
-        return max((self.loss, *(d for differences in found for d in differences.values())))
+        return self.largest[1]
 
     @property
     def passed(self) -> bool:
@@ -148,25 +88,28 @@ class Verification:
         where = {"loss": self.loss} | {f"gradient of {n}": d for n, d in self.gradients.items()}
         where |= {f"updated {n}": d for n, d in self.parameters.items()}
         where |= {f"buffer {n}": d for n, d in self.buffers.items()}
-        name = max(where, key=where.__getitem__)
-        return name, where[name]
+        return max(where.items(), key=lambda item: item[1])
 
     @property
     def independent(self) -> bool:
         """Whether the pipeline was compared with the user's own module."""
         return self.reference.startswith(EAGER)
 
+    @property
+    def verdict(self) -> str:
+        """What differs most, by how much, and the tolerance."""
+        name, difference = self.largest
+        return f"{name} differs by {difference:.3g} relative, the tolerance is {self.tolerance:.3g}"
+
     def require(self) -> None:
         """Raises: VerifyError if a difference is above the tolerance."""
         if not self.passed:
-            name, difference = self.largest
             raise VerifyError(
-                f"{name} differs by {difference:.3g} relative, the tolerance is {self.tolerance:.3g}",
-                hint="report it with the model and the plan: equal numbers are a promise",
+                self.verdict, hint="report it with the model and the plan: equal numbers are a promise"
             )
 
 
-def compare(
+def verify(
     job: Job,
     plan: Plan,
     *,
@@ -176,36 +119,158 @@ def compare(
     captured: Captured | None = None,
     rows: int | None = None,
 ) -> Verification:
-    """See `verify`.
+    """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
 
-    captured: the model, if it is at hand; else each rank captures it.
-    rows: of each micro-batch, instead of the plan's.
+    Updated parameters are compared with what the job's optimizer (plain SGD where it names none) makes of
+    the pipeline's own gradients in one process: those are compared already, and Adam would turn the
+    rounding of a zero gradient into a full-sized update. The one process runs the user's own module. Where
+    the model draws random numbers it draws those of its captured graph, run uncut; if it cannot, that graph
+    is what the pipeline is compared with, and `reference` says so.
+
+    job, plan: as a `Pipeline` gets them.  options: of both runs; `keep_gradients` is on and `compare` off.
+    tolerance: relative; by default what the coarsest dtype of the parameters explains.
+    seed: for `Job.batch`, which gives the rows of one step.
+    captured: the job's model, captured for the plan's micro-batches, if it is at hand.
+    rows: of each micro-batch, instead of the plan's: the model is then captured anew for them, and cut alike.
+    Returns: the largest relative differences. None is refused: `Verification.require` does that.
+    Raises: PlanError if the plan was made for another model; ScheduleError if the runtime cannot run its
+        schedule, or the schedule does not train; else as `Pipeline` and `Pipeline.step`, such as
+        InfeasibleError, CaptureError and BatchError.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> plan = pipeloom.plan(job, ranks=2, microbatches=2, microbatch_size=2, cluster="2 x a100-40")
+    >>> result = pipeloom.verify(job, plan)
+    >>> result.passed, result.reference
+    (True, 'the module itself, eager')
     """
     require_runnable_plan(plan)
     require_training(plan)
     options = replace(options or Options(), keep_gradients=True, compare=False)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * (rows or plan.microbatch_size))
-    draws: list[tuple[str, Tensor]] | None = [] if len(set(plan.placement)) == 1 else None
-    pipelined = _run_threads(job, plan, options, batch, draws=draws, captured=captured)
-    expected, what = _reference(job, plan, options, batch, pipelined, draws=draws)
-    kept = {name: t for name, t in expected.initial.items() if name not in pipelined.buffers}
+    pipelined = pipelined_step(job, plan, options, batch, captured)
+    expected, reference = _reference(job, plan, options, batch, pipelined)
+    initial = {name: t for name, t in expected.initial.items() if name not in pipelined.buffers}
     return Verification(
         loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
-        gradients=_differences(pipelined.gradients, expected.gradients),
-        parameters=_differences(
-            pipelined.parameters, _updated(job, kept, pipelined.gradients, options.clip_norm)
+        gradients=differences(pipelined.gradients, expected.gradients),
+        parameters=differences(  # after the gradients, which it uses up
+            pipelined.parameters, _updated(job, initial, pipelined.gradients, options.clip_norm)
         ),
-        buffers=_differences(
+        buffers=differences(
             {n: t for n, t in pipelined.buffers.items() if n in expected.buffers},
             {n: t for n, t in expected.buffers.items() if n in pipelined.buffers},
         ),
         tolerance=rounding(expected.initial, options.autocast) if tolerance is None else tolerance,
-        reference=what,
+        reference=reference,
     )
 
 
-EAGER = "the module itself, eager"
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepNumbers:
+    """What one step gave.
+
+    gradients: before clipping.  initial, parameters: before and after the update.  buffers: afterwards.
+    draws: the random numbers that a pipeline of one rank has drawn, see `tracer.draws`.
+    random, python_random: whether a forward draws any, of PyTorch's or of Python's.
+    """
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    initial: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    draws: list[tuple[str, Tensor]] = field(default_factory=list)
+    random: bool = False
+    python_random: bool = False
+
+
+def plain_step(
+    job: Job,
+    plan: Plan,
+    options: Options,
+    batch: Mapping[str, Tensor],
+    draws: list[tuple[str, Tensor]] | None = None,
+) -> StepNumbers:
+    """Build the model, and run forward and backward of each micro-batch in plain PyTorch; no update.
+
+    draws: random numbers to draw.
+    Raises: OtherDraws if it draws others.
+    """
+    parts = split_batch(batch, plan.microbatches)
+    shares = loss_shares(parts, job.weight)
+    dtype, mixed = options.autocast or torch.bfloat16, options.autocast is not None
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # whatever the caller has switched off
+        torch.manual_seed(options.seed)
+        model = job.model()
+        named: dict[str, nn.Parameter] = dict(model.named_parameters())
+        initial = _copies(named)
+        total = 0.0
+        replay = DrawReplay(draws) if draws is not None else None
+        with replay or nullcontext():
+            for part, share in zip(parts, shares, strict=True):
+                with torch.autocast("cpu", dtype=dtype, enabled=mixed):
+                    loss = scalar_loss(job, model(**part), part) * share
+                total += float(loss.detach())
+                torch.autograd.backward(loss)
+        if replay is not None:
+            replay.require_all()
+    held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
+    return StepNumbers(  # nobody has the module from now on, so nothing of it is copied
+        loss=total,
+        gradients={name: param.grad for name, param in named.items() if param.grad is not None},
+        initial=initial,
+        buffers={name: tensor.detach() for name, tensor in held.items()},
+    )
+
+
+def pipelined_step(
+    job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor], captured: Captured | None = None
+) -> StepNumbers:
+    """The same by a plan's pipeline, with its ranks as threads of this process, and the update.
+
+    captured: None where each rank captures the model, so that ranks share nothing of it.
+    """
+    from .pipeline import Pipeline  # which is compared by this module before its first step
+
+    ranks = len(set(plan.placement))
+
+    def run(rank: int, channel: LocalChannel) -> StepNumbers:
+        with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
+            random = any(op.random for op in pipeline.captured.graph.ops)
+            python_random = pipeline.captured.draws_python_random
+            may_stand_for_module = random or python_random
+            initial = _copies(pipeline.weights.params) if may_stand_for_module else {}
+            # Of another size than the plan's, the stages are captured and traced now: nothing can be
+            # captured while draws are recorded, and what it draws would be counted as the step's.
+            pipeline.batches.take(batch, step=0, training=True)
+            recorder = DrawRecorder() if may_stand_for_module and ranks == 1 else None
+            with recorder or nullcontext():
+                loss = pipeline.step(batch)
+            return StepNumbers(
+                loss=loss,
+                gradients=pipeline.weights.last_gradients,
+                initial=initial,
+                buffers=dict(pipeline.weights.buffers),
+                parameters={n: p.detach() for n, p in pipeline.weights.params.items()},
+                draws=recorder.draws if recorder is not None else [],
+                random=random,
+                python_random=python_random,
+            )
+
+    steps = run_threads(ranks, run, timeout_s=options.timeout_s)
+    return replace(
+        steps[0],
+        gradients={n: t for step in steps for n, t in step.gradients.items()},
+        initial={n: t for step in steps for n, t in step.initial.items()},
+        buffers={n: t for step in steps for n, t in step.buffers.items()},
+        parameters={n: t for step in steps for n, t in step.parameters.items()},
+    )
 
 
 def _reference(
@@ -213,40 +278,39 @@ def _reference(
     plan: Plan,
     options: Options,
     batch: Mapping[str, Tensor],
-    pipelined: _Numbers,
-    *,
-    draws: list[tuple[str, Tensor]] | None,
-) -> tuple[_Numbers, str]:
-    """What one process gives, and what it ran.
-
-    draws: of the pipeline, if it is one rank that runs one forward after the other.
-    """
+    pipelined: StepNumbers,
+) -> tuple[StepNumbers, str]:
+    """What one process gives, and what it ran."""
     if not pipelined.random and not pipelined.python_random:
-        return _run_eager(job, plan, options, batch), EAGER
+        return plain_step(job, plan, options, batch), EAGER
     uncut = pipelined
-    if draws is None:
-        draws = []
-        uncut = _run_threads(job, _uncut(plan), replace(options, compile=False), batch, draws=draws)
+    if len(set(plan.placement)) > 1:
+        ops = tuple(op for stage in plan.stages for op in stage.ops)
+        row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
+        one_stage = _in_one_rank(plan, (StagePlan(ops=ops),), row)
+        uncut = pipelined_step(job, one_stage, replace(options, compile=False), batch)
     try:
         if pipelined.python_random:
             raise OtherDraws("the forward draws Python's random numbers")
-        return _run_eager(job, plan, options, batch, draws), f"{EAGER}, with the same random numbers"
+        plain = plain_step(job, plan, options, batch, uncut.draws)
+        return plain, f"{EAGER}, with the same random numbers"
     except OtherDraws as other:
         return uncut, f"its own captured graph, uncut, since {other}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Numbers:
-    """initial, parameters: before and after the step; the first of a pipeline only if it draws random
-    numbers, so that it may have to stand for the module.  buffers: after it."""
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    initial: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    random: bool = False
-    python_random: bool = False
+def _in_one_rank(plan: Plan, stages: tuple[StagePlan, ...], row: str) -> Plan:
+    return replace(
+        plan,
+        stages=stages,
+        placement=(0,) * len(stages),
+        schedule="gpipe",
+        schedule_rows=(row,),
+        caps=(),
+        peaks=(),
+        memory=KEEP_ALL,
+        weights=FLUSH,
+        width=1,
+    )
 
 
 def _updated(
@@ -265,7 +329,19 @@ def _updated(
     return {name: params[name].detach() if name in params else t for name, t in initial.items()}
 
 
-def _differences(pipelined: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def rounding(tensors: Mapping[str, Tensor], autocast: torch.dtype | None = None) -> float:
+    """Relative differences that the coarsest of these tensors' types explains.
+
+    >>> rounding({"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.bfloat16)})
+    0.06
+    """
+    kinds = {t.dtype for t in tensors.values()} | {autocast}
+    return max((size for dtype, size in ROUNDING.items() if dtype in kinds), default=ROUNDING[torch.float32])
+
+
+def differences(pipelined: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name, how far tensors are apart relative to their size, see `NOISE`; infinite for a tensor that only
+    one side has, or with a value that is not finite."""
     sizes = {name: _largest(_wide(t)) for name, t in expected.items() if t.numel()}
     largest = max(filter(isfinite, sizes.values()), default=0.0)
     missing = {name: inf for name in expected.keys() ^ pipelined.keys()}
@@ -297,102 +373,10 @@ def _relative(difference: float, size: float) -> float:
     return difference / size if isfinite(difference) and isfinite(size) else inf
 
 
-def _uncut(plan: Plan) -> Plan:
-    """The same micro-batches with all ops in one stage."""
-    ops = tuple(op for stage in plan.stages for op in stage.ops)
-    row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
-    return replace(
-        plan,
-        stages=(StagePlan(ops=ops),),
-        placement=(0,),
-        schedule="1f1b",
-        schedule_rows=(row,),
-        caps=(),
-        memory=KEEP_ALL,
-        weights=FLUSH,
-        width=1,
-    )
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies without graph."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
-
-def _run_threads(
-    job: Job,
-    plan: Plan,
-    options: Options,
-    batch: Mapping[str, Tensor],
-    *,
-    draws: list[tuple[str, Tensor]] | None = None,
-    captured: Captured | None = None,
-) -> _Numbers:
-    """draws: a list to write random numbers down in, for a plan of one rank."""
-    from .pipeline import Pipeline  # which is compared by this module before its first step
-
-    ranks = len(set(plan.placement))
-    results: dict[int, _Numbers] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(rank: int, channel: LocalChannel) -> None:
-        try:
-            with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
-                random = any(op.random for op in pipeline.captured.graph.ops)
-                python_random = pipeline.captured.draws_python_random
-                initial = copies(pipeline.weights.params) if random or python_random else {}
-                # Of another size than the plan's, the stages are captured and traced now: nothing can be
-                # captured while draws are recorded, and what it draws would be counted as the step's.
-                split = pipeline.batches.split(batch, training=True)
-                pipeline.batches.microbatches(split, step=0, training=True)
-                recorder = DrawRecorder() if draws is not None else None
-                with recorder or nullcontext():
-                    loss = pipeline.step(batch)
-                if draws is not None and recorder is not None:
-                    draws.extend(recorder.draws)
-                results[rank] = _Numbers(
-                    loss=loss,
-                    gradients=pipeline.weights.last_gradients,
-                    initial=initial,
-                    buffers=dict(pipeline.weights.buffers),
-                    parameters={n: p.detach() for n, p in pipeline.weights.params.items()},
-                    random=random,
-                    python_random=python_random,
-                )
-        except BaseException as error:  # handed to the caller's thread below
-            errors[rank] = error
-
-    channels = local_channels(ranks, timeout_s=options.timeout_s)
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(channels)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        causes = [e for e in errors.values() if not isinstance(e, PeerError)]
-        raise (causes or list(errors.values()))[0]
-    return _Numbers(
-        loss=results[0].loss,
-        random=results[0].random,
-        python_random=results[0].python_random,
-        gradients={n: t for r in results.values() for n, t in r.gradients.items()},
-        initial={n: t for r in results.values() for n, t in r.initial.items()},
-        buffers={n: t for r in results.values() for n, t in r.buffers.items()},
-        parameters={n: t for r in results.values() for n, t in r.parameters.items()},
-    )
-
-
-def _run_eager(
-    job: Job,
-    plan: Plan,
-    options: Options,
-    batch: Mapping[str, Tensor],
-    draws: list[tuple[str, Tensor]] | None = None,
-) -> _Numbers:
-    parts = split_batch(batch, plan.microbatches)
-    shares = loss_shares(parts, job.weight)
-    plain = plain_step(job, parts, shares, seed=options.seed, autocast=options.autocast, draws=draws)
-    return _Numbers(
-        loss=sum(plain.losses), gradients=plain.gradients, initial=plain.initial, buffers=plain.buffers
-    )
-
-
-_log = logging.getLogger("pipeloom")
 
 MICROBATCHES = 2
 """The second shows what the first has left behind."""
@@ -400,7 +384,6 @@ MICROBATCHES = 2
 LIMIT_BYTES = 8 * 2**30
 SHARE_OF_MEMORY = 0.25
 """What the comparison may need: at most so much, and this share of the machine's memory."""
-
 
 MOST_S = 20.0
 """Where by the plan's times computing takes longer than this, smaller micro-batches are compared."""
@@ -413,101 +396,105 @@ LONG_S = 5.0
 """A comparison that took longer is mentioned: the first step was late for it."""
 
 
-def require_equal_once(job: Job, plan: Plan, captured: Captured, options: Options) -> None:
-    """Compare, unless `options.compare` is off, the model has been compared before, or it does not fit; that
-    and what else could not be compared is said in a warning.
+@dataclass(frozen=True)
+class NotCompared:
+    """Why the first comparison of a model was not made."""
 
-    One rank calls it, before it trains. The model is built twice in this process, on the CPU.
+    reason: str
+
+
+def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> None:
+    """Compare with plain PyTorch before a model's first run here, and remember that the numbers were equal.
+
+    Does nothing if `options.compare` is off. What cannot be compared is said in a warning. One rank calls it,
+    before it trains. The model is built twice in this process, on the CPU.
     Raises: VerifyError if the numbers differ.
     """
     if not options.compare:
         return
-    remembered = cache_folder("compared") / _key(job, plan, captured, options)
-    if remembered.is_file():
-        return
-    limit = limit_bytes(plan)
-    fitting = fitting_rows(captured.graph, plan.microbatch_size, limit)
-    if not fitting:
-        need = needed_bytes(captured.graph, 1 / plan.microbatch_size)
-        _warn(job, f"that needs about {format_bytes(need)}, and {format_bytes(limit)} may be used for it")
+    marker = cache_folder("compared") / _key(job, plan, captured, options)
+    if marker.is_file():
         return
     start = time.perf_counter()
-    rows = min(fitting, quick_rows(plan))
-    try:
-        try:
-            found = compare_first(job, plan, captured, options, rows)
-        except BatchError:
-            if rows == fitting:
-                raise
-            rows = fitting  # it takes longer, but it is possible
-            found = compare_first(job, plan, captured, options, rows)
-    except BatchError as error:
-        if rows == plan.microbatch_size:
-            raise
-        few = f"{rows} of its {plan.microbatch_size} rows"
-        _warn(job, f"{format_bytes(limit)} may be used for it, enough for {few}, and {error.message}")
+    result = compare_what_fits(job, plan, captured, options)
+    if isinstance(result, NotCompared):
+        _warn(job, result.reason)
         return
-    if rows < plan.microbatch_size:
-        _say_smaller(job, plan, captured, rows, limit if rows == fitting else None)
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
-    if not found.passed:
-        raise _difference(job, found)
-    if not found.independent:
-        _warn(job, f"it was compared with {found.reference}")
+    if not result.passed:
+        raise VerifyError(
+            f"{job.name} does not train as in plain PyTorch: in its first {MICROBATCHES} micro-batches "
+            f"{result.verdict}",
+            hint="does its forward read what an earlier call has left, or what is not in its modules? "
+            "`pipeloom verify` shows more; compare=false (Options.compare) trains all the same",
+        )
+    if not result.independent:
+        _warn(job, f"it was compared with {result.reference}")
         return
-    keep(remembered, f"equal within {found.tolerance:g}: {found.worst:.3g}\n")
+    keep(marker, f"equal within {result.tolerance:g}: {result.worst:.3g}\n")
+
+
+def compare_what_fits(
+    job: Job, plan: Plan, captured: Captured, options: Options
+) -> Verification | NotCompared:
+    """With as many rows as are quick; if the job has no batch so small, as many as memory allows.
+
+    Raises: BatchError if the job makes no batch of the plan's size.
+    """
+    whole, limit = plan.microbatch_size, limit_bytes(plan)
+    most = fitting_rows(captured.graph, whole, limit)
+    allowed = f"{format_bytes(limit)} may be used for it"
+    if not most:
+        need = needed_bytes(captured.graph, 1 / whole)
+        return NotCompared(f"that needs about {format_bytes(need)}, and {allowed}")
+    reason = ""
+    for rows in sorted({min(most, quick_rows(plan)), most}):
+        try:
+            result = compare_first(job, plan, captured, options, rows)
+        except BatchError as error:
+            if rows == whole:
+                raise
+            reason = f"{allowed}, enough for {rows} of its {whole} rows, and {error.message}"
+            continue
+        if rows < whole:
+            need = needed_bytes(captured.graph)
+            _log.warning(
+                "%s was compared with plain PyTorch in micro-batches of %s; with %d, as it is trained, "
+                "that %s",
+                job.name,
+                f"{rows} rows" if rows > 1 else "1 row",
+                whole,
+                f"needs about {format_bytes(need)}, and {allowed}"
+                if rows == most
+                else f"would take more than {MOST_S:.0f} s",
+            )
+        return result
+    return NotCompared(reason)
 
 
 def compare_first(
-    job: Job,
-    plan: Plan,
-    captured: Captured,
-    options: Options,
-    rows: int | None = None,
+    job: Job, plan: Plan, captured: Captured, options: Options, rows: int | None = None
 ) -> Verification:
-    """The first micro-batches of a job by the stages of a plan, one by one, and by the module itself.
+    """The first micro-batches of a job by the stages of a plan, on one rank, and by the module itself.
 
-    captured: as the ranks have it.  rows: of each micro-batch, instead of the
-    plan's: the model is then captured anew for them, and cut alike.
+    Two are in flight at once, as in the plan, so that what one changes under the other shows. captured: as
+    the ranks have it.  rows: see `verify`.
     """
-    plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s, compare=False)
-    one_rank = in_one_rank(plan, captured.graph)
-    sgd = replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    with torch_threads(max(torch.get_num_threads(), usable_cores())):  # the other ranks wait meanwhile
-        return compare(sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
-
-
-def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:
-    """The stages of a plan on one rank, with `MICROBATCHES` micro-batches, all forwards first.
-
-    Two micro-batches are in flight, as in the plan, so that what one changes under the other shows.
-    """
-    order = flow_of(plan.stage_graph(graph)).order
+    order = flow_of(plan.stage_graph(captured.graph)).order
     parts = [f"{s}F{m}" for m in range(MICROBATCHES) for s in order]
     parts += [f"{s}B{m}" for m in range(MICROBATCHES) for s in reversed(order)]
-    return replace(
-        plan,
-        placement=(0,) * len(plan.stages),
-        schedule="gpipe",
-        schedule_rows=(" ".join(parts),),
-        microbatches=MICROBATCHES,
-        caps=(),
-        peaks=(),
-        memory=KEEP_ALL,
-        weights="flush",
-        width=1,
-    )
+    one_rank = replace(_in_one_rank(plan, plan.stages, " ".join(parts)), microbatches=MICROBATCHES)
+    plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s)
+    sgd = replace(job, optimizer=None)
+    with torch_threads(max(torch.get_num_threads(), usable_cores())):  # the other ranks wait meanwhile
+        return verify(sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
 
 
 def fitting_rows(graph: OpGraph, rows: int, limit: int) -> int:
     """Rows of the largest micro-batches with which the comparison keeps a limit in bytes, at most `rows`; 0
     if not even one row does."""
-    state = needed_bytes(graph, 0.0)
-    values = needed_bytes(graph) - state
-    if state > limit:
-        return 0
-    return rows if state + values <= limit else int((limit - state) * rows // values)
+    return bisect_right(range(1, rows + 1), limit, key=lambda count: needed_bytes(graph, count / rows))
 
 
 def quick_rows(plan: Plan) -> int:
@@ -536,39 +523,12 @@ def limit_bytes(plan: Plan) -> int:
     return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * memory), *plan.caps)
 
 
-def _say_smaller(job: Job, plan: Plan, captured: Captured, rows: int, limit: int | None) -> None:
-    """limit: in bytes, if that is why; else it would have taken too long."""
-    why = (
-        f"would take more than {MOST_S:.0f} s"
-        if limit is None
-        else f"needs about {format_bytes(needed_bytes(captured.graph))}, and {format_bytes(limit)} may be "
-        "used for it"
-    )
-    _log.warning(
-        "%s was compared with plain PyTorch in micro-batches of %s; with %d, as it is trained, that %s",
-        job.name,
-        f"{rows} rows" if rows > 1 else "1 row",
-        plan.microbatch_size,
-        why,
-    )
-
-
 def _warn(job: Job, why: str) -> None:
     _log.warning(
         "%s was not compared with plain PyTorch before its first step: %s; `pipeloom verify` compares a "
         "smaller one of its kind",
         job.name,
         why,
-    )
-
-
-def _difference(job: Job, found: Verification) -> VerifyError:
-    name, difference = found.largest
-    return VerifyError(
-        f"{job.name} does not train as in plain PyTorch: in its first {MICROBATCHES} micro-batches {name} "
-        f"differs by {difference:.3g} relative, the tolerance is {found.tolerance:.3g}",
-        hint="does its forward read what an earlier call has left, or what is not in its modules? "
-        "`pipeloom verify` shows more; compare=false (Options.compare) trains all the same",
     )
 
 
@@ -593,41 +553,3 @@ def _digest(name: str) -> str:
     if not is_user_file(name) or not Path(name).is_file():
         return name
     return hashlib.sha256(Path(name).read_bytes()).hexdigest()
-
-
-def verify(
-    job: Job,
-    plan: Plan,
-    *,
-    options: Options | None = None,
-    tolerance: float | None = None,
-    seed: int = 1,
-) -> Verification:
-    """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
-
-    Updated parameters are compared with what the job's optimizer (plain SGD where it names none) makes of
-    the pipeline's own gradients in one process: those are compared already, and Adam would turn the
-    rounding of a zero gradient into a full-sized update. The one process runs the user's own module. Where
-    the model draws random numbers it draws those of its captured graph, run uncut; if it cannot, that graph
-    is what the pipeline is compared with, and `reference` says so.
-
-    job, plan: as a `Pipeline` gets them.  options: of both runs; `keep_gradients` is on and `compare` off.
-    tolerance: relative; by default what the coarsest dtype of the parameters explains.
-    seed: for `Job.batch`, which gives the rows of one step.
-    Returns: the largest relative differences. None is refused: `Verification.require` does that.
-    Raises: PlanError if the plan was made for another model; ScheduleError if the runtime cannot run its
-        schedule, or the schedule does not train; else as `Pipeline` and `Pipeline.step`, such as
-        InfeasibleError, CaptureError and BatchError.
-
-    >>> import pipeloom, torch
-    >>> job = pipeloom.Job(
-    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
-    ...     loss=lambda output, batch: output.square().mean(),
-    ... )
-    >>> plan = pipeloom.plan(job, ranks=2, microbatches=2, microbatch_size=2, cluster="2 x a100-40")
-    >>> found = pipeloom.verify(job, plan)
-    >>> found.passed, found.reference
-    (True, 'the module itself, eager')
-    """
-    return compare(job, plan, options=options, tolerance=tolerance, seed=seed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,28 @@ def train(job: Job, plan: Plan, *, compare: bool = True) -> list[float]:
     return threads(len(set(plan.placement)), work, timeout_s=60)
 
 
+@dataclass
+class Comparisons:
+    """rows: of each comparison that was begun.  least: a job makes no micro-batch of fewer rows."""
+
+    rows: list[int] = field(default_factory=list)
+    least: int = 1
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Comparisons:
+    noted, compare = Comparisons(), verification.compare_first
+
+    def note(*call: Any) -> object:
+        noted.rows.append(call[4])
+        if call[4] < noted.least:
+            raise BatchError(f"no batch of {call[4]} rows")
+        return compare(*call)
+
+    monkeypatch.setattr(verification, "compare_first", note)
+    return noted
+
+
 COUNTED = {"calls": 0}
 
 
@@ -51,31 +72,21 @@ class CountsElsewhere(PlainNet):
 def test_a_model_that_tracing_freezes_is_refused_before_its_first_step(stages: int) -> None:
     job = job_of(CountsElsewhere)
     plan = even_plan(job, stages, microbatches=4)
-    with pytest.raises(VerifyError, match="CountsElsewhere does not train as in plain PyTorch: in its"):
+    with pytest.raises(VerifyError, match="CountsElsewhere"):
         train(job, plan)
     assert len(train(job, plan, compare=False)) == stages
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_model_that_is_equal_is_remembered(
-    cache: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared: list[Plan] = []
-    compare = verification.compare_first
-
-    def counted(job: Job, plan: Plan, *rest: object) -> object:
-        compared.append(plan)
-        return compare(job, plan, *rest)
-
-    monkeypatch.setattr(verification, "compare_first", counted)
+def test_a_model_that_is_equal_is_remembered(cache: Path, schedule: str, compared: Comparisons) -> None:
     job = job_of(PlainNet)
     plan = even_plan(job, 2, microbatches=4, schedule=schedule)
     first = train(job, plan)
-    assert len(list(cache.iterdir())) == len(compared) == 1
+    assert len(list(cache.iterdir())) == len(compared.rows) == 1
     assert first == train(job, plan) == train(job, plan, compare=False)
-    assert len(compared) == 1
+    assert len(compared.rows) == 1
     train(job, even_plan(job, 3, microbatches=4))  # as many stages as never before
-    assert len(compared) == 2
+    assert len(compared.rows) == 2
 
 
 class Random(PlainNet):
@@ -104,73 +115,53 @@ def test_models_of_other_kinds_are_compared(cache: Path, model: type[nn.Module])
     assert len(list(cache.iterdir())) == 1
 
 
-def test_what_does_not_fit_is_named(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("least", "fitting", "quick", "rows", "said"),
+    [
+        (1, 0, True, [], "was not compared"),
+        (1, 1, True, [1], "of 1 row; with 2"),
+        (1, 2, True, [2], ""),
+        (1, 2, False, [1], "more than 20 s"),
+        (2, 2, False, [1, 2], ""),  # it takes long, but it is possible
+        (2, 1, False, [1], "was not compared"),
+        (3, 2, False, [1, 2], BatchError),  # nor has the job a batch for the plan
+    ],
+)
+def test_as_many_rows_are_compared_as_fit_and_are_quick(
+    cache: Path,
+    compared: Comparisons,
+    least: int,
+    fitting: int,
+    quick: bool,
+    rows: list[int],
+    said: str | type[BatchError],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Of two rows per micro-batch. least: that the job makes.  fitting: as many bytes are allowed.
+    quick: by the plan's times both rows are."""
     job = job_of(PlainNet)
-    plan = replace(even_plan(job, 2, microbatches=4), caps=(3_000, 10_000_000))
-    need = verification.needed_bytes(capture_of(job).graph)
-    assert need > 3_000 and verification.limit_bytes(plan) == 3_000
-    with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        verification.require_equal_once(job, plan, capture_of(job), Options(compare=True))
-    assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
-    assert not cache.exists()
+    captured, plan = capture_of(job), even_plan(job, 2, microbatches=2)
+    if not quick:
+        each_s = verification.MOST_S / verification.MICROBATCHES / len(plan.stages)
+        plan = replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
+    compared.least = least
+    plan = replace(plan, caps=(verification.needed_bytes(captured.graph, fitting / 2), 1 << 40))
+    with pytest.raises(BatchError) if said is BatchError else contextlib.nullcontext():
+        verification.verify_once(job, plan, captured, Options(compare=True))
+    assert compared.rows == rows
+    warned = [record.getMessage() for record in caplog.records if record.name == "pipeloom"]
+    assert warned == [] if said in ("", BatchError) else [said in text for text in warned] == [True]
+    assert cache.exists() is (said not in ("was not compared", BatchError))
 
 
-def test_what_fits_with_fewer_rows_is_compared_with_these(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen: list[int | None] = []
-    compare = verification.compare_first
-
-    def noted(*call: Any) -> object:
-        seen.append(call[4])
-        return compare(*call)
-
-    monkeypatch.setattr(verification, "compare_first", noted)
-    for model, message in ((PlainNet, ""), (CountsElsewhere, "does not train as in plain PyTorch")):
-        job = job_of(model)
-        plan = even_plan(job, 2, microbatches=2)
-        captured = capture_of(job)
-        state = verification.needed_bytes(captured.graph, 0.0)
-        row = (verification.needed_bytes(captured.graph) - state) // plan.microbatch_size
-        assert plan.microbatch_size > 1
-        monkeypatch.setattr(verification, "limit_bytes", lambda _, limit=state + row: limit)
-        refused = pytest.raises(VerifyError, match=message) if message else contextlib.nullcontext()
-        with refused, caplog.at_level(logging.WARNING, logger="pipeloom"):
-            verification.require_equal_once(job, plan, captured, Options(compare=True))
-    assert seen == [1, 1]
-    assert "PlainNet was compared with plain PyTorch in micro-batches of 1 row; with 2" in caplog.text
-    assert len(list(cache.iterdir())) == 1
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_what_takes_long_is_compared_with_fewer_rows(
-    cache: Path, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the plan's times; and with all its rows where the job has no smaller batches."""
-    seen: list[int | None] = []
-    compare = verification.compare_first
-
-    def noted(*call: Any) -> object:
-        seen.append(call[4])
-        if refused and call[4] == 1:
-            raise BatchError("no batch of 2 rows")
-        return compare(*call)
-
-    monkeypatch.setattr(verification, "compare_first", noted)
-    job = job_of(PlainNet)
-    plan = even_plan(job, 2, microbatches=2)
-    each_s = verification.MOST_S / verification.MICROBATCHES / len(plan.stages)
-    slow = replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
-    assert verification.quick_rows(plan) == plan.microbatch_size == 2
-    assert verification.quick_rows(slow) == 1
-    with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        verification.require_equal_once(job, slow, capture_of(job), Options(compare=True))
-    assert seen == ([1, 2] if refused else [1])
-    said = "in micro-batches of 1 row; with 2, as it is trained, that would take more than 20 s"
-    assert (said in caplog.text) is not refused
-    assert len(list(cache.iterdir())) == 1
+def test_one_row_is_enough_to_see_a_difference(compared: Comparisons) -> None:
+    job = job_of(CountsElsewhere)
+    captured, plan = capture_of(job), even_plan(job, 2, microbatches=2)
+    plan = replace(plan, caps=(verification.needed_bytes(captured.graph, 1 / 2),) * 2)
+    with pytest.raises(VerifyError):
+        verification.verify_once(job, plan, captured, Options(compare=True))
+    assert compared.rows == [1]
 
 
 @pytest.mark.own_captures
@@ -193,20 +184,18 @@ def test_what_the_comparison_has_traced_is_not_traced_again(
         pipeline.step(job.batch(0, 8))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_it_uses_all_cores_and_gives_them_back(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_uses_all_cores_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait meanwhile, and each goes on with one thread afterwards."""
     before, inside = torch.get_num_threads(), list[int]()
 
-    def compare(*args: object, **options: object) -> None:
+    def verify(*args: object, **options: object) -> None:
         inside.append(torch.get_num_threads())
-        if fails:
-            raise VerifyError("differs")
+        raise VerifyError("differs")
 
     monkeypatch.setattr(verification, "usable_cores", lambda: before + 2)
-    monkeypatch.setattr(verification, "compare", compare)
+    monkeypatch.setattr(verification, "verify", verify)
     job = job_of(PlainNet)
-    with pytest.raises(VerifyError) if fails else contextlib.nullcontext():
+    with pytest.raises(VerifyError):
         verification.compare_first(job, even_plan(job, 2, microbatches=2), capture_of(job), Options())
     assert inside == [before + 2] and torch.get_num_threads() == before
 

@@ -1,20 +1,12 @@
 """The ledger's peak of every rank against the forecast made before the first step."""
 
-from collections.abc import Iterator
-
 import pytest
 import zoo
 from ledgers import sends_are_through_at_once
-from runs import even_plan, shared_captures, threads
+from runs import even_plan, threads
 
 from pipeloom import Options, Pipeline
 from pipeloom.runtime.transports.local_channel import LocalChannel
-
-
-@pytest.fixture
-def at_once() -> Iterator[None]:
-    with sends_are_through_at_once(), shared_captures():
-        yield
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
@@ -22,7 +14,7 @@ def at_once() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.slow) for n in zoo.FAMILIES]
 )
-def test_peak_of_every_rank(name: str, stages: int, schedule: str, at_once: None) -> None:
+def test_peak_of_every_rank(name: str, stages: int, schedule: str) -> None:
     job = zoo.job(name)
     plan = even_plan(job, stages, microbatches=4, schedule=schedule)
 
@@ -34,7 +26,9 @@ def test_peak_of_every_rank(name: str, stages: int, schedule: str, at_once: None
             sent += sum(v.bytes for v in pipeline.stages.gradients(rank - 1, rank))
             return dict(pipeline.expected.peaks[rank]), pipeline.ledger.at_peak, sent
 
-    for expected, measured, sent in threads(stages, work):
+    with sends_are_through_at_once():
+        ranks = threads(stages, work)
+    for expected, measured, sent in ranks:
         for kind in ("parameters", "gradients", "optimizer", "buffers", "batch"):
             assert expected[kind] == measured[kind], kind
         # The forecast may have one message wait for its receiver, unless two ranks take equal times.

@@ -1,9 +1,10 @@
 """The planner's memory model, which knows no torch, against the ledger of real runs."""
 
+from typing import Any
+
 import pytest
 import zoo
 from ledgers import compare
-from runs import shared_captures
 
 TIGHT = 0.03
 INSIDE = 0.04
@@ -11,9 +12,8 @@ INSIDE = 0.04
 once. Where it is several calls, each makes again what it reads, and what the one before it read has gone."""
 
 
-def errors(name: str, stages: int, schedule: str) -> list[float]:
-    with shared_captures():
-        return [peaks.error for peaks in compare(zoo.job(name), stages, schedule)]
+def errors(name: str, stages: int, schedule: str, **how: Any) -> list[float]:
+    return [peaks.error for peaks in compare(zoo.job(name), stages, schedule, **how)]
 
 
 @pytest.mark.sampled(2)
@@ -62,7 +62,5 @@ def test_predicted_peaks_of_thirds_and_quarters(name: str, schedule: str) -> Non
 )
 def test_predicted_peaks_of_stages_that_recompute(name: str, stages: int, schedule: str, ahead: bool) -> None:
     for share in (0.1, 0.5):
-        with shared_captures():
-            found = compare(zoo.job(name), stages, schedule, share=share, ahead=ahead)
-        errors = [peaks.error for peaks in found]
-        assert -0.01 <= min(errors) and max(errors) <= (TIGHT if ahead else INSIDE), errors
+        found = errors(name, stages, schedule, share=share, ahead=ahead)
+        assert -0.01 <= min(found) and max(found) <= (TIGHT if ahead else INSIDE), found

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import ConfigError
-from pipeloom.rank_stages import EvaluationVariants, RankStages, TrainingVariants
+from pipeloom.rank_stages import RankStages, StageVariants
 from pipeloom.ranks import rank_device
 from pipeloom.runtime.transports.local_channel import local_channels
 
@@ -96,7 +96,7 @@ def test_weights_and_stages_go_to_the_device_of_their_rank(monkeypatch: pytest.M
         device=device,
         channel=local_channels(1)[0],
     )
-    training = TrainingVariants(rank)
+    training = StageVariants(rank)
     training.variant(JOB.batch(0, 1))
-    EvaluationVariants(rank, training).variant(JOB.batch(0, 2))
+    StageVariants(rank, training).variant(JOB.batch(0, 2))
     assert used == ["meta:3"] * 3

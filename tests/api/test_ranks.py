@@ -39,12 +39,11 @@ def test_different_plans_are_refused_on_all_ranks() -> None:
     plans = [runs.even_plan(job, 2, microbatches=count) for count in (2, 3)]
 
     def rank(index: int, channel: LocalChannel) -> str:
-        with pytest.raises(PlanError, match=r"rank 1 has another plan \(\w+\) than rank 0"):
+        with pytest.raises(PlanError, match="rank 1 has another plan"):
             Pipeline(job, plans[index], channel=channel)
         return "refused"
 
-    with runs.shared_captures():
-        assert runs.threads(2, rank) == ["refused", "refused"]
+    assert runs.threads(2, rank) == ["refused", "refused"]
 
 
 def test_the_others_begin_nothing_that_has_a_limit_before_rank_0_is_through(

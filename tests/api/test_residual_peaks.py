@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from every_schedule import gpt_job, plan_of
-from runs import shared_captures, threads
+from runs import threads
 
 from pipeloom import Pipeline
 from pipeloom.ir.action import STEP
@@ -59,6 +59,5 @@ def test_they_are_predicted_as_measured(name: str) -> None:
             pipeline.step(job.batch(0, 4))
             return predicted.residual_peaks, pipeline.measured().residual_peaks
 
-    with shared_captures():
-        for predicted, measured in threads(2, work):
-            assert predicted == measured and min(measured) > 0
+    for predicted, measured in threads(2, work):
+        assert predicted == measured and min(measured) > 0

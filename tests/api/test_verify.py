@@ -2,234 +2,176 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-import odd_code
-import odd_models
 import pytest
 import torch
+from plain_net import PlainNet, job_of
+from runs import even_plan
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Plan, verify
+from pipeloom import Job, Options, verify
 from pipeloom.commands.verify import report
 from pipeloom.ir.errors import PlanError, VerifyError
-from pipeloom.ir.plan import StagePlan
-from pipeloom.ir.stages import cut
-from pipeloom.passes import capture
 from pipeloom.runtime.weights import Gradients, Weights
-from pipeloom.schedules import registry
+from pipeloom.verification import Verification
+
+JOB = job_of(PlainNet)
 
 
-class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = torch.tanh(self.first(x))
-        h = h + self.drop(torch.tanh(self.second(h)))
-        return {"loss": nn.functional.cross_entropy(self.last(h), y)}
+def verified(job: Job, stages: int = 2, options: Options | None = None, **how: Any) -> Verification:
+    return verify(job, even_plan(job, stages, microbatches=3, **how), options=options)
 
 
-class Normed(Net):
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = self.first(x)
-        h = torch.tanh(h - h.mean(0))
-        return {"loss": nn.functional.cross_entropy(self.last(self.second(h)), y)}
-
-
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(rows, 6, generator=g), "y": torch.randint(3, (rows,), generator=g)}
-
-
-def plan_for(job: Job, stages: int, *, schedule: str = "1f1b", split: bool = False) -> Plan:
-    graph = capture(job, 2).graph
-    own = [op.name for op in graph.ops if not op.cheap]
-    cuts = cut(graph, {name: i * stages // len(own) for i, name in enumerate(own)})
-    placement = tuple(range(stages))
-    built = registry.build(schedule, cuts, placement, 3, split_backward=split)
-    return Plan(
-        graph=graph.fingerprint,
-        planner="by hand",
-        stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
-        placement=placement,
-        schedule=schedule,
-        schedule_rows=tuple(str(built).splitlines()),
-        microbatches=3,
-        microbatch_size=2,
-    )
-
-
-JOB = Job(model=Net, batch=batch, name="net")
-
-
-@pytest.mark.parametrize(("schedule", "split"), [("gpipe", False), ("1f1b", True)])
-def test_a_right_pipeline_passes(schedule: str, split: bool) -> None:
-    result = verify(JOB, plan_for(JOB, 2, schedule=schedule, split=split))
+@pytest.mark.parametrize(
+    ("schedule", "split", "clip_norm"), [("gpipe", False, None), ("1f1b", True, 1e-2), ("1f1b", False, 1e3)]
+)
+def test_a_right_pipeline_passes(schedule: str, split: bool, clip_norm: float | None) -> None:
+    """Clipped, too: gradients are compared before that, and updates after it."""
+    result = verified(JOB, options=Options(clip_norm=clip_norm), schedule=schedule, split=split)
     result.require()
     assert result.passed and result.reference == "the module itself, eager"
-    assert set(result.gradients) == set(result.parameters) == set(dict(Net().named_parameters()))
+    assert set(result.gradients) == set(result.parameters) == set(dict(PlainNet().named_parameters()))
 
 
-@pytest.mark.parametrize("clip_norm", [1e-2, 1e3])
-def test_clipping_is_compared_too(clip_norm: float) -> None:
-    """A right plan failed: the pipeline's gradients were compared after clipping."""
-    result = verify(JOB, plan_for(JOB, 2), options=Options(clip_norm=clip_norm))
-    result.require()
-    assert result.passed
+class Averaging(PlainNet):
+    def prepare(self) -> None:
+        self.norm = nn.BatchNorm1d(6)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(self.norm(h))
 
 
-def test_a_wrong_gradient_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Gradients.add_product
-
-    def wrong(self: Gradients, name: str, left: Tensor, grad: Tensor) -> None:
-        right(self, name, left, grad * 1.001 if name == "last.weight" else grad)
-
-    plan = plan_for(JOB, 2)
-    pipelined = verify(JOB, plan)
-    monkeypatch.setattr(Gradients, "add_product", wrong)
-    with pytest.raises(VerifyError, match=r"gradient of last.weight differs by 0.001"):
-        verify(JOB, plan).require()
-    assert pipelined.passed
+def gradient_off(
+    self: Gradients, name: str, left: Tensor, grad: Tensor, *, real: Callable[..., None]
+) -> None:
+    real(self, name, left, grad * 1.001 if name == "head.weight" else grad)
 
 
-def test_a_wrong_update_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Weights.step
+def update_off(self: Weights, *, real: Callable[..., None]) -> None:
+    real(self)
+    with torch.no_grad():
+        self.params.get("b.0.bias", torch.zeros(1)).mul_(1.01)
 
-    def wrong(self: Weights) -> None:
-        right(self)
-        with torch.no_grad():
-            self.params.get("second.bias", torch.zeros(1)).mul_(1.01)
 
-    monkeypatch.setattr(Weights, "step", wrong)
-    with pytest.raises(VerifyError, match=r"updated second.bias differs by 0.01"):
-        verify(JOB, plan_for(JOB, 2)).require()
+def buffer_off(self: Weights, name: str, tensor: Tensor, *, real: Callable[..., None]) -> None:
+    real(self, name, tensor * 1.01 if name == "norm.running_mean" else tensor)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong", "named"),
+    [
+        (Gradients, "add_product", gradient_off, r"gradient of head\.weight .* 0\.001"),
+        (Weights, "step", update_off, r"updated b\.0\.bias .* 0\.01"),
+        (Weights, "replace_buffer", buffer_off, r"buffer norm\.running_mean .* 0\.01"),
+    ],
+    ids=["gradient", "update", "buffer"],
+)
+def test_what_is_wrong_fails_and_is_named(
+    owner: type, method: str, wrong: Callable[..., None], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, real = job_of(Averaging), getattr(owner, method)
+    right = verified(job)
+    assert right.passed and {"norm.running_mean", "norm.running_var"} <= set(right.buffers)
+    monkeypatch.setattr(owner, method, lambda *args: wrong(*args, real=real))
+    with pytest.raises(VerifyError, match=named):
+        verified(job).require()
+
+
+class Centred(PlainNet):
+    def run(self, h: Tensor) -> Tensor:
+        h = self.c(h)
+        return super().run(torch.tanh(h - h.mean(0)))
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference_under_adam() -> None:
-    """The first bias cancels in a normalisation; Adam makes full steps of what rounding leaves of it."""
-    job = replace(JOB, model=Normed, optimizer=lambda params: torch.optim.AdamW(params, lr=0.1))
-    verify(job, plan_for(job, 3)).require()
+    """A bias cancels in a normalisation; Adam makes full steps of what rounding leaves of its gradient."""
+    job = replace(job_of(Centred), optimizer=lambda params: torch.optim.AdamW(params, lr=0.1))
+    verified(job, 3).require()
 
 
-def test_a_model_with_dropout_is_compared_with_the_module_itself() -> None:
-    job = replace(JOB, model=lambda: Net(dropout=0.5))
-    result = verify(job, plan_for(job, 3))
+class Dropping(PlainNet):
+    def prepare(self) -> None:
+        self.drop = nn.Dropout(0.5)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h + self.drop(torch.tanh(h)))
+
+
+class Sequences(PlainNet):
+    """Dropout between the layers of an LSTM draws several times in one call."""
+
+    def prepare(self) -> None:
+        self.rnn = nn.LSTM(6, 6, num_layers=3, batch_first=True, dropout=0.3)
+        self.attend = nn.TransformerEncoderLayer(6, 1, 8, dropout=0.3, batch_first=True)
+
+    def run(self, h: Tensor) -> Tensor:
+        h, _ = self.rnn(h[:, None].expand(-1, 4, -1))
+        return super().run(self.attend(h).mean(1))
+
+
+@pytest.mark.parametrize("model", [Dropping, pytest.param(Sequences, marks=pytest.mark.slow)])
+def test_a_model_that_draws_is_compared_with_the_module_itself(model: type[nn.Module]) -> None:
+    result = verified(job_of(model), 3)
     result.require()
-    assert result.reference == "the module itself, eager, with the same random numbers" and result.independent
+    assert result.independent and result.reference.endswith("with the same random numbers")
 
 
-class Sequences(nn.Module):
-    """Dropout between the layers of an LSTM draws several times in one call; none draws not at all."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(6, 5, num_layers=3, batch_first=True, dropout=dropout)
-        self.attend = nn.TransformerEncoderLayer(5, 1, 8, dropout=dropout, batch_first=True)
-        self.last = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h, _ = self.rnn(x[:, None].expand(-1, 4, -1))
-        return {"loss": nn.functional.cross_entropy(self.last(self.attend(h).mean(1)), y)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_recurrent_models_are_compared_with_the_module_itself(dropout: float) -> None:
-    job = replace(JOB, model=lambda: Sequences(dropout))
-    result = verify(job, plan_for(job, 2))
-    result.require()
-    assert result.reference == "the module itself, eager" + ", with the same random numbers" * (dropout > 0)
+class LeavesOutByPython(PlainNet):
+    def run(self, h: Tensor) -> Tensor:
+        for block in (self.a, self.b):
+            if not self.training or random.random() > 0.4:
+                h = block(h)
+        return self.c(h)
 
 
 def test_the_verdict_says_where_a_model_is_compared_with_its_own_graph() -> None:
     """Python's random numbers: the pipeline seeds them by place."""
-    job = odd_models.job(odd_code.LeavesOutByPython)
-    result = verify(job, plan_for(job, 2))
+    result = verified(job_of(LeavesOutByPython))
     result.require()
-    assert (
-        result.reference == "its own captured graph, uncut, since the forward draws Python's random numbers"
-    )
-    assert not result.independent and report(result)[-1].endswith(", compared with its own graph")
+    assert not result.independent and "Python" in result.reference
+    assert report(result)[-1].endswith(", compared with its own graph")
 
 
-class Averaging(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)]
+)
+def test_the_tolerance_follows_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        tensors = JOB.batch(seed, rows)
+        return {**tensors, "x": tensors["x"].to(dtype)}
 
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return super().forward(self.norm(x), y)
-
-
-def test_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(JOB, model=Averaging)
-    plan = plan_for(job, 2)
-    right = verify(job, plan)
-    assert right.passed and {"norm.running_mean", "norm.running_var"} <= set(right.buffers)
-    replaced = Weights.replace_buffer
-
-    def wrong(self: Weights, name: str, tensor: Tensor) -> None:
-        replaced(self, name, tensor * 1.01 if name == "norm.running_mean" else tensor)
-
-    monkeypatch.setattr(Weights, "replace_buffer", wrong)
-    with pytest.raises(VerifyError, match=r"buffer norm.running_mean differs by 0.01"):
-        verify(job, plan).require()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_tolerance_follows_the_dtype(dtype: torch.dtype) -> None:
-    job = Job(
-        model=lambda: Net().to(dtype),
-        batch=lambda s, n: {"x": batch(s, n)["x"].to(dtype), "y": batch(s, n)["y"]},
-    )
-    result = verify(job, plan_for(job, 2))
+    result = verified(Job(model=lambda: PlainNet().to(dtype), batch=batch))
     result.require()
-    assert result.tolerance == {torch.float64: 1e-10, torch.bfloat16: 6e-2}[dtype]
+    assert result.tolerance == tolerance
 
 
 def test_mixed_precision_is_compared_with_the_module_itself() -> None:
-    job = replace(JOB)
-    graph = capture(job, 2, autocast=torch.bfloat16).graph
-    own = [op.name for op in graph.ops if not op.cheap]
-    cuts = cut(graph, {name: i * 2 // len(own) for i, name in enumerate(own)})
-    plan = replace(
-        plan_for(job, 2), graph=graph.fingerprint, stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages)
-    )
-    result = verify(job, plan, options=Options(autocast=torch.bfloat16))
+    result = verified(JOB, options=Options(autocast=torch.bfloat16), autocast=torch.bfloat16)
     result.require()
     assert result.independent and result.worst < 0.02
 
 
-@pytest.mark.slow
-def test_dropout_really_drops() -> None:
-    job = replace(JOB, model=lambda: Net(dropout=0.5))
-    assert verify(job, plan_for(job, 2), options=Options(seed=3)).loss < 1e-6
-    with_dropout = verify(job, plan_for(job, 2)).gradients
-    assert with_dropout, "gradients were compared"
-
-
 def test_a_plan_for_another_model_is_refused() -> None:
-    plan = replace(plan_for(JOB, 2), graph="0123456789abcdef")
-    with pytest.raises(PlanError, match="made for model '0123456789abcdef', not for net"):
-        verify(JOB, plan)
+    with pytest.raises(PlanError, match="'0123456789abcdef'"):
+        verify(JOB, replace(even_plan(JOB, 2, microbatches=3), graph="0123456789abcdef"))
 
 
-class NotFinite(Net):
-    """Its loss is right, the gradient of one entry of its last weight is not a number."""
+class NotFinite(PlainNet):
+    """Its loss is right, the gradient of one entry of its last bias is not a number."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         loss = super().forward(x, y)["loss"]
-        return {"loss": loss + 0.0 * torch.sqrt(self.last.bias[0] - self.last.bias[0]).sum()}
+        return {"loss": loss + 0.0 * torch.sqrt(self.head.bias[0] - self.head.bias[0]).sum()}
 
 
 def test_numbers_that_are_none_pass_for_nothing() -> None:
     """`max` passed over NaN, so a gradient that is no number was called equal."""
-    job = Job(model=NotFinite, batch=batch, name="not finite")
-    found = verify(job, plan_for(job, 2))
-    assert found.loss <= found.tolerance
-    assert found.gradients["last.bias"] == float("inf") and not found.passed
-    with pytest.raises(VerifyError, match=r"gradient of last\.bias differs by inf"):
-        found.require()
+    result = verified(job_of(NotFinite))
+    assert result.loss <= result.tolerance
+    assert result.gradients["head.bias"] == float("inf")
+    with pytest.raises(VerifyError, match=r"head\.bias .* inf"):
+        result.require()

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from delayed import delayed, job_of, steady_plan
 from runs import assert_same, even_plan, pipelined, plain, shared_captures, threads
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.errors import BatchError, CaptureError
+from pipeloom.ir.errors import BatchError, CaptureError, PeerError, PipeloomError
 from pipeloom.runtime.batches import agree_on_shapes
 from pipeloom.runtime.transports.local_channel import LocalChannel
 
@@ -98,6 +99,26 @@ def test_a_refused_batch_leaves_the_pipeline_as_it_was() -> None:
     assert first[2].startswith("rank 0 has a batch of ") and second[2].startswith("rank 1 has a batch of ")
 
 
+def test_without_a_flush_all_ranks_refuse_a_batch_or_none_goes_on() -> None:
+    """Where only one has another batch, that is noticed when others have begun theirs."""
+    job = job_of()
+    plan = steady_plan(job, 2, 4)
+
+    def rank(index: int, channel: LocalChannel) -> list[float]:
+        with Pipeline(job, plan, channel=channel) as pipeline:
+            losses = [pipeline.step(job.batch(0, 8))]
+            with pytest.raises(BatchError, match="cannot be split"):
+                pipeline.step(job.batch(1, 3))
+            losses.append(pipeline.step(job.batch(1, 8)))
+            with pytest.raises((BatchError, PeerError), match="another batch"):
+                list(pipeline.steps([job.batch(seed, 8 + 4 * index) for seed in range(2)]))
+            with pytest.raises(PipeloomError):
+                pipeline.step(job.batch(2, 8))
+            return losses
+
+    assert threads(2, rank, timeout_s=60.0) == [delayed(job, 4).losses[:2]] * 2
+
+
 def test_what_one_rank_refuses_none_begins() -> None:
     """The shapes are the same, so the other one would begin the step, and wait for the one that refused."""
     job = replace(zoo.job("skips"), weight=lambda part: float(next(iter(part.values())).abs().sum()))
@@ -119,13 +140,13 @@ def test_a_size_that_one_rank_cannot_capture_is_refused_by_all() -> None:
         raise CaptureError("it has another graph")
 
     def other_size(rank: int, pipeline: Pipeline) -> None:
-        traced = pipeline.training._traced
+        traced = pipeline.training._trace
         if rank == 1:
-            pipeline.training._traced = refuse  # type: ignore[method-assign]
+            pipeline.training._trace = refuse  # type: ignore[method-assign]
         try:
             pipeline.step(job.batch(0, 12))
         finally:
-            pipeline.training._traced = traced  # type: ignore[method-assign]
+            pipeline.training._trace = traced  # type: ignore[method-assign]
 
     first, second = after_refusals(job, [other_size])
     assert second[0].startswith("a micro-batch of ") and second[0].endswith(": it has another graph")

@@ -73,8 +73,8 @@ def test_a_rank_takes_only_inputs_that_it_reads() -> None:
     def inputs(rank: int, channel: LocalChannel) -> list[set[str]]:
         options = Options(compare=False)
         with Pipeline(TANH, two_stages(2, (0, 1)), options=options, channel=channel) as pipeline:
-            split = pipeline.batches.split(TANH.batch(0, 2 * ROWS), training=True)
-            return [set(m.inputs) for m in pipeline.batches.microbatches(split, step=0, training=True)]
+            parts = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
+            return [set(part.inputs) for part in parts]
 
     with shared_captures():
         assert threads(2, inputs) == [[{"x"}] * 2, [{"y"}] * 2]

@@ -35,6 +35,7 @@ from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
 from pipeloom.runtime.weights import Weights
 from pipeloom.runtime.worker import Worker
 from pipeloom.steady_run import SteadyRun
+from pipeloom.step_reports import StepRecord
 from pipeloom.tracer.layout import zeros_like_value
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
 
@@ -256,15 +257,17 @@ class PacedSteadyRank:
             watch=watch,
             clip_norm=1.0 if clips else None,
         )
-        self.run = SteadyRun(
-            rows=rows,
-            replicas=stages.replicas,
-            worker=self.worker,
-            channel=channel,
-            recorder=self.recorder,
-            ledger=ledger,
-            device=torch.device("cpu"),
+        record = StepRecord(
+            channel=channel, recorder=self.recorder, ledger=ledger, device=torch.device("cpu")
         )
+        self.run = SteadyRun(
+            batches=None,  # its micro-batches are made here
+            worker=self.worker,
+            record=record,
+            watch=watch,
+            rows=rows,
+        )
+        channel.open_groups(self.run.groups(stages, step.placement))
         variant = Variant(stages=stages, functions=functions)
         self._part = Microbatch(variant=variant, inputs={}, weight=1.0, seed=0)
         self._channel = channel
@@ -272,13 +275,16 @@ class PacedSteadyRank:
     def steady_s(self, steps: int) -> float:
         """Seconds from one step to the next on the slowest rank, over `steps` of them after two that fill the
         pipeline."""
-        every, count = self.run.rows.step.microbatches, self.run.replicas * self.run.rows.step.microbatches
+        every, count = (
+            self.run.rows.step.microbatches,
+            self.run.rows.stages.replicas * self.run.rows.step.microbatches,
+        )
         starts = []
         self._channel.all_reduce(torch.zeros(1))  # so that they begin together
         for number in range(steps + 3):
             parts = [replace(self._part, number=number * every + index % every) for index in range(count)]
             starts.append(time.perf_counter())
-            self.run.feed(number, parts, 0)
+            self.run.run_row(number, parts, 0)
         self.run.drain()
         mine = (starts[-1] - starts[2]) / steps
         return max(self._channel.all_gather_object(mine))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, passes
-from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.runtime.batches import rows_of, signature_of, split_batch
-from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
+from pipeloom.runtime.transports.local_channel import LocalChannel, run_threads as threads
 from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
@@ -32,9 +30,7 @@ from pipeloom.tracer.job_calls import scalar_loss
 from pipeloom.tracer.stage.functions import StageFunctions
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 from pipeloom.tracer.tracing_lock import one_thread_at_a_time
-
-NOISE = 1e-3
-"""Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""
+from pipeloom.verification import differences
 
 Batch = Mapping[str, Tensor]
 
@@ -180,31 +176,6 @@ class Numbers:
     norms: list[float | None] = field(default_factory=list)
 
 
-def threads(count: int, work: Callable[[int, LocalChannel], Any], *, timeout_s: float = 300.0) -> list[Any]:
-    """Run `work(rank, channel)` in one thread per rank; the first rank's own error is raised here."""
-    results: dict[int, Any] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(rank: int, channel: LocalChannel) -> None:
-        try:
-            results[rank] = work(rank, channel)
-        except BaseException as error:
-            errors[rank] = error
-
-    ranks = [
-        threading.Thread(target=run, args=pair)
-        for pair in enumerate(local_channels(count, timeout_s=timeout_s))
-    ]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    if errors:
-        own = [e for e in errors.values() if not isinstance(e, PeerError)]
-        raise (own or list(errors.values()))[0]
-    return [results[rank] for rank in range(count)]
-
-
 def pipelined(
     job: Job, plan: Plan, batches: Sequence[Batch], *, evaluate: Sequence[Batch] = (), **options: Any
 ) -> Numbers:
@@ -314,21 +285,9 @@ def _weighted_loss(job: Job, model: Any, batch: Batch, microbatches: int) -> flo
 
 def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative difference and whose it is; infinite if names differ."""
-    odd = expected.keys() ^ found.keys()
-    if odd:
-        return float("inf"), f"only on one side: {sorted(odd)}"
-    largest = max((_largest(t) for t in expected.values()), default=0.0)
-    return max(
-        (
-            (_largest(found[n].double() - t.double()) / max(_largest(t), NOISE * largest, 1e-30), n)
-            for n, t in expected.items()
-        ),
-        default=(0.0, "nothing"),
-    )
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+    by_name = differences(found, expected)
+    worst = max(by_name, key=by_name.__getitem__, default="nothing")
+    return by_name.get(worst, 0.0), worst
 
 
 def assert_same(found: Numbers, expected: Numbers, *, tolerance: float) -> None:

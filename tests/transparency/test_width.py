@@ -89,9 +89,7 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
             pipeline.step(job.batch(0, 8))
             predicted = pipeline.expected.peaks[rank]["batch"]
             assert pipeline.ledger.levels["batch"] == predicted
-            parts = pipeline.batches.microbatches(
-                pipeline.batches.split(job.batch(0, 8), training=True), step=1, training=True
-            )
+            parts = pipeline.batches.take(job.batch(0, 8), step=1, training=True)
             read = {"x"} if rank < 2 else set()  # by the first stage
             assert [set(part.inputs) for part in parts] == [
                 read if rank % 2 == n // 2 else set() for n in range(4)

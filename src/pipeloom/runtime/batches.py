@@ -66,19 +66,27 @@ def agree_on_shapes(
     refusal: why this rank cannot use its batch.
     Raises: BatchError on all ranks if shapes differ or one refuses, with its own reason if it has one.
     """
-    # Sums h and h^2 of a hash over n ranks: only if all hashes are equal, they are n h and n h^2 (the
-    # variance is zero). One all-reduce of three numbers, exact in float64 for 1000 ranks.
-    mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
-    total = torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
+    mine = shapes_digest(shapes, refusal)
+    total = mine.clone()
     channel.all_reduce(total)
-    *hashes, refusals = total.tolist()
-    if hashes != [channel.ranks * mine, channel.ranks * mine * mine]:
+    if not torch.equal(total[:2], channel.ranks * mine[:2]):
         raise BatchError(
             f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
             hint="give all ranks the same batch",
         )
-    if refusals:
+    if total[2]:
         agree_on_refusal(channel, refusal)
+
+
+def shapes_digest(shapes: tuple[str, ...], refusal: BatchError | None) -> Tensor:
+    """Three numbers whose sum over all ranks is that of equal ones only if all have these shapes, and all or
+    none refuse their batch.
+
+    They are h, h^2 and 0 or 1, for a hash h: only if all hashes are equal, the sums over n ranks are n h and
+    n h^2 (the variance is zero). Exact in float64 for 1000 ranks.
+    """
+    mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
+    return torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
 
 
 def agree_on_refusal(channel: PostedChannel, refusal: BatchError | None) -> None:

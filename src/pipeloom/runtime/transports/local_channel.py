@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...ir.errors import PeerError
 from ..failure.noticeboard import LocalBoard, local_boards
 from ..failure.watch import Watch
 from ..posted_channel import PostedChannel
 from .transport import PendingTransfer, SumGroup
+
+T = TypeVar("T")
 
 
 class LocalChannel(PostedChannel):
@@ -66,6 +70,23 @@ def local_channels(
         )
         for board in local_boards(ranks)
     ]
+
+
+def run_threads(
+    ranks: int | Sequence[LocalChannel], work: Callable[[int, LocalChannel], T], *, timeout_s: float = 300.0
+) -> list[T]:
+    """What `work(rank, channel)` returns for each rank, run in a thread per rank.
+
+    ranks: how many, or their channels.
+    Raises: the first rank's own error, rather than what other ranks raise because that one has failed.
+    """
+    channels = local_channels(ranks, timeout_s=timeout_s) if isinstance(ranks, int) else ranks
+    with ThreadPoolExecutor(len(channels)) as pool:
+        calls = [pool.submit(work, channel.rank, channel) for channel in channels]
+    errors = [error for call in calls if (error := call.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+    return [call.result() for call in calls]
 
 
 _TransferKey: TypeAlias = tuple[int, int, str, int]

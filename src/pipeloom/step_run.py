@@ -1,0 +1,222 @@
+"""How a rank trains batch after batch: what steps share, and steps that end before the next one begins."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .ir.errors import BatchError, PeerError, PipeloomError
+from .ir.plan import Plan
+from .ir.stages import StageGraph
+from .rank_stages import StageVariants
+from .runtime.batches import agree_on_shapes, signature_of, split_batch
+from .runtime.failure.watch import Watch
+from .runtime.loss_scaling import loss_shares
+from .runtime.out_of_memory import out_of_memory_told
+from .runtime.step_state import Microbatch
+from .runtime.transports.transport import SumGroup
+from .runtime.worker import Worker
+from .step_reports import StepRecord, StepReport
+from .tracer.job import Job
+from .tracer.random import microbatch_seed
+
+
+def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None) -> None:
+    """What a rank does that asks no other."""
+    if refusal is not None:
+        raise refusal
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepBatches:
+    """Splits batches for a plan's rank.
+
+    rounds: of the schedule per training step.  seed: of random ops.  training, evaluation: the rank's stages.
+    """
+
+    job: Job
+    plan: Plan
+    rank: int
+    device: torch.device
+    rounds: int
+    seed: int
+    training: StageVariants
+    evaluation: StageVariants
+
+    def take(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        step: int,
+        training: bool,
+        agree: Callable[[tuple[str, ...], BatchError | None], object] = refuse_alone,
+    ) -> list[Microbatch]:
+        """What the worker gets: micro-batches, each with its share of the loss, and with those inputs of this
+        rank's that its stages read.
+
+        step: steps made before.  agree: gets the shapes of the batch, and why it cannot be used if it cannot;
+        ranks have to agree on that before anything else, so that none begins alone.
+        Raises: BatchError if the batch cannot be split, or a size of micro-batch does not fit the plan.
+        """
+        parts: list[dict[str, Tensor]] = []
+        shares: list[float] = []
+        refusal: BatchError | None = None
+        try:
+            parts = split_batch(batch, self.plan.microbatches * (self.rounds if training else 1))
+            shares = loss_shares(parts, self.job.weight)
+        except BatchError as error:
+            refusal = error
+        agree(signature_of(batch), refusal)
+        variants = self.training if training else self.evaluation
+        each = self.plan.microbatches // self.plan.replicas
+        replicas = self.plan.replicas_on(self.rank)
+        microbatches = []
+        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            variant = variants.variant(part)
+            here = index % self.plan.microbatches // each in replicas
+            read = {name for functions in variant.functions.values() for name in functions.batch}
+            microbatches.append(
+                Microbatch(
+                    variant=variant,
+                    inputs={n: _copy_to(self.device, t) for n, t in part.items() if here and n in read},
+                    weight=share,
+                    seed=microbatch_seed(self.seed, step, index),
+                    number=step * each + index % each,
+                )
+            )
+        return microbatches
+
+    def held_bytes(self, batch: Mapping[str, Tensor]) -> int:
+        """Bytes of a batch that this rank needs: of the micro-batches of its own replicas."""
+        whole = sum(tensor.nbytes for tensor in batch.values())
+        return whole * self.plan.microbatches_on(self.rank) // self.plan.microbatches
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """From memory that is not pinned the host would wait for the device, at every tensor."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(kw_only=True, eq=False)
+class Run(ABC):
+    """What a rank does with its worker, one call after the other; the two kinds differ in what is between two
+    steps. Every rank calls the same methods.
+
+    reports: of steps that are complete, until they are taken.
+    """
+
+    batches: StepBatches
+    worker: Worker
+    record: StepRecord
+    watch: Watch
+    reports: list[StepReport] = field(default_factory=list)
+    _broken: str = ""
+    _torn: bool = False
+    _buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @abstractmethod
+    def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
+        """Train on a batch. number: of the batch, from the start of training.
+
+        Raises: BatchError on all ranks if it cannot be used.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """End what is in flight, before anything that is not a step."""
+
+    @abstractmethod
+    def _abandon(self) -> bool:
+        """Forget what is in flight when a call is broken off; whether parameters may be left half updated."""
+
+    def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
+        """The groups of ranks that it sums in, to be opened on all ranks. stages: of all replicas."""
+        return self.worker.reduce_and_step.groups(stages, placement, self.worker.weights)
+
+    @contextmanager
+    def call(self, what: str, *, heals: bool = False, refuses_batches: bool = False) -> Iterator[None]:
+        """Do `what`, such as "step 3". If it is broken off, as by Ctrl-C, the next call starts from nothing.
+
+        heals: it makes parameters, buffers and optimizer anew.
+        refuses_batches: nothing is sent or computed yet, and all ranks raise a BatchError if one does. So it
+            breaks nothing off: the next call starts from where this one did.
+        Raises: PipeloomError if an earlier call was broken off and this one cannot go on from there;
+            PeerError if another rank failed.
+        """
+        self._recover(heals)
+        self.watch.check()
+        self._buffers = dict(self.worker.weights.buffers)
+        try:
+            with out_of_memory_told(self.worker.ledger, lambda: what):
+                yield
+        except BaseException as error:
+            if refuses_batches and isinstance(error, BatchError):
+                raise
+            first = str(error).partition("\n")[0]
+            by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
+            self._broken, self._torn = f"{what} was broken off ({by})", self._abandon()
+            if self.watch.ranks > 1:
+                self.watch.fail(error)
+            raise
+        self.worker.reduce_and_step.updating = False
+        self._buffers = {}  # what they were is not needed, and must not stay in memory
+
+    def _recover(self, heals: bool) -> None:
+        """Clear away what a broken call has left, or refuse to go on."""
+        if not self._broken:
+            return
+        if self.watch.ranks > 1:
+            raise PipeloomError(
+                f"rank {self.watch.rank} cannot go on: {self._broken}, and messages to and from it are lost",
+                hint="start all ranks again, and load the newest checkpoint",
+            )
+        if self._torn and not heals:
+            raise PipeloomError(
+                f"{self._broken} in the middle of its update: some parameters may be updated and others not",
+                hint="load the newest checkpoint, or make the pipeline again",
+            )
+        self.worker.forget()
+        for name, buffer in self._buffers.items():
+            self.worker.weights.replace_buffer(name, buffer)
+        self._broken, self._torn, self.worker.reduce_and_step.updating = "", False, False
+
+
+@dataclass(kw_only=True, eq=False)
+class FlushedRun(Run):
+    """Each step ends with an update, before the next one begins: nothing is in flight between two."""
+
+    _agreeing_s: float = 0.0
+
+    def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
+        start, what = time.perf_counter(), f"step {number + 1}"
+        with self.call(what, refuses_batches=True):
+            microbatches = self.batches.take(batch, step=number, training=True, agree=self._agree)
+            self.record.ledger.set("batch", self.batches.held_bytes(batch))
+        with self.call(what):
+            self.record.recorder.begin()
+            count = self.batches.plan.microbatches
+            rounds = [microbatches[at : at + count] for at in range(0, len(microbatches), count)]
+            losses = [(self.worker.run(part, update=part is rounds[-1]), part) for part in rounds]
+            norm = self.worker.reduce_and_step.grad_norm
+            self.reports.append(
+                self.record.report(losses, start_s=start, agreeing_s=self._agreeing_s, grad_norm=norm)
+            )
+
+    def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> None:
+        start = time.perf_counter()
+        agree_on_shapes(self.record.channel, shapes, refusal)
+        self._agreeing_s = time.perf_counter() - start
+
+    def drain(self) -> None:
+        """Does nothing: each step has."""
+
+    def _abandon(self) -> bool:
+        return self.worker.reduce_and_step.updating
