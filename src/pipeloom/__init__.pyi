@@ -5,7 +5,7 @@ from .options import Options as Options
 from .passes import capture as capture, profile as profile, simulate as simulate
 from .pipeline import Pipeline as Pipeline
 from .planning import plan as plan
-from .schedule_search import search_schedule as search_schedule
+from .schedules.search.search_schedule import search_schedule as search_schedule
 from .settings import PlanSettings as PlanSettings
 from .tracer.job import Job as Job
 from .verification import verify as verify

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 import pipeloom
 from pipeloom.cli import main
 from pipeloom.ir.plan import Plan
-from pipeloom.schedule_views import Scenario
+from pipeloom.schedules.scenario import Scenario
 
 MIB = 1 << 20
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from .checks.schedules import check
-from .ir.cluster import Cluster, Device, Link
-from .ir.errors import ConfigError
-from .ir.operation import Operation
-from .ir.plan import load_plan
-from .ir.schedule import Schedule
-from .ir.stages import StageGraph
-from .ir.text_files import parse_toml
-from .ir.timeline import Timeline
-from .ir.units import parse_bytes
-from .lowering.passes import lower
-from .planner.plan_table import branch_figures
-from .schedule_times import between, load_work, with_transfers
-from .schedules.language.user_files import load_file
-from .schedules.search.choose_ranks import search_placed
-from .schedules.search.engines.exact import solver_installed
-from .schedules.search.found_file import found_text
-from .schedules.search.problem import SearchProblem, SearchStage
-from .schedules.search.search import Progress as SearchProgress, SearchOptions, SearchResult, search_orders
-from .simulator.simulate import simulate
-from .simulator.summary import summarise
+from ...checks.schedules import check
+from ...ir.cluster import Cluster, Device, Link
+from ...ir.errors import ConfigError
+from ...ir.operation import Operation
+from ...ir.plan import load_plan
+from ...ir.schedule import Schedule
+from ...ir.stages import StageGraph
+from ...ir.text_files import parse_toml
+from ...ir.timeline import Timeline
+from ...ir.units import parse_bytes
+from ...lowering.passes import lower
+from ...simulator.simulate import simulate
+from ...simulator.summary import summarise
+from ..language.user_files import load_file
+from ..scenario import between, load_work, with_transfers
+from .choose_ranks import search_placed
+from .engines.exact import solver_installed
+from .found_file import found_text
+from .problem import SearchProblem, SearchStage
+from .search import Progress as SearchProgress, SearchOptions, SearchResult, search_orders
 
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
 
@@ -64,40 +63,12 @@ class StagesToSchedule:
             )
         return tuple(_size(part, self.unit, "--memory") for part in parts * (self.ranks // len(parts)))
 
-    def problem(
-        self,
-        stages: tuple[SearchStage, ...],
-        microbatches: int,
-        caps: tuple[float, ...],
-        operations: tuple[Operation, ...] = (),
-    ) -> SearchProblem:
-        """What the search is asked, for stages with ranks."""
-        return SearchProblem(
-            stages=stages,
-            microbatches=microbatches,
-            transfer_s=self.transfer_s,
-            edge_s=self.edge_s,
-            caps=caps,
-            operations=operations,
-            unit=self.unit,
-        )
-
-
-def read_stages(path: Path, ranks: int = 0) -> StagesToSchedule:
-    """Stages of a TOML file, see docs/schedule-search.md.
-
-    ranks: how many there are, where stages leave theirs out and the file does not say.
-    Raises: ConfigError that names the stage and the key that is wrong.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
-    return stages_of(parse_toml(text, str(path)), str(path), ranks)
-
 
 def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesToSchedule:
-    """The same from plain values.
+    """Stages of plain values, as a TOML file has them: see docs/schedule-search.md.
+
+    ranks: how many there are, where stages leave theirs out and the document does not say.
+    Raises: ConfigError that names the stage and the key that is wrong.
 
     >>> both = [{"F": 1, "B": 2, "bytes": 1, "ranks": 0}, {"F": 1, "I": 1, "W": 1, "ranks": [0, 1]}]
     >>> made = stages_of({"stage": both, "transfer": 0.5}, "an example")
@@ -141,12 +112,12 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
     Raises: ConfigError if the file is none, or if its stages run side by side: what they read is not in it.
     """
     plan = load_plan(path)
-    if branch_figures(plan):
+    if any(key.startswith("branches.") for key in plan.notes):
         raise ConfigError(
             f"the stages of {path} are no chain, and a plan does not say which reads which",
             hint="write a TOML file with a [[stage]] for each and what it runs `after`",
         )
-    times = load_work(path, plan.as_schedule.ranks)
+    times = load_work(path)
     assert isinstance(times.forward_s, tuple) and isinstance(times.input_grad_s, tuple)
     assert isinstance(times.weight_grad_s, tuple)
     count = len(times.forward_s)
@@ -373,7 +344,16 @@ def search_schedule(
     options = options or SearchOptions()
 
     def problem(placed: tuple[SearchStage, ...]) -> SearchProblem:
-        return replace(asked.problem(placed, microbatches, caps, declared), shortest=shortest)
+        return SearchProblem(
+            stages=placed,
+            microbatches=microbatches,
+            transfer_s=asked.transfer_s,
+            edge_s=asked.edge_s,
+            caps=caps,
+            operations=declared,
+            shortest=shortest,
+            unit=asked.unit,
+        )
 
     if all(stage.ranks for stage in asked.stages):
         result = search_orders(problem(asked.stages), options, report)
@@ -395,7 +375,13 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     if isinstance(stages, Mapping):
         return stages_of(stages, "what was given", ranks)
     path = Path(stages)
-    return stages_of_plan(path) if path.suffix == ".json" else read_stages(path, ranks)
+    if path.suffix == ".json":
+        return stages_of_plan(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
+    return stages_of(parse_toml(text, str(path)), str(path), ranks)
 
 
 def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
