@@ -494,13 +494,13 @@ def _simulate(
         one = max(units)
         show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
         check_memory_limit(schedule, stages, costs, caps, show=show)
-    wired, cluster = _wired(stages, schedule.ranks, scenario, costs)
-    program = lower(schedule, wired)
-    timeline = simulate(program, wired, costs, cluster)
+    joined, cluster = wired(stages, schedule.ranks, scenario, costs)
+    program = lower(schedule, joined)
+    timeline = simulate(program, joined, costs, cluster)
     residual_peaks = [peak.get("residuals", 0) for peak in timeline.peaks]
     return SimulatedSchedule(
         schedule=schedule,
-        stages=wired,
+        stages=joined,
         microbatches=schedule.microbatches * stages.replicas // schedule.slices,
         program=program,
         cluster=cluster,
@@ -512,7 +512,7 @@ def _simulate(
     )
 
 
-def _wired(
+def wired(
     stages: StageGraph, ranks: int, scenario: Scenario, costs: tuple[StageCost, ...]
 ) -> tuple[StageGraph, Cluster]:
     """The stages with messages of some size, and links on which these take the times that are given; and

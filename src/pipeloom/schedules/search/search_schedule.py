@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from ...checks.schedules import check
-from ...ir.cluster import Cluster, Device, Link
 from ...ir.errors import ConfigError
 from ...ir.operation import Operation
 from ...ir.plan import load_plan
 from ...ir.schedule import Schedule
 from ...ir.stages import StageGraph
-from ...ir.text_files import parse_toml
+from ...ir.text_files import parse_toml, refuse_unknown
 from ...ir.timeline import Timeline
 from ...ir.units import parse_bytes
 from ...lowering.passes import lower
 from ...simulator.simulate import simulate
 from ...simulator.summary import summarise
 from ..language.user_files import load_file
-from ..scenario import between, load_work, with_transfers
+from ..scenario import Scenario, between, load_work, wired
 from .choose_ranks import search_placed
 from .engines.exact import solver_installed
 from .found_file import found_text
@@ -76,7 +75,7 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
     ((0,), (0, 1), (4194304.0, 4194304.0))
     """
     known = ("stage", "edge", "transfer", "ranks", "memory")
-    _refuse_unknown(document, known, what)
+    refuse_unknown(document, known, what)
     tables = document.get("stage")
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"{what} has no stages", hint="write a [[stage]] with F and B for each")
@@ -142,7 +141,7 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
 
 def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int) -> SearchStage:
     what = f"stage {table.get('name', s)}"
-    _refuse_unknown(table, KEYS, what)
+    refuse_unknown(table, KEYS, what)
     split = "I" in table or "W" in table
     if "F" not in table or ("B" in table) == split or (split and not {"I", "W"} <= set(table)):
         raise ConfigError(f"{what} has the times {_given(table)}", hint="give F and B, or F, I and W")
@@ -214,11 +213,6 @@ def _size(text: str, unit: int, what: str) -> float:
     if not 0 <= amount < inf:
         raise ConfigError(f"{what} is {text}", hint="sizes are finite numbers, at least 0")
     return amount * unit
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    if unknown := sorted(set(table) - set(known)):
-        raise ConfigError(f"{what} has the unknown key {unknown[0]!r}", hint=f"use {', '.join(known)}")
 
 
 SHORTEST = ("step", "span")
@@ -395,7 +389,12 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
         rows=problem.rows([int(entry) for entry in result.best.order]),
     )
     check(schedule, graph)
-    graph, timeline = _simulated(problem, schedule, graph)
+    transfer_s: float | tuple[float, ...] = problem.transfer_s
+    if problem.edge_s:
+        transfer_s = tuple(problem.edge_s.get(edge, problem.transfer_s) for edge in between(graph))
+    costs = problem.shape.costs
+    graph, cluster = wired(graph, schedule.ranks, Scenario(transfer_s=transfer_s), costs)
+    timeline = simulate(lower(schedule, graph), graph, costs, cluster)
     return FoundSchedule(
         schedule=schedule,
         stages=graph,
@@ -404,16 +403,3 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
         declared_in=declared_in,
         peaks=tuple(peak / unit for peak in result.best.peaks),
     )
-
-
-def _simulated(problem: SearchProblem, schedule: Schedule, graph: StageGraph) -> tuple[StageGraph, Timeline]:
-    """The stages with messages that take the seconds that were given, and the step."""
-    link = Link(bandwidth_bytes_per_s=inf, latency_s=problem.transfer_s)
-    if problem.edge_s:
-        seconds = tuple(problem.edge_s.get(edge, problem.transfer_s) for edge in between(graph))
-        graph, bandwidth = with_transfers(graph, seconds)
-        link = Link(bandwidth_bytes_per_s=bandwidth)
-    device = Device(name="any", memory_bytes=1)
-    cluster = Cluster(devices=(device,) * schedule.ranks, within_node=link)
-    costs = problem.shape.costs
-    return graph, simulate(lower(schedule, graph), graph, costs, cluster)
