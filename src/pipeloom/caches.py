@@ -1,173 +1,197 @@
-"""Profiles of compiled functions: what planners see where the ranks will pass their stages to torch.compile.
+"""What was found out about this machine or a model here, kept in the user's cache folder.
 
-The model is taken apart into its layers and what is between them. Each distinct piece is compiled once, and
-its ops take their eager times by what the whole of it took compiled over eager; see
-`profiler.compiled_pieces`. How much that is gets kept for a day, as op times are.
+Measured figures are kept for a day, as a machine's other users come and go: op times, how ranks slow
+each other, and how long compiled pieces take (`compiled_profiles.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 import time
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from .caches import cache_folder, daily, may_keep, times_key
-from .ir.errors import PlanError
+from platformdirs import user_cache_path
+
+from . import __version__
+from .ir import json_codec
+from .ir.errors import ConfigError
 from .ir.graph import OpGraph
-from .ir.profile import Profile
-from .ir.stages import StageGraph, cut
-from .planner.search.layer_groups import borders, layer_names, layers
-from .planner.stage_cost.readers import Readers
+from .ir.profile import Profile, batch_text
+from .ir.text_files import write_whole
 
 if TYPE_CHECKING:
-    from .profiler.compiled_pieces import CompiledRatio
+    from .profiler.contention import Contention
     from .tracer.captured import Captured
 
-MOST_OPS = 200
-"""Ops of a piece; a longer one is taken apart further, since the time to compile it grows with them."""
+T = TypeVar("T")
 
-BUDGET_S = 180.0
-"""Seconds after which no further piece is compiled. Those that are left count as if they stayed eager."""
+A_DAY_S = 24 * 3600.0
 
-PIECE_S, FIRST_S = 8, 20
-"""Seconds that compiling a layer and timing it takes about, and more for the first one: loading Inductor, and
-what it compiles once. Measured on two shared cores, of the built-in GPT."""
+OLD_S = 3600.0
+"""Op times that are older than this are mentioned: the machine may have had other work then."""
 
-COMPILER_VARIABLES = ("CC", "CXX", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
-"""What names of environment variables begin with that change what is compiled, and how."""
+KEEP_VARIABLE = "PIPELOOM_KEEP_PROFILES"
+"""Environment: 0 measures each time, and keeps nothing."""
+
+CONTENTION_VARIABLE = "PIPELOOM_CONTENTION"
+"""Environment: a factor for all ops instead of measured ones, such as 1."""
+
+SPEED_VARIABLES = ("ATEN_", "DNNL_", "GLIBC_TUNABLES", "GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
+"""What names of environment variables begin with that choose kernels or how they run."""
 
 _log = logging.getLogger("pipeloom")
 
 
-def compiled_profile(captured: Captured, eager: Profile, *, device: str = "cpu") -> Profile:
-    """The costs of a captured model's ops as parts of compiled functions.
+def cache_folder(name: str) -> Path:
+    """The folder for things of one kind. It need not be there."""
+    return user_cache_path("pipeloom") / name
 
-    eager: their measured costs, each op alone.  device: where, "cpu" or "cuda".
-    Compiling takes minutes at most (`BUDGET_S`), and is announced. What cannot be compiled keeps its eager
-    times, which a line says, and so does `Profile.compiled`.
-    Raises: PlanError for costs that were not measured, or are of compiled functions already.
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache folder. If that is not possible, the next run finds out again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except (OSError, ConfigError) as error:
+        _log.debug("%s is not kept: %s", path, error)
+
+
+def daily(
+    path: Path,
+    kind: type[T],
+    measure: Callable[[T | None], T],
+    is_whole: Callable[[T], bool] = lambda known: True,
+) -> T:
+    """What was measured during the last day and kept in a file, or what is measured now, and kept.
+
+    measure: gets what is kept if it is not whole, else None.
+    A file that is missing, too old or damaged counts as nothing kept. Old files beside it are removed.
     """
-    if eager.source != "measured" or eager.compiled:
-        what = "costs of compiled functions" if eager.compiled else f"costs by {eager.source}"
-        raise PlanError(f"{what} cannot be compared with compiled ones", hint="measure eager ops first")
-    if captured.graph.fallback:
-        told = "not measured, as this model is cut between its modules; eager ones stand for them"
-        _log.warning("times of %s stay %s", captured.graph.name, told)
-        return replace(eager, compiled=told)
-    from .profiler.compiled_pieces import compiled_costs
-
-    pieces = pieces_of(captured.graph)
-    ratios = _ratios(captured, eager, pieces, device)
-    costs = compiled_costs(eager, pieces, ratios)
-    return replace(costs, compiled=_told(eager, costs, pieces, ratios))
-
-
-def pieces_of(graph: OpGraph) -> StageGraph:
-    """A model as a chain of pieces: its layers and what is between them. One without layers is one piece. A
-    piece of more than `MOST_OPS` ops is taken apart into equal ones."""
-    readers = Readers(graph)
-    allowed = [int(place) for place in readers.cut_points]
-    within = [allowed[0], allowed[-1]]
-    if any(layer_names(readers.ops).values()):
-        within = borders(layers(readers.ops), allowed)
-    places = [allowed[0]]
-    for start, end in zip(within, within[1:], strict=False):
-        parts = -(-(end - start) // MOST_OPS)
-        wanted = [start + (end - start) * part // parts for part in range(1, parts)]
-        places += [place for place in wanted if place in allowed] + [end]
-    stage_of = {
-        op.name: index
-        for index, (start, end) in enumerate(zip(places, places[1:], strict=False))
-        for op in readers.ops[start:end]
-    }
-    return cut(graph, stage_of)
+    known = None
+    if age_s(path) < A_DAY_S:
+        try:
+            known = json_codec.from_json(path.read_bytes(), kind, what=str(path))
+        except (OSError, ConfigError):
+            known = None
+    if known is not None and is_whole(known):
+        return known
+    measured = measure(known)
+    for old in path.parent.glob("*.json"):
+        if age_s(old) >= A_DAY_S:
+            old.unlink(missing_ok=True)
+    keep(path, json_codec.to_json(measured, indent=0) + "\n")
+    return measured
 
 
-def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
-    """Those of the last day on this machine's CPU, and the others measured now. What could not be
-    compiled, or not in time, is tried the next time."""
-    from .profiler.compiled_pieces import CompiledRatio, piece_signatures
-
-    signatures = piece_signatures(captured, pieces)
-    keeps = device == "cpu" and may_keep(captured)
-
-    def measure(known: list[CompiledRatio] | None) -> list[CompiledRatio]:
-        usable = known if known is not None and len(known) == len(signatures) else []
-        compiled = {s: ratio for s, ratio in zip(signatures, usable, strict=False) if not ratio.why_not}
-        return _measured(captured, eager, pieces, device, compiled, kept=keeps)
-
-    def is_whole(known: list[CompiledRatio]) -> bool:
-        return len(known) == len(signatures) and not any(ratio.why_not for ratio in known)
-
-    if not keeps:
-        return measure(None)
-    chosen = sorted(item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES))
-    cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
-    path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, repr(chosen))}.json"
-    return daily(path, list[CompiledRatio], measure, is_whole)
+def age_s(path: Path) -> float:
+    """Seconds since a file was written; infinite for one that is not there."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return float("inf")
 
 
-def _measured(
-    captured: Captured,
-    eager: Profile,
-    pieces: StageGraph,
-    device: str,
-    known: Mapping[Hashable, CompiledRatio],
-    *,
-    kept: bool,
-) -> list[CompiledRatio]:
-    """known: by signature, from earlier today.  kept: whether these will be, for a day."""
+def machine_name() -> str:
+    """A name for this machine as far as its speed goes, PyTorch's version included."""
     import torch
 
-    from .profiler.compiled_pieces import measure_piece, measure_ratios, piece_signatures
-    from .profiler.measure_op import Timer
-
-    distinct = len(set(piece_signatures(captured, pieces)) - known.keys())
-    _log.warning(
-        "compiling %d distinct pieces of %s to time them for the plan%s: about %d s, and after %.0f s no "
-        "further one",
-        distinct,
-        captured.graph.name,
-        ", once a day" if kept else "",
-        min(FIRST_S + PIECE_S * distinct, BUDGET_S),
-        BUDGET_S,
-    )
-    found = measure_ratios(
-        captured,
-        pieces,
-        {name: cost.forward_s + cost.backward_s for name, cost in eager.costs.items()},
-        timer=Timer(torch.device(device), time.thread_time),
-        budget_s=BUDGET_S,
-        measure=measure_piece,
-        known=known,
-    )
-    for why_not, names in _not_compiled(captured.graph, pieces, found).items():
-        _log.warning("times of %s stay eager: %s", ", ".join(names), why_not)
-    return found
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line for line in lines if line.startswith("model name")), platform.processor())
+    parts = (platform.node(), platform.machine(), model, str(cores), torch.__version__)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _not_compiled(graph: OpGraph, pieces: StageGraph, ratios: list[CompiledRatio]) -> dict[str, list[str]]:
-    """Why pieces could not be compiled -> which: named by their layers, or first ops."""
-    layer_of = layer_names(graph.ops)
-    reasons: dict[str, list[str]] = {}
-    for piece, ratio in zip(pieces.stages, ratios, strict=True):
-        if ratio.why_not:
-            first = graph.op[piece.ops[0]]
-            reasons.setdefault(ratio.why_not, []).append(layer_of[first.module] or first.name)
-    return reasons
+def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> Profile:
+    """The times of a captured model's ops on this machine's CPU: those of the last day, or measured now.
+
+    They are those of the same ops, with the same arguments and layouts, on the same machine, with the same
+    version and settings of PyTorch. Measured each time is a model that is cut between its modules, and one
+    with ops that are not PyTorch's own: what these compute may change under the same name.
+
+    measure: measures them, with one thread.
+    """
+    if not may_keep(captured):
+        return measure(captured)
+    path = cache_folder("profiles") / f"{times_key(captured)}.json"
+    expected = ("measured", captured.graph.fingerprint, batch_text(captured.graph.inputs))
+
+    def is_whole(known: Profile) -> bool:
+        times = [t for c in known.costs.values() for t in (c.forward_s, c.input_grad_s, c.weight_grad_s)]
+        complete = known.costs.keys() == {op.name for op in captured.graph.ops}
+        same = (known.source, known.graph, known.batch) == expected
+        return complete and same and min(times, default=0.0) >= 0.0
+
+    profile = daily(path, Profile, lambda _: measure(captured), is_whole)
+    if OLD_S < (age := age_s(path)) < A_DAY_S:  # what is measured now is written now
+        _log.warning(
+            "%s is planned with op times that were measured %.0f h ago; %s=0 measures them again",
+            captured.graph.name,
+            age / 3600,
+            KEEP_VARIABLE,
+        )
+    return profile
 
 
-def _told(eager: Profile, costs: Profile, pieces: StageGraph, ratios: list[CompiledRatio]) -> str:
-    """How the costs of all pieces together compare with eager ones."""
-    ops = [name for piece in pieces.stages for name in piece.ops]
+def may_keep(captured: Captured) -> bool:
+    """Whether what was measured of a model's ops holds when it is planned again."""
+    own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
+    return own and os.environ.get(KEEP_VARIABLE) != "0"
 
-    def of(kind: str) -> float:
-        before, after = (sum(getattr(p.costs[name], kind) for name in ops) for p in (eager, costs))
-        return after / before if before else 1.0
 
-    left = sum(1 for ratio in ratios if ratio.why_not)
-    rest = f"; {left} of {len(pieces.stages)} pieces could not be compiled and count as eager" if left else ""
-    return f"forwards {of('forward_s'):.2f} and backwards {of('backward_s'):.2f} times as long as eager{rest}"
+def times_key(captured: Captured, *more: str) -> str:
+    """What the times hold for. more: that they depend on, besides."""
+    import torch
+
+    from .profiler.measure_ops import op_signatures
+
+    set_there = sorted(item for item in os.environ.items() if item[0].startswith(SPEED_VARIABLES))
+    parts = [
+        machine_name(),
+        __version__,
+        str(captured.autocast),
+        torch.get_float32_matmul_precision(),
+        str(torch.are_deterministic_algorithms_enabled()),
+        str(torch.backends.mkldnn.enabled),
+        repr(set_there),
+        captured.graph.fingerprint,
+        *(repr(signature) for signature in op_signatures(captured).items()),
+        *more,
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def beside_ranks(profile: Profile, graph: OpGraph, ranks: int) -> Profile:
+    """A profile measured by one process of this machine's CPU, as ops take beside the other ranks.
+
+    ranks: processes that will compute at once on this machine. A profile of another device, or one that was
+    not measured, is returned as it is, and so is one of a single rank.
+    """
+    if ranks < 2 or profile.source != "measured" or profile.device != "cpu":
+        return profile
+    return contention(ranks).slowed(profile, graph)
+
+
+def contention(ranks: int) -> Contention:
+    """How ranks of this machine slow each other.
+
+    Raises: ConfigError if the environment's factor is none.
+    """
+    from .profiler.contention import Contention, measure_contention  # only now: they import torch
+
+    if given := os.environ.get(CONTENTION_VARIABLE):
+        try:
+            return Contention(ranks=ranks, products=float(given), others=float(given))
+        except ValueError as error:
+            what = f"{CONTENTION_VARIABLE} is {given!r}: {error}"
+            raise ConfigError(what, hint="use 1 or more") from None
+    path = cache_folder("contention") / f"{machine_name()}-{ranks}.json"
+    return daily(path, Contention, lambda _: measure_contention(ranks))

@@ -15,7 +15,7 @@ from pipeloom.commands.verify import report
 from pipeloom.ir.errors import PlanError, VerifyError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 from pipeloom.runtime.weights import Gradients, Weights
 from pipeloom.schedules import registry
 
