@@ -46,10 +46,7 @@ from pipeloom.ir.steady import SteadyStep  # noqa: E402
 from pipeloom.ir.timeline import Timeline  # noqa: E402
 from pipeloom.ir.weight_policy import Updates  # noqa: E402
 from pipeloom.lowering.passes import lower  # noqa: E402
-from pipeloom.passes import (
-    capture,  # noqa: E402
-    profile,  # noqa: E402
-)
+from pipeloom.planning import capture, profile
 from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
 from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
 from pipeloom.runtime.launch.launch import launch  # noqa: E402

@@ -18,7 +18,7 @@ import branching
 from machine import keep
 from pipeoffload_planner import gpt
 
-from pipeloom import Job, passes, plan_request
+from pipeloom import Job, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.planner.ask_planners import planners_asked
 from pipeloom.planner.microbatch_sizes import ProfiledModel
@@ -53,8 +53,8 @@ CASES = {
 def measure(case: Case) -> dict[str, Any]:
     """Seconds of the step of each planner that is asked, of the order that was searched, and of the plan."""
     cluster = find_cluster(case.cluster)
-    graph = passes.capture(case.job(), case.rows).graph
-    model = ProfiledModel(size=case.rows, graph=graph, profiles=passes.estimate(graph, cluster))
+    graph = planning.capture(case.job(), case.rows).graph
+    model = ProfiledModel(size=case.rows, graph=graph, profiles=planning.estimate(graph, cluster))
     request = plan_request.PlanRequest(
         cluster=cluster,
         options=PlanOptions(ranks=len(cluster.devices), microbatches=MICROBATCHES),

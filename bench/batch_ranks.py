@@ -24,13 +24,12 @@ from max_batch import PLANNERS, least_cap, planned, planning, samples_per_s, wit
 from models import SMALL
 
 from pipeloom import Pipeline
-from pipeloom.batch_sizes import ModelAt, largest_plan
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
-from pipeloom.planning import captured_model
+from pipeloom.planning import ModelAt, captured_model, largest_plan
 from pipeloom.runnable import require_runnable_plan
 from pipeloom.runtime.launch.launch import launch
 

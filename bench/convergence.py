@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.passes import capture, profile
+from pipeloom.planning import capture, profile
 from pipeloom.train.config import Config
 from pipeloom.train.loop import validate
 from pipeloom.train.workload import gpt_workload, rate_scheduler

@@ -17,12 +17,12 @@ from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering.passes import lower
-from pipeloom.passes import capture
 from pipeloom.planner.search.evaluation import Evaluation
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
 from pipeloom.planner.treatments.choose import BOTH, treat_interval
+from pipeloom.planning import capture
 from pipeloom.profiler.measure_ops import measure
 from pipeloom.profiler.roofline import roofline
 from pipeloom.schedules import registry

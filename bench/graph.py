@@ -49,7 +49,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
 from branching_graphs import KINDS as GRAPH_KINDS, best_of_all, random_graph, request_for, step_s  # noqa: E402
 
-from pipeloom import passes, plan_request  # noqa: E402
+from pipeloom import plan_request, planning  # noqa: E402
 from pipeloom.clusters.names import find_cluster  # noqa: E402
 from pipeloom.ir.cluster import Cluster  # noqa: E402
 from pipeloom.ir.errors import InfeasibleError, PlanError  # noqa: E402
@@ -113,11 +113,11 @@ def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:
 
 def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
     """(rows, cluster) -> the model of published size."""
-    first, second = (passes.capture(branching.PUBLISHED[name](), rows).graph for rows in SAMPLES[name])
+    first, second = (planning.capture(branching.PUBLISHED[name](), rows).graph for rows in SAMPLES[name])
 
     def at(rows: int, cluster: Cluster) -> ProfiledModel:
         ends = [
-            ProfiledModel(size=size, graph=graph, profiles=passes.estimate(graph, cluster))
+            ProfiledModel(size=size, graph=graph, profiles=planning.estimate(graph, cluster))
             for size, graph in zip(SAMPLES[name], (first, second), strict=True)
         ]
         return interpolate_sample(ends[0], ends[1], rows)
@@ -372,8 +372,8 @@ def capped(
 def order(found: Found) -> Iterator[Found]:
     """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
     for name in ("mmt", "mmt_in_turn"):
-        graph, cluster = passes.capture(branching.PUBLISHED[name](), 4).graph, cluster_of(8)
-        model = ProfiledModel(size=4, graph=graph, profiles=passes.estimate(graph, cluster))
+        graph, cluster = planning.capture(branching.PUBLISHED[name](), 4).graph, cluster_of(8)
+        model = ProfiledModel(size=4, graph=graph, profiles=planning.estimate(graph, cluster))
         found[name] = plan_of("graphpipe", cluster, 128, model).predicted_step_s
     print("order:", found, flush=True)
     yield found

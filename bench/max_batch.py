@@ -36,17 +36,16 @@ from typing import Any, TypeAlias
 
 from machine import RESULTS, commit, describe_machine
 
-from pipeloom.batch_sizes import ModelAt
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
-from pipeloom.passes import estimate
 from pipeloom.plan_request import LARGEST_MICROBATCH, PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.request import PlanOptions
+from pipeloom.planning import ModelAt, estimate
 
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
 NAMES = {

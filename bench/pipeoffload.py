@@ -41,9 +41,8 @@ from pipeloom.ir.action import AWAIT, COPYING, RELOAD, B, F, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.schedule import Schedule
 from pipeloom.lowering.passes import lower
-from pipeloom.schedule_times import MicrobatchTimes
-from pipeloom.schedule_views import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.simulator.simulate import simulate
 
 RATIOS = (0.5, 0.75, 1.0)

@@ -17,7 +17,7 @@ from plots import save_plot
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, Plan, plan
-from pipeloom.passes import capture, profile
+from pipeloom.planning import capture, profile
 from pipeloom.runtime.launch.launch import launch
 
 RANKS = (2, 4, 8)

@@ -18,10 +18,9 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering.passes import lower
-from pipeloom.schedule_times import MicrobatchTimes
-from pipeloom.schedule_views import Scenario, simulate_schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, simulate_schedule
 from pipeloom.simulator.simulate import simulate
 
 SIZE = 1 << 20

@@ -41,7 +41,7 @@ import branching
 import torch
 from machine import describe_machine
 
-from pipeloom import Job, PipeloomError, passes, plan_request, planning
+from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES
@@ -130,7 +130,7 @@ def outcomes(
     """All cells of one model. slow: planners of many schedules are asked everywhere."""
     torch.set_num_threads(1)
     job = MODELS[name]()
-    captured = passes.capture(job, ROWS)
+    captured = planning.capture(job, ROWS)
     rows: list[tuple[Cell, Mapping[str, Outcome]]] = []
     for devices, schedule, width in product(DEVICES, schedules, WIDTHS):
         named = DEVICES[devices]

@@ -27,8 +27,7 @@ from typing import Any
 
 from machine import commit, load, save
 
-from pipeloom.schedule_times import MicrobatchTimes
-from pipeloom.schedule_views import Scenario, simulate_file, simulate_schedule
+from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, simulate_file, simulate_schedule
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 PROFILES = [

@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from random_problems import random_chain
 from search_shapes import TIMES, chain_of, problem
 
-from pipeloom.schedule_search import prove_search
 from pipeloom.schedules.search.engines.library import fitting, library_order
 from pipeloom.schedules.search.search import SearchOptions, search_orders
+from pipeloom.schedules.search.search_schedule import prove_search
 
 TESSEL: dict[tuple[int, str, int], tuple[float | None, float | None]] = {
     (4, "V", 4): (76.0, 268.0),

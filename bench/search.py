@@ -27,7 +27,7 @@ import branching
 import numpy as np
 from machine import load, save
 
-from pipeloom import passes
+from pipeloom import planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PlanError
@@ -117,7 +117,7 @@ def compare(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> di
 def compare_models(results: dict[str, Any]) -> None:
     """MMT and CANDLE-Uno on V100s."""
     for name, rows in ROWS.items():
-        graph = passes.capture(branching.PUBLISHED[name](), rows).graph
+        graph = planning.capture(branching.PUBLISHED[name](), rows).graph
         profile = roofline(graph, find_cluster("v100-32").devices[0])
         for devices in DEVICES[name]:
             cluster = find_cluster(f"{devices} x v100-32")

@@ -40,7 +40,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from pipeloom import Pipeline, Plan, plan
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 from pipeloom.runtime.launch.launch import launch
 from pipeloom.schedules import registry
 

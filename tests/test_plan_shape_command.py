@@ -77,10 +77,11 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
     names = ("width", "depth", "microbatch_size", "recompute")
     shape = PipelineShape(**{name: figures[name] for name in names})
+    job = job_loader.load_job("shape_job.py:job")
     request = planning.make_request(
-        job_loader.load_job("shape_job.py:job"), ranks=1, cluster=find_cluster(CLUSTER), global_batch=32
+        job, ranks=1, weights="2bw", cluster=find_cluster(CLUSTER), global_batch=32
     )
-    asked = shapes.shape_request(request, "2bw", *models())
+    asked = shapes.shape_request(request, job)
     assert figures["rows_per_s"] == pytest.approx(throughput(asked, shape))
     assert figures["peak_bytes"] == round(memory(asked, shape)) <= asked.cap_bytes
     assert figures["microbatches"] == 32 // (shape.width * shape.microbatch_size) >= shape.depth

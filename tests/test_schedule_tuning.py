@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeloom.cli import main
-from pipeloom.schedule_views import Scenario, simulate_schedule, why
+from pipeloom.schedules.scenario import Scenario, simulate_schedule
+from pipeloom.schedules.tuning import why
 
 
 def run(*words: object, code: int = 0) -> str:

@@ -31,10 +31,10 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
 from pipeloom.lowering.passes import lower
-from pipeloom.passes import estimate
 from pipeloom.planner.registry import PLANNERS, Planner, register_planner
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.problem import Cuts
+from pipeloom.planning import estimate
 from pipeloom.runtime.offload.file_tier import FileTier
 from pipeloom.runtime.offload.open_tier import TIERS
 from pipeloom.runtime.offload.tier import TierOptions

@@ -2,10 +2,9 @@ from .ir.cluster import Cluster as Cluster, Device as Device, Link as Link
 from .ir.errors import PipeloomError as PipeloomError
 from .ir.plan import Plan as Plan, load_plan as load_plan
 from .options import Options as Options
-from .passes import capture as capture, profile as profile, simulate as simulate
 from .pipeline import Pipeline as Pipeline
-from .planning import plan as plan
-from .schedule_search import search_schedule as search_schedule
+from .planning import capture as capture, plan as plan, profile as profile, simulate as simulate
+from .schedules.search.search_schedule import search_schedule as search_schedule
 from .settings import PlanSettings as PlanSettings
 from .tracer.job import Job as Job
 from .verification import verify as verify

@@ -122,7 +122,6 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
     if not may_keep(captured):
         return measure(captured)
     path = cache_folder("profiles") / f"{times_key(captured)}.json"
-    age = age_s(path)
     expected = ("measured", captured.graph.fingerprint, batch_text(captured.graph.inputs))
 
     def is_whole(known: Profile) -> bool:
@@ -131,15 +130,8 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
         same = (known.source, known.graph, known.batch) == expected
         return complete and same and min(times, default=0.0) >= 0.0
 
-    measured_now = False
-
-    def measure_now(_: Profile | None) -> Profile:
-        nonlocal measured_now
-        measured_now = True
-        return measure(captured)
-
-    profile = daily(path, Profile, measure_now, is_whole)
-    if not measured_now and age > OLD_S:
+    profile = daily(path, Profile, lambda _: measure(captured), is_whole)
+    if OLD_S < (age := age_s(path)) < A_DAY_S:  # what is measured now is written now
         _log.warning(
             "%s is planned with op times that were measured %.0f h ago; %s=0 measures them again",
             captured.graph.name,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -38,6 +37,7 @@ what it compiles once. Measured on two shared cores, of the built-in GPT."""
 
 COMPILER_VARIABLES = ("CC", "CXX", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
 """What names of environment variables begin with that change what is compiled, and how."""
+
 
 _log = logging.getLogger("pipeloom")
 
@@ -89,18 +89,42 @@ def pieces_of(graph: OpGraph) -> StageGraph:
 def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
     """Those of the last day on this machine's CPU, and the others measured now. What could not be
     compiled, or not in time, is tried the next time."""
-    from .profiler.compiled_pieces import CompiledRatio, piece_signatures
+    import torch
+
+    from .profiler.compiled_pieces import CompiledRatio, measure_piece, measure_ratios, piece_signatures
+    from .profiler.measure_op import Timer
 
     signatures = piece_signatures(captured, pieces)
     keeps = device == "cpu" and may_keep(captured)
 
-    def measure(known: list[CompiledRatio] | None) -> list[CompiledRatio]:
-        usable = known if known is not None and len(known) == len(signatures) else []
-        compiled = {s: ratio for s, ratio in zip(signatures, usable, strict=False) if not ratio.why_not}
-        return _measured(captured, eager, pieces, device, compiled, kept=keeps)
+    def measure(kept: list[CompiledRatio] | None) -> list[CompiledRatio]:
+        usable = kept if kept is not None and len(kept) == len(signatures) else []
+        known = {s: ratio for s, ratio in zip(signatures, usable, strict=False) if not ratio.why_not}
+        distinct = len(set(signatures) - known.keys())
+        _log.warning(
+            "compiling %d distinct pieces of %s to time them for the plan%s: about %d s, and after %.0f s no "
+            "further one",
+            distinct,
+            captured.graph.name,
+            ", once a day" if keeps else "",
+            min(FIRST_S + PIECE_S * distinct, BUDGET_S),
+            BUDGET_S,
+        )
+        ratios = measure_ratios(
+            captured,
+            pieces,
+            {name: cost.forward_s + cost.backward_s for name, cost in eager.costs.items()},
+            timer=Timer(torch.device(device), time.thread_time),
+            budget_s=BUDGET_S,
+            measure=measure_piece,
+            known=known,
+        )
+        for why_not, names in _not_compiled(captured.graph, pieces, ratios).items():
+            _log.warning("times of %s stay eager: %s", ", ".join(names), why_not)
+        return ratios
 
-    def is_whole(known: list[CompiledRatio]) -> bool:
-        return len(known) == len(signatures) and not any(ratio.why_not for ratio in known)
+    def is_whole(kept: list[CompiledRatio]) -> bool:
+        return len(kept) == len(signatures) and not any(ratio.why_not for ratio in kept)
 
     if not keeps:
         return measure(None)
@@ -108,45 +132,6 @@ def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str)
     cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
     path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, repr(chosen))}.json"
     return daily(path, list[CompiledRatio], measure, is_whole)
-
-
-def _measured(
-    captured: Captured,
-    eager: Profile,
-    pieces: StageGraph,
-    device: str,
-    known: Mapping[Hashable, CompiledRatio],
-    *,
-    kept: bool,
-) -> list[CompiledRatio]:
-    """known: by signature, from earlier today.  kept: whether these will be, for a day."""
-    import torch
-
-    from .profiler.compiled_pieces import measure_piece, measure_ratios, piece_signatures
-    from .profiler.measure_op import Timer
-
-    distinct = len(set(piece_signatures(captured, pieces)) - known.keys())
-    _log.warning(
-        "compiling %d distinct pieces of %s to time them for the plan%s: about %d s, and after %.0f s no "
-        "further one",
-        distinct,
-        captured.graph.name,
-        ", once a day" if kept else "",
-        min(FIRST_S + PIECE_S * distinct, BUDGET_S),
-        BUDGET_S,
-    )
-    found = measure_ratios(
-        captured,
-        pieces,
-        {name: cost.forward_s + cost.backward_s for name, cost in eager.costs.items()},
-        timer=Timer(torch.device(device), time.thread_time),
-        budget_s=BUDGET_S,
-        measure=measure_piece,
-        known=known,
-    )
-    for why_not, names in _not_compiled(captured.graph, pieces, found).items():
-        _log.warning("times of %s stay eager: %s", ", ".join(names), why_not)
-    return found
 
 
 def _not_compiled(graph: OpGraph, pieces: StageGraph, ratios: list[CompiledRatio]) -> dict[str, list[str]]:

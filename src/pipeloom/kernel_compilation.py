@@ -2,11 +2,8 @@
 
 Compiling them takes half a minute, once per installation: about as long as capturing a model that is large
 enough for them to run compiled. A process of its own plans a small model, in which they do so from the start,
-and numba's cache keeps the code for all processes. As a program this is that process:
-
-    python -m pipeloom.kernel_compilation PLANNER [TREATMENT ...]
-
-Whatever happens to it, the search compiles what it does not find.
+and numba's cache keeps the code for all processes. Whatever happens to it, the search compiles what it does
+not find.
 """
 
 from __future__ import annotations
@@ -16,10 +13,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Thread
 
 from .caches import cache_folder, keep
 from .clusters.names import find_cluster
@@ -50,9 +47,13 @@ ROWS, WIDTH, LAYERS, MEMORY = 512, 1024, 6, ("170MiB", "150MiB")
 """Of the small model, and of devices for it: in the second residuals must be freed."""
 
 
+CODE = f"import time; time.sleep({AFTER_S}); from {__name__} import main; main()"
+"""What the process runs: before it loads anything it waits, so that a short capture ends it first."""
+
+
 @contextmanager
 def kernels_compiled_beside(
-    name: str, treatments: Sequence[Treatment] | None = None
+    name: str, treatments: tuple[Treatment, ...] | None = None
 ) -> Iterator[Callable[[OpGraph], None]]:
     """Around the capture of a model that this planner is to cut: has the code made if that takes long.
 
@@ -61,41 +62,40 @@ def kernels_compiled_beside(
     Nothing is started where that was done before, for a planner that treats no residuals, which needs little
     code, and on a machine with one core.
     """
-    started: list[subprocess.Popen[bytes]] = []
-    timer = Timer(AFTER_S, lambda: started.extend(_start(name, treatments or ())))
+    process: subprocess.Popen[bytes] | None = None
     treats = planner(name).optimises == "always" if treatments is None else bool(treatments)
     if treats and usable_cores() > 1 and not _note(name, treatments).exists():
-        timer.start()
+        command = [sys.executable, "-P", "-c", CODE, name, *(treatments or ())]
+        nothing = subprocess.DEVNULL
+        with suppress(OSError):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing)
 
     def wait(graph: OpGraph) -> None:
-        timer.cancel()
-        if timer.is_alive():  # it is starting the process
-            timer.join()
-        for process in started if len(graph.ops) >= LARGE_OPS else ():
+        if process is not None and len(graph.ops) >= LARGE_OPS:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LIMIT_S)
 
     try:
         yield wait
     finally:
-        timer.cancel()
-        if timer.is_alive():
-            timer.join()
-        for process in started:
+        if process is not None:
             process.kill()
             process.communicate()
 
 
-def _start(name: str, treatments: Sequence[Treatment]) -> list[subprocess.Popen[bytes]]:
-    """The process, or none where it cannot be started."""
-    command = [sys.executable, "-P", "-m", __name__, name, *treatments]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    with suppress(OSError):
-        return [subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing)]
-    return []
+def main() -> None:
+    """What the process does."""
+    Thread(target=_end_with_parent, daemon=True).start()
+    compile_kernels_for(sys.argv[1], tuple(sys.argv[2:]) or None)  # type: ignore[arg-type]  # as given above
 
 
-def _note(name: str, treatments: Sequence[Treatment] | None) -> Path:
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends, however it does: that closes the pipe."""
+    os.read(0, 1)
+    os._exit(PARENT_ENDED)
+
+
+def _note(name: str, treatments: tuple[Treatment, ...] | None) -> Path:
     """The file that says that the code has been made, on this machine by this installation."""
     package = Path(__file__).parent
     newest = max(file.stat().st_mtime_ns for file in package.rglob("*.py"))
@@ -159,14 +159,3 @@ def _op(name: str, target: str, *inputs: str, shape: tuple[int, ...] = (ROWS, WI
         params=(f"{name}.weight",) if target == "linear.default" else (),
         module="",
     )
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it ends, however it does: that closes the pipe."""
-    os.read(0, 1)
-    os._exit(PARENT_ENDED)
-
-
-if __name__ == "__main__":
-    Thread(target=_end_with_parent, daemon=True).start()
-    compile_kernels_for(sys.argv[1], tuple(sys.argv[2:]) or None)  # type: ignore[arg-type]  # as `_start` passed them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 
@@ -12,7 +12,7 @@ from .ir.errors import InfeasibleError, PlanError, ScheduleError
 from .ir.memory_policy import Treatment
 from .ir.plan import Plan
 from .ir.units import enough_bytes, parse_bytes
-from .plan_request import PlanRequest
+from .plan_request import PlanRequest, fitting
 from .planner.infeasible import NoCutFits
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.registry import planner
@@ -61,16 +61,16 @@ def plan_with_advice(
     try:
         return request.plan(model)
     except InfeasibleError as error:
-        attempts = Attempts(request.for_advice, model)
-        hints = [*_memory(attempts, error), *_stages(attempts, error), *_freeing(attempts)]
+        attempts = _Attempts(request.for_advice, model)
+        hints = [*attempts.memory(error), *attempts.stages(error), *attempts.freeing()]
         if size := largest() if largest is not None else None:
             hints.append(f"use micro-batches of {'1 row' if size == 1 else f'at most {size} rows'}")
         raise InfeasibleError(error.message, hint=", or ".join(hints) or None) from None
 
 
 @dataclass(frozen=True)
-class Attempts:
-    """The request that failed, to be tried again with something changed."""
+class _Attempts:
+    """The request that failed, tried again with something changed."""
 
     request: PlanRequest
     model: ProfiledModel
@@ -78,10 +78,8 @@ class Attempts:
 
     def plan(self, changed: PlanRequest) -> Plan | None:
         """The plan of a changed request; None if there is none either."""
-        try:
-            return changed.any_plan(self.model)
-        except (PlanError, ScheduleError):
-            return None
+        tried = fitting([self.model], changed.any_plan, passed=(PlanError, ScheduleError))
+        return next((plan for plan, _ in tried), None)
 
     def succeeds(self, changed: PlanRequest) -> bool:
         """Whether a changed request has a plan; taken for a no where finding out would take long."""
@@ -91,73 +89,96 @@ class Attempts:
         """Whether less time than that was taken so far."""
         return time.monotonic() - self.begin_s < seconds
 
+    def memory(self, error: InfeasibleError) -> Iterator[str]:
+        """The least memory of each device: of what the search found, or else of a plan made without caps.
 
-def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
-    """The least memory of each device: of what the search found, or else of a plan made without caps."""
-    request = attempts.request
-    caps = [device.memory_bytes for device in request.cluster.devices[: request.options.devices]]
-    least: list[float] = [cap * error.share for cap in caps] if isinstance(error, NoCutFits) else []
-    if not any(least):
-        uncapped = _with_memory(request.cluster, request.options.devices, [1 << 60])
-        free = attempts.plan(replace(request, cluster=uncapped))
-        peaks = () if free is None else free.peaks
-        least = [max(pair) for pair in zip(caps, peaks, strict=False)]
-        if len(set(caps)) == 1:
-            least = [max(least, default=0)] * len(least)
-    enough = _least_memory(attempts, least) if least else None
-    if enough is not None:
-        yield _memory_sentence(enough, request.cluster, request.options.devices)
+        Unequal devices get as much as that asks for only where it does not do to leave none of them with
+        less than some size.
+        """
+        cluster = self.request.cluster
+        caps = [device.memory_bytes for device in cluster.devices[: self.request.options.devices]]
+        alike = len(set(caps)) == 1
+        least: list[float] = [cap * error.share for cap in caps] if isinstance(error, NoCutFits) else []
+        if not any(least):
+            free = self.plan(replace(self.request, cluster=_with_memory(cluster, [1 << 60] * len(caps))))
+            peaks = () if free is None else free.peaks
+            least = [max(pair) for pair in zip(caps, peaks, strict=False)]
+            least = [max(least, default=0)] * len(least) if alike else least
+
+        def scaled(margin: float) -> Cluster:
+            return _with_memory(cluster, [ceil(size * margin) for size in least])
+
+        def filled(size: float) -> Cluster:
+            return _with_memory(cluster, [ceil(size)] * len(caps))
+
+        def fits(changed: Cluster) -> bool:
+            return self.succeeds(replace(self.request, cluster=changed))
+
+        def bisect(at: Callable[[float], Cluster], low: float, high: float, best: Cluster) -> Cluster:
+            """The cluster of nearly the smallest number that does; `best`, that of `high`, if no other."""
+            while high > low * TOLERANCE and self.within(REFINED_S):
+                middle = sqrt(low * high)
+                if fits(changed := at(middle)):
+                    best, high = changed, middle
+                else:
+                    low = middle
+            return best
+
+        margin = next((margin for margin in MARGINS if least and fits(scaled(margin))), None)
+        if margin is None:
+            return
+        enough = scaled(margin)
+        if margin > REFINED_MARGIN:
+            before = max(smaller for smaller in MARGINS if smaller < margin)
+            enough = bisect(scaled, before, margin, enough)
+        if not alike:
+            most = max(device.memory_bytes for device in enough.devices[: len(caps)])
+            enough = bisect(filled, min(caps), most, enough)
+        yield _memory_sentence(enough, cluster, self.request.options.devices)
+
+    def stages(self, error: InfeasibleError) -> Iterator[str]:
+        """The smallest number of stages that was found to do, on devices like these."""
+        request, searched = self.request, isinstance(error, NoCutFits)
+        if any(device != request.cluster.devices[0] for device in request.cluster.devices):
+            return
+        guesses = [] if searched else [request.options.ranks + more for more in MORE_STAGES]
+        if isinstance(error, NoCutFits) and error.stages:
+            guesses = [error.stages, error.stages + 1]
+        for stages in guesses:
+            devices = _as_many(request, stages * request.options.replicas)
+            wider = replace(request.changed(ranks=stages), cluster=replace(request.cluster, devices=devices))
+            if self.succeeds(wider):
+                yield _stages_sentence(request, stages)
+                return
+
+    def freeing(self) -> Iterator[str]:
+        """What else may be done with residuals, or a planner that frees memory."""
+        request, options = self.request, self.request.options
+        optimises = planner(options.planner).optimises
+        if optimises == "never":
+            if self.succeeds(request.changed(planner=FREEING_PLANNER)):
+                yield f"use planner {FREEING_PLANNER}, which frees memory"
+            return
+        linked = all(device.host_link is not None for device in request.cluster.devices)
+        usual = () if optimises == "asked" else ("recompute", "offload")
+        allowed = usual if options.allowed is None else options.allowed
+        # Of large graphs the fast one is asked: what it finds, the slow one finds too.
+        small = len(self.model.graph.ops) <= SMALL_GRAPH
+        name = options.planner if small else FREEING_PLANNER
+        for treatments, sentence in TREATMENT_ADVICE.items():
+            if not set(treatments) > set(allowed) or ("offload" in treatments and not linked):
+                continue
+            if self.succeeds(request.changed(treatments=treatments, planner=name)):
+                yield sentence
+                return
 
 
-def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
-    """The cluster with as much memory as it takes; None if that was not found out.
-
-    least: of each device what fits by estimate. Unequal devices get as much as that asks for only where it
-    does not do to leave none of them with less than some size.
-    """
-    request = attempts.request
-    caps = [device.memory_bytes for device in request.cluster.devices[: request.options.devices]]
-
-    def scaled(margin: float) -> Cluster:
-        return _with_memory(request.cluster, request.options.devices, [ceil(size * margin) for size in least])
-
-    def filled(size: float) -> Cluster:
-        return _with_memory(request.cluster, request.options.devices, [ceil(size)])
-
-    def fits(cluster: Cluster) -> bool:
-        return attempts.succeeds(replace(request, cluster=cluster))
-
-    def bisect(at: Callable[[float], Cluster], low: float, high: float, best: Cluster) -> Cluster:
-        """The cluster of nearly the smallest number that does; `best`, that of `high`, if no other does."""
-        while high > low * TOLERANCE and attempts.within(REFINED_S):
-            middle = sqrt(low * high)
-            if fits(cluster := at(middle)):
-                best, high = cluster, middle
-            else:
-                low = middle
-        return best
-
-    margin = next((margin for margin in MARGINS if fits(scaled(margin))), None)
-    if margin is None:
-        return None
-    enough = scaled(margin)
-    if margin > REFINED_MARGIN:
-        before = max(smaller for smaller in MARGINS if smaller < margin)
-        enough = bisect(scaled, before, margin, enough)
-    if len(set(caps)) == 1:
-        return enough
-    most = max(device.memory_bytes for device in enough.devices[: request.options.devices])
-    return bisect(filled, min(caps), most, enough)
-
-
-def _with_memory(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
-    """The cluster with at least these sizes, of the first devices, as they would be typed; one size: for
-    all."""
-    sizes = [parse_bytes(enough_bytes(size)) for size in sizes]
-    each = sizes * stages if len(sizes) == 1 else sizes
+def _with_memory(cluster: Cluster, sizes: list[int]) -> Cluster:
+    """The cluster with at least these sizes, of the first devices, as they would be typed."""
+    typed = (parse_bytes(enough_bytes(size)) for size in sizes)
     larger = tuple(
         replace(device, memory_bytes=min(MOST_BYTES, max(device.memory_bytes, size)))
-        for device, size in zip(cluster.devices, each, strict=False)
+        for device, size in zip(cluster.devices, typed, strict=False)
     )
     return replace(cluster, devices=larger + cluster.devices[len(larger) :])
 
@@ -167,11 +188,11 @@ def _memory_sentence(enough: Cluster, cluster: Cluster, stages: int) -> str:
 
     >>> from pipeloom.clusters.names import find_cluster
     >>> two, three = find_cluster("2 x a100-40"), find_cluster("a100-40 with 3GiB + 2 x v100-32 with 1GiB")
-    >>> _memory_sentence(_with_memory(two, 2, [50 << 30]), two, 2)
+    >>> _memory_sentence(_with_memory(two, 2 * [50 << 30]), two, 2)
     'give each device at least 50.0 GiB'
-    >>> _memory_sentence(_with_memory(three, 3, [4 << 30, 2 << 30, 2 << 30]), three, 3)
+    >>> _memory_sentence(_with_memory(three, [4 << 30, 2 << 30, 2 << 30]), three, 3)
     'give a100-40-sxm at least 4.00 GiB and v100-32-sxm at least 2.00 GiB'
-    >>> _memory_sentence(_with_memory(three, 3, [3 << 30, 2 << 30, 2 << 30]), three, 3)
+    >>> _memory_sentence(_with_memory(three, [3 << 30, 2 << 30, 2 << 30]), three, 3)
     'give v100-32-sxm at least 2.00 GiB'
     """
     more = {
@@ -186,22 +207,6 @@ def _memory_sentence(enough: Cluster, cluster: Cluster, stages: int) -> str:
     if len({name for name, _ in sizes}) < len(sizes) or unchanged & {name for name, _ in sizes}:
         sizes = [(f"device {rank}", size) for rank, (_, size) in more.items()]  # of one name, and different
     return "give " + " and ".join(f"{name} at least {size}" for name, size in sizes)
-
-
-def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
-    """The smallest number of stages that was found to do, on devices like these."""
-    request = attempts.request
-    first = request.cluster.devices[0]
-    if any(device != first for device in request.cluster.devices):
-        return
-    fewest = error.stages if isinstance(error, NoCutFits) else None
-    guesses = [fewest, fewest + 1] if fewest else [request.options.ranks + more for more in MORE_STAGES]
-    for stages in guesses if fewest or not isinstance(error, NoCutFits) else ():
-        devices = _as_many(request, stages * request.options.replicas)
-        wider = replace(request.changed(ranks=stages), cluster=replace(request.cluster, devices=devices))
-        if attempts.succeeds(wider):
-            yield _stages_sentence(request, stages)
-            return
 
 
 def _as_many(request: PlanRequest, stages: int) -> tuple[Device, ...]:
@@ -223,26 +228,3 @@ def _stages_sentence(request: PlanRequest, stages: int) -> str:
     devices = stages * request.options.replicas
     there = request.local or devices <= len(request.cluster.devices)
     return f"use {stages} {'stages' if line else 'ranks'}{flag}{'' if there else f' on {devices} devices'}"
-
-
-def _freeing(attempts: Attempts) -> Iterator[str]:
-    """What else may be done with residuals, or a planner that frees memory."""
-    request = attempts.request
-    optimises = planner(request.options.planner).optimises
-    if optimises == "never":
-        if attempts.succeeds(request.changed(planner=FREEING_PLANNER)):
-            yield f"use planner {FREEING_PLANNER}, which frees memory"
-        return
-    linked = all(device.host_link is not None for device in request.cluster.devices)
-    allowed: tuple[str, ...] = () if optimises == "asked" else ("recompute", "offload")
-    if request.options.allowed is not None:
-        allowed = request.options.allowed
-    # Of large graphs the fast one is asked: what it finds, the slow one finds too.
-    small = len(attempts.model.graph.ops) <= SMALL_GRAPH
-    name = request.options.planner if small else FREEING_PLANNER
-    for treatments, sentence in TREATMENT_ADVICE.items():
-        if not set(treatments) > set(allowed) or ("offload" in treatments and not linked):
-            continue
-        if attempts.succeeds(request.changed(treatments=treatments, planner=name)):
-            yield sentence
-            return

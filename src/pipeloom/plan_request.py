@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.costs import StageCost
-from .ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
+from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan
 from .ir.replicas import widened
 from .ir.units import format_bytes
@@ -35,33 +35,28 @@ if TYPE_CHECKING:
 
 
 def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
-    """Raises: ConfigError if there are not enough devices for the replicas; PlanError if the schedule has
-    replicas of its own."""
+    """Raises: PlanError if there are not enough devices for the replicas, or the schedule has replicas of its
+    own; ConfigError if there are none that could share out the optimizer's state."""
     replicas = settings.replicas
-    if replicas == 1:
+    if replicas == 1 and not settings.shard_optimizer:
         return
     shape, _ = registry.default_placement(settings.schedule, settings.ranks)
-    if shape.replicas > 1:
+    if replicas == shape.replicas == 1:
+        raise ConfigError(
+            "the optimizer's state is to be shared out, but every stage has one replica",
+            hint="add --replicas 2, or leave out --shard-optimizer",
+        )
+    if replicas > 1 and shape.replicas > 1:
         raise PlanError(
             f"schedule {settings.schedule} holds every stage on {shape.replicas} ranks by itself, so it "
             f"cannot have {replicas} replicas of each beside",
             hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
-    if settings.devices > len(cluster.devices):
+    if replicas > 1 and settings.devices > len(cluster.devices):
         raise PlanError(
             f"{replicas} replicas of {settings.ranks} stages are for {settings.devices} devices, there are "
             f"{len(cluster.devices)}",
             hint="use fewer --replicas or --ranks, or add devices",
-        )
-
-
-def refuse_sharding(settings: PlanSettings) -> None:
-    """Raises: ConfigError if there are no replicas that could share out the optimizer's state."""
-    shape, _ = registry.default_placement(settings.schedule, settings.ranks)
-    if settings.replicas * shape.replicas == 1:
-        raise ConfigError(
-            "the optimizer's state is to be shared out, but every stage has one replica",
-            hint="add --replicas 2, or leave out --shard-optimizer",
         )
 
 
@@ -197,6 +192,42 @@ def _completed(graphs: StageCost, planned: StageCost) -> StageCost:
     )
 
 
+T = TypeVar("T")
+E = TypeVar("E", bound=PipeloomError)
+
+
+def fitting(
+    candidates: Iterable[T],
+    plan_of: Callable[[T], Plan],
+    *,
+    passed: type[E] | tuple[type[E], ...] = (InfeasibleError, ScheduleError),  # type: ignore[assignment]
+    refusals: list[E] | None = None,
+) -> Iterator[tuple[Plan, T]]:
+    """The candidates that have a plan, with it: each is tried when the next one is asked for.
+
+    passed: of one that raises these, a ScheduleError where there are too few micro-batches, the next is
+    tried.  refusals: gets what was raised.
+    """
+    for candidate in candidates:
+        try:
+            plan = plan_of(candidate)
+        except passed as error:
+            if refusals is not None:
+                refusals.append(error)
+        else:
+            yield plan, candidate
+
+
+def fastest(plans: Iterable[tuple[Plan, T]]) -> tuple[Plan, T] | None:
+    """The plan with the shortest step, and its candidate; of those that are equal but for rounding the first.
+    None if there is none."""
+    best: tuple[Plan, T] | None = None
+    for plan, candidate in plans:
+        if best is None or plan.predicted_step_s < best[0].predicted_step_s * (1 - 1e-9):
+            best = plan, candidate
+    return best
+
+
 COMPILED = "compiled"
 """Note of a plan that was made with the times of compiled functions: how they compare with eager ones."""
 
@@ -246,8 +277,6 @@ class PlanRequest:
         """
         options = self.options
         refuse_replicas(options, self.cluster)
-        if options.shard_optimizer:
-            refuse_sharding(options)
         microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 
@@ -286,17 +315,20 @@ class PlanRequest:
         asks = planner(wanted).asks and (self.options.planners or planner(wanted).asks)
         plans: dict[str, Plan] = {}
         refusals: dict[str, PlanError] = {}
+
+        def wide(way: PlanRequest) -> Plan:
+            return plan_side_by_side(
+                way._search(one, devices, microbatches, explained), replicas, costs, cluster
+            )
+
         for name in asks or (wanted,):
-            for way in self.changed(planner=name)._ways():
-                try:
-                    found = plan_side_by_side(
-                        way._search(one, devices, microbatches, explained), replicas, costs, cluster
-                    )
-                except InfeasibleError as error:
-                    refusals.setdefault(name, error)
-                    continue
-                if name not in plans or found.predicted_step_s < plans[name].predicted_step_s:
-                    plans[name] = replace(found, planner=name)
+            refused: list[InfeasibleError] = []
+            ways = self.changed(planner=name)._ways()
+            best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
+            if best is not None:
+                plans[name] = replace(best[0], planner=name)
+            if refused:
+                refusals[name] = refused[0]
         if not plans:
             raise next(iter(refusals.values()))
         return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
@@ -357,11 +389,7 @@ class PlanRequest:
 
     def fits(self, model: ProfiledModel) -> bool:
         """Whether there is a plan."""
-        try:
-            self.any_plan(model)
-        except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
-            return False
-        return True
+        return next(fitting([model], self.any_plan), None) is not None
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
         """What a bit more memory or bandwidth would make of a plan: it is planned again as it was asked for,

@@ -1,41 +1,204 @@
-"""The passes before training, joined: capture, profile, plan, simulate."""
+"""The passes before training: capture, profile, plan, for one micro-batch size or the best, simulate."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
+from itertools import islice
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .batch_sizes import best_plan, largest_below, largest_plan
 from .caches import beside_ranks, kept_profile
 from .clusters.names import cpu_cluster, find_cluster
 from .compiled_profiles import compiled_profile
-from .ir.cluster import Cluster
-from .ir.errors import CaptureError, PlanError
+from .ir.cluster import Cluster, Device, is_cpu
+from .ir.errors import CaptureError, ConfigError, PlanError, ScheduleError
+from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
 from .ir.profile import Profile
+from .ir.timeline import Timeline
 from .ir.units import parse_bytes
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
-from .passes import capture, estimate, profile, with_updates
 from .plan_advice import plan_with_advice
-from .plan_request import CapturedModel, PlanRequest
-from .planner.microbatch_sizes import ProfiledModel, shared_rows
+from .plan_request import CapturedModel, PlanRequest, fastest, fitting
+from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
+from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.registry import planner
 from .planner.request import PlanOptions
 from .planner.search_watch import SearchWatch
+from .profiler.roofline import roofline
 from .schedules.chunks import with_chunks
 from .settings import PlanSettings
-from .tracer.job import Job
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from .tracer.captured import Captured
+    from .tracer.job import Job
+
+
+def capture(
+    job: Job,
+    microbatch_size: int,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    autocast: dtype | None = None,
+    devices: Iterable[str] = (),
+) -> Captured:
+    """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
+
+    job: its model is built on fake tensors, which take no memory.
+    microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
+    whose first dimension is the micro-batch, by the names of the forward's arguments.
+    autocast: torch.bfloat16 for mixed precision; None for none.
+    devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
+    A model that cannot be exported is captured as whole modules, with a warning that says why.
+
+    Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
+        scalar; CutError if `Job.modules` names what the model does not have; ConfigError for an `autocast`
+        that cannot be trained with; PlanError if the job's optimizer cannot train it.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> graph = pipeloom.capture(job, 4).graph
+    >>> [op.name for op in graph.ops][:3], [f"{p.name} {p.shape}" for p in graph.parameters][:2]
+    (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
+    """
+    from .options import require_autocast
+    from .tracer.capture import capture as trace
+
+    require_autocast(autocast)
+    captured = trace(job, microbatch_size, batch=batch, autocast=autocast)
+    return replace(captured, graph=with_updates(captured.graph, job, devices))
+
+
+def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGraph:
+    """The graph with what the job's optimizer takes for each parameter.
+
+    devices: names of those it is to run on, by default CPUs (`ir.cluster.is_cpu`). On others PyTorch's
+    optimizers update many parameters at once.
+    Raises: PlanError if the optimizer cannot train the model.
+    """
+    from .runtime.optimizer_bytes import stand_ins, update_bytes
+
+    kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
+
+
+def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:
+    """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda"), whatever is kept of
+    earlier measurements.
+
+    captured: what `capture` gave; its micro-batch size is that of the costs.
+    compile: the costs are those that ops have in stages that torch.compile made. How these compare with
+        eager ones is compiled and measured once a day, see `compiled_profile`.
+    Returns: of every op seconds, forward and backward apart, and bytes.
+    Raises: ConfigError if this machine has no such device.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> measured = pipeloom.profile(pipeloom.capture(job, 4))
+    >>> measured.source, measured.batch, measured.costs["linear"].forward_s > 0
+    ('measured', ('input[4,8]float32',), True)
+    """
+    eager = _eager_profile(captured, device)
+    return compiled_profile(captured, eager, device=device) if compile else eager
+
+
+def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
+    from .ranks import usable_device  # only now: it imports torch
+
+    usable_device(device)
+    if captured.graph.fallback:
+        from .profiler.measure_modules import measure_modules
+
+        return measure_modules(captured, device=device)
+    from .profiler.measure_ops import measure
+
+    # The thread's own time: what others take of the core, such as ranks that start, is none of an op.
+    return measure(captured, device=device, clock=time.thread_time)
+
+
+def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
+    """Profiles by roofline for every kind of device of a cluster, which need not be there.
+
+    Raises: ConfigError if devices of one name compute at different rates.
+    """
+    kinds: dict[str, Device] = {}
+    for device in cluster.devices:
+        first = kinds.setdefault(device.name, device)
+        if _rates(first) != _rates(device):
+            raise ConfigError(
+                f"the cluster has devices named {device.name} that compute at different rates",
+                hint="give each kind of device a name of its own",
+            )
+    return {name: roofline(graph, device) for name, device in kinds.items()}
+
+
+def _rates(device: Device) -> tuple[object, ...]:
+    """What the time of an op depends on."""
+    return device.flops_per_s, device.memory_bytes_per_s, device.efficiency, device.launch_s
+
+
+def simulate(
+    plan: Plan, graph: OpGraph, costs: Profile | Mapping[str, Profile], cluster: Cluster
+) -> Timeline:
+    """Predict a step of a plan from a profile. Needs neither torch nor the model.
+
+    plan: its cut, schedule, memory policy and placement.
+    graph: of the model that it was made for. What the optimizer takes is in it, for the `devices` that it was
+        captured for; if it does not say so, it keeps what the plan says, and one copy of the largest
+        parameter is scratch.
+    costs: one profile for all devices, or by device name.
+    cluster: at least one device per rank, in rank order, with their links.
+    Returns: when what happens, in seconds from the start of the step, and bytes held.
+    Raises: PlanError if plan, graph, profile and cluster do not belong together; CutError if the plan's
+        stages are no cut of the graph; ScheduleError if its rows cannot be run.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> captured = pipeloom.capture(job, 4)
+    >>> card = pipeloom.Device(name="card", memory_bytes=2**30)
+    >>> link = pipeloom.Link(bandwidth_bytes_per_s=10e9, latency_s=1e-5)
+    >>> cluster = pipeloom.Cluster(devices=(card, card), within_node=link)
+    >>> costs = pipeloom.profile(captured)  # as if the cards were as fast as this machine
+    >>> plan = pipeloom.plan(job, ranks=2, microbatch_size=4, cluster="2 x a100-40", captured=captured)
+    >>> predicted = pipeloom.simulate(plan, captured.graph, costs, cluster)
+    >>> predicted.source, predicted.ranks, 0 < predicted.bubble < 1
+    ('predicted', 2, True)
+    """
+    plan.stage_graph(graph)  # refuses a plan of another model
+    profiles = [costs] if isinstance(costs, Profile) else list(costs.values())
+    for profiled in profiles:
+        if profiled.graph != plan.graph:
+            raise PlanError(
+                f"the profile was made for model {profiled.graph}, the plan for {plan.graph}",
+                hint="profile the plan's model",
+            )
+        if profiled.batch and plan.batch and profiled.batch != plan.batch:
+            raise PlanError(
+                f"the profile is of micro-batches {', '.join(profiled.batch)}, the plan for "
+                f"{', '.join(plan.batch)}",
+                hint="profile with the plan's micro-batch size",
+            )
+    return PlanCosts(with_planned_state(graph, plan), costs, cluster).simulate(plan)
 
 
 def plan(
@@ -91,8 +254,7 @@ def make_request(
     treatments, optimises = settings.allowed, planner(settings.planner).optimises
     if settings.offload_dir is not None and treatments is None and optimises != "never":
         treatments = TREATMENTS["both"]
-    given = {one.name: getattr(settings, one.name) for one in fields(PlanSettings)}
-    options = PlanOptions(**given)
+    options = PlanOptions(**{one.name: getattr(settings, one.name) for one in fields(PlanSettings)})
     schedule = with_chunks(settings.schedule, settings.chunks)
     return PlanRequest(
         options=replace(options, treatments=treatments, schedule=schedule, chunks=None),
@@ -263,3 +425,158 @@ def require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:
             "the profile is of eager ops, the plan is to be for compiled stages",
             hint="make one with pipeloom profile --compile",
         )
+
+
+ModelAt: TypeAlias = Callable[[int], ProfiledModel]
+"""Micro-batch size -> the model captured and profiled at it."""
+
+VERIFIED = 3
+"""Sizes that are captured as they are, from the largest downwards, before one is advised."""
+
+REACH = 64
+"""Where the model cannot be captured at a size, so many smaller ones are tried in its place."""
+
+
+class CapturableSizes:
+    """Some sizes (ascending), of which the model may not be had at all: batch normalisation wants two rows,
+    `Job.batch` may want multiples of eight."""
+
+    def __init__(self, sizes: Sequence[int], model_at: ModelAt) -> None:
+        self.sizes = sizes
+
+        @cache
+        def model_if_captured(size: int) -> ProfiledModel | None:
+            try:
+                return model_at(size)
+            except CaptureError:
+                return None
+
+        self.model_at = model_if_captured
+
+    def near(self, index: int) -> ProfiledModel | None:
+        """The model at that size or, where it cannot be captured, at the next smaller one; None if there is
+        none within reach."""
+        places = range(index, max(index - REACH, -1), -1)
+        return next(self.models(self.sizes[place] for place in places), None)
+
+    def around(self, size: int) -> list[ProfiledModel]:
+        """The model at two sizes to interpolate between, of several rows; at fewer if it cannot be captured
+        at those that are tried."""
+        tried = (size, size + 1, size - 1, size + 2, 2 * size, 3 * size, size // 2, size - size % 8)
+        several = (number for number in dict.fromkeys(tried) if number > 1)
+        return list(islice(self.models(several), 2))
+
+    def models(self, sizes: Iterable[int]) -> Iterator[ProfiledModel]:
+        """The model at those of some sizes at which it can be captured."""
+        return (model for model in map(self.model_at, sizes) if model is not None)
+
+
+def sizes_of(request: PlanRequest) -> Sequence[int]:
+    """Sizes of micro-batches that a request may use, ascending. Raises: ConfigError if there is none."""
+    if sizes := request.sizes():
+        return sizes
+    options = request.options
+    raise ConfigError(
+        f"{options.schedule} cannot divide a global batch of {options.global_batch} rows among its "
+        "directions",
+        hint="use an even number of rows",
+    )
+
+
+def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt) -> int | None:
+    """The largest size below that of `upper` that has a plan; 0 if none was found.
+
+    By interpolation between `upper` and a much smaller micro-batch; None if the model cannot be captured at
+    any of those tried, or is of other ops there. One row is looked at as it is: models may do without some
+    ops then.
+    """
+    quiet = request.for_advice
+    capturable = CapturableSizes([size for size in request.sizes() if size < upper.size], model_at)
+
+    several = [size for size in capturable.sizes if size > 1]
+    if several:
+        tried = (*several[:VERIFIED], 4, 8, upper.size // 2)
+        lower = next(capturable.models(size for size in dict.fromkeys(tried) if 1 < size < upper.size), None)
+        if lower is None or lower.graph.fingerprint != upper.graph.fingerprint:
+            return None  # there is nothing to interpolate
+        guess = largest_size(several, lambda size: quiet.fits(interpolate_sample(lower, upper, size)))
+        near = [] if guess is None else [size for size in several if size <= guess][-REACH:]
+        for model in islice(capturable.models(reversed(near)), VERIFIED):  # interpolation may be too bold
+            if quiet.fits(model):
+                return model.size
+    one = capturable.model_at(1) if 1 in capturable.sizes else None
+    return 1 if one is not None and quiet.fits(one) else 0
+
+
+def largest_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
+    """The plan with the largest micro-batches that fit, and the model at that size.
+
+    request: its micro-batch size is where to look first.  model_at: captures and profiles.
+    Sizes are judged by interpolation between two at which the model was captured, unless it has other ops at
+    one of them; at the size that is found it is captured too, and at smaller ones until one fits. Sizes at
+    which the model cannot be captured are passed over.
+    Raises: InfeasibleError if not even the smallest size fits; ConfigError if no size divides the global
+        batch; CaptureError if the model cannot be captured at those that were tried.
+    """
+    sizes = sizes_of(request)
+    capturable = CapturableSizes(sizes, model_at)
+    first = min(range(len(sizes)), key=lambda index: abs(sizes[index] - request.options.microbatch_size))
+    ends = capturable.around(sizes[max(first, 1)]) if len(sizes) > 2 else []
+    alike = len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint
+
+    def fits(index: int) -> bool:
+        model = capturable.near(index)
+        return model is not None and request.fits(model)
+
+    def seems_to_fit(index: int) -> bool:
+        return request.fits(interpolate_sample(ends[0], ends[1], sizes[index])) if alike else fits(index)
+
+    index = largest_size(range(len(sizes)), seems_to_fit, start=first) or 0
+    while index > 0 and not fits(index):
+        index -= 1
+    # Interpolation may have been too careful: the next size is tried as it is.
+    while index + 1 < len(sizes) and fits(index + 1):
+        index += 1
+    model = capturable.near(index) or next(iter(ends), None) or model_at(sizes[first])
+    return plan_with_advice(request, model), model
+
+
+MOST_VERIFIED = 3
+"""Sizes that are captured and planned as they are, the best by interpolation first."""
+
+
+def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
+    """The plan with the fastest simulated step over all sizes that divide the global batch, and the model at
+    that size; of equally fast ones the smallest.
+
+    request: its micro-batch size is where to look first.  model_at: captures and profiles.
+    Sizes are ranked by interpolation between two at which the model was captured, unless it has other ops at
+    one of them; the first few are then captured themselves. Sizes at which the model cannot be captured, or
+    that the schedule cannot run, are passed over.
+    Raises: ConfigError without a global batch, or if no size divides it among the schedule's directions;
+        InfeasibleError if no size fits; CaptureError if the model cannot be captured at any that was tried.
+    """
+    if request.options.global_batch is None:
+        raise ConfigError(
+            "the best micro-batch size is that of a number of rows per step, and there is none",
+            hint="say how many rows a step has: --global-batch 64",
+        )
+    sizes = sizes_of(request)
+    capturable = CapturableSizes(sizes, model_at)
+    near = min(sizes, key=lambda size: abs(size - request.options.microbatch_size))
+    ends = capturable.around(near) if len(sizes) > MOST_VERIFIED else []
+    ranked = list(sizes)
+    if len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint:
+        guess = replace(request, watch=None)
+        guesses = fitting(
+            sizes,
+            lambda size: guess.plan(interpolate_sample(ends[0], ends[1], size), explained=False),
+            passed=(PlanError, ScheduleError),
+        )
+        step_s = {size: plan.predicted_step_s for plan, size in guesses}
+        ranked = sorted(sizes, key=lambda size: step_s.get(size, inf))[:MOST_VERIFIED]
+    best = fastest(fitting(capturable.models(sorted(ranked)), partial(request.plan, explained=False)))
+    if best is not None:
+        return best
+    model = next(capturable.models(ranked), None) or model_at(near)
+    return plan_with_advice(request, model), model  # raises, with what would fit

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from .checks.schedules import forwards_in_order
-from .ir.action import F
 from .ir.errors import PlanError, ScheduleError, shown
 from .ir.plan import Plan
 from .planner.registry import planner
 from .schedules import registry
 from .schedules.language import user_files
-from .tracer.captured import Captured
+
+if TYPE_CHECKING:
+    from .tracer.captured import Captured
 
 
 def imports_file(schedule: str) -> bool:
@@ -31,10 +33,16 @@ def require_runnable(schedule: str) -> None:
         does not know is only checked when built.
     Raises: ScheduleError that names the reason.
     """
-    if imports_file(schedule):
-        _refuse_lacking(schedule)
-    else:
-        _require_library_schedule(schedule)
+    name = schedule
+    if not imports_file(schedule):
+        name = schedule.partition(":")[0].lower().replace("-", "_")
+        if name not in registry.names():
+            return
+    if lacks := registry.entry(name).lacks:
+        raise ScheduleError(
+            f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
+            hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
+        )
 
 
 def require_runnable_plan(plan: Plan) -> None:
@@ -44,7 +52,7 @@ def require_runnable_plan(plan: Plan) -> None:
         that nobody has declared in this process.
     """
     if not imports_file(plan.schedule):
-        _require_library_schedule(plan.schedule)
+        require_runnable(plan.schedule)
         return
     try:
         assert plan.as_schedule  # its rows are read here
@@ -54,20 +62,6 @@ def require_runnable_plan(plan: Plan) -> None:
             hint="no file is imported because a plan names it: if you trust it, give it as --schedule, "
             "or import it in your own script",
         ) from None
-
-
-def _require_library_schedule(schedule: str) -> None:
-    name = schedule.partition(":")[0].lower().replace("-", "_")
-    if name in registry.names():
-        _refuse_lacking(name)
-
-
-def _refuse_lacking(name: str) -> None:
-    if lacks := registry.entry(name).lacks:
-        raise ScheduleError(
-            f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
-            hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
-        )
 
 
 def names_to_plan_by(plan: Plan) -> dict[str, str]:
@@ -86,14 +80,9 @@ def names_to_plan_by(plan: Plan) -> dict[str, str]:
     return names
 
 
-def trains(plan: Plan) -> bool:
-    """Whether a plan's schedule has backwards."""
-    return any(action.kind != F for row in plan.as_schedule.rows for action in row)
-
-
 def require_training(plan: Plan) -> None:
-    """Raises: ScheduleError for a plan that only evaluates."""
-    if not trains(plan):
+    """Raises: ScheduleError for a plan that only evaluates: its schedule has no backwards."""
+    if not plan.as_schedule.columns.trains:
         raise ScheduleError(
             f"schedule {plan.schedule} has no backwards: it cannot train",
             hint="evaluate with it (Pipeline.evaluate), or plan for another schedule",

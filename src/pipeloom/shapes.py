@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from math import inf
+from typing import TYPE_CHECKING
 
-from .batch_sizes import CapturableSizes, ModelAt
 from .ir.cluster import Cluster, Link
-from .ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
+from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
 from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
-from .plan_request import CapturedModel, PlanRequest
+from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.block_costs import block_costs, even_costs
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.registry import planner
-from .planner.request import PlanOptions
 from .planner.shape_search import (
     PipelineShape,
     RankedShape,
@@ -27,10 +26,11 @@ from .planner.shape_search import (
     refuse_unlike_devices,
     throughput,
 )
-from .planning import captured_model
+from .planning import CapturableSizes, ModelAt, captured_model
 from .schedules import registry
-from .schedules.registry import entry
-from .tracer.job import Job
+
+if TYPE_CHECKING:
+    from .tracer.job import Job
 
 SAMPLED = (2, 8, 4, 3, 16, 6, 12)
 """Rows of the micro-batches that the model is captured with, the first two of them at which it can be."""
@@ -50,16 +50,40 @@ def closed_form_shapes(request: PlanRequest, job: Job) -> list[RankedShape]:
     Raises: ConfigError if the request has no cluster or no global batch; PlanError if there is no closed
         form of the schedule, or the model has no repeated layers; InfeasibleError if nothing fits.
     """
-    refuse_unshaped(request)
-    name = pipelining_of(request.options.schedule, request.options.weights)
-    _allowed(request.options)
-    first, second = sampled_models(lambda size: captured_model(job, size, request.cluster))
-    return rank_shapes(shape_request(request, name, first, second))
+    return rank_shapes(shape_request(request, job))
 
 
-def refuse_unshaped(request: PlanRequest) -> None:
-    """Raises: ConfigError, PlanError if shapes cannot be chosen for a request."""
-    if request.local or request.options.global_batch is None:
+def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
+    """What the formulas are asked; raises as `closed_form_shapes`."""
+    options, batch = request.options, _refuse_unshaped(request)
+    asked = options.schedule, options.weights or registry.entry(options.schedule).weights
+    if asked not in CLOSED_FORMS:
+        known = ", ".join(f"{name} with {policy}" for name, policy in CLOSED_FORMS)
+        raise PlanError(
+            f"there is no closed form of schedule {asked[0]} with weights {asked[1]}",
+            hint=f"use {known}; or leave out --closed-form, and plans are simulated",
+        )
+    recomputes = options.allowed is None or "recompute" in options.allowed
+    if not recomputes and "offload" in (options.allowed or ()):
+        raise PlanError(
+            "the closed form does not know of offloading",
+            hint="use --treatments recompute or none, or leave out --closed-form",
+        )
+    first, second = _sampled_models(lambda size: captured_model(job, size, request.cluster))
+    return ShapeRequest(
+        costs=block_costs(first, second, request.cluster),
+        cluster=request.cluster,
+        global_batch=batch,
+        pipelining=CLOSED_FORMS[asked],
+        optimizer_bytes=first.graph.state_ratio,
+        recompute=(False, True) if recomputes else (False,),
+    )
+
+
+def _refuse_unshaped(request: PlanRequest) -> int:
+    """The rows of a step. Raises: ConfigError, PlanError if shapes cannot be chosen for a request."""
+    batch = request.options.global_batch
+    if request.local or batch is None:
         lacks = "--cluster" if request.local else "--global-batch"
         raise ConfigError(
             f"--ranks auto without {lacks}",
@@ -67,64 +91,21 @@ def refuse_unshaped(request: PlanRequest) -> None:
             "--global-batch 256",
         )
     refuse_unlike_devices(request.cluster)
+    return batch
 
 
-def pipelining_of(schedule: str, weights: str | None) -> str:
-    """The closed form of a schedule. Raises: PlanError if there is none.
-
-    >>> pipelining_of("1f1b", None), pipelining_of("1f1b", "2bw")
-    ('flush', '2bw')
-    """
-    asked = schedule, weights or entry(schedule).weights
-    if asked not in CLOSED_FORMS:
-        known = ", ".join(f"{name} with {policy}" for name, policy in CLOSED_FORMS)
-        raise PlanError(
-            f"there is no closed form of schedule {asked[0]} with weights {asked[1]}",
-            hint=f"use {known}; or leave out --closed-form, and plans are simulated",
-        )
-    return CLOSED_FORMS[asked]
-
-
-def sampled_models(model_at: ModelAt, sizes: Sequence[int] = SAMPLED) -> tuple[ProfiledModel, ProfiledModel]:
+def _sampled_models(model_at: ModelAt) -> tuple[ProfiledModel, ProfiledModel]:
     """A model at two sizes between which, and beyond, others are judged.
 
     Raises: CaptureError, PlanError if it cannot be captured at two of them.
     """
-    capturable = CapturableSizes(sizes, model_at)
-    models = list(islice(capturable.models(sizes), 2))
+    models = list(islice(CapturableSizes(SAMPLED, model_at).models(SAMPLED), 2))
     if len(models) < 2:
         raise PlanError(
-            f"the model can be captured at fewer than two of {', '.join(map(str, sizes))} rows",
+            f"the model can be captured at fewer than two of {', '.join(map(str, SAMPLED))} rows",
             hint="choose the shape by hand: --ranks N --microbatch-size ROWS",
         )
     return models[0], models[1]
-
-
-def shape_request(
-    request: PlanRequest, pipelining: str, first: ProfiledModel, second: ProfiledModel
-) -> ShapeRequest:
-    """The closed form of a request, from the model at two sizes."""
-    assert request.options.global_batch is not None, "see refuse_unshaped"
-    return ShapeRequest(
-        costs=block_costs(first, second, request.cluster),
-        cluster=request.cluster,
-        global_batch=request.options.global_batch,
-        pipelining=pipelining,
-        optimizer_bytes=first.graph.state_ratio,
-        recompute=_allowed(request.options),
-    )
-
-
-def _allowed(options: PlanOptions) -> tuple[bool, ...]:
-    """Whether stages may, or may not, be recomputed. Raises: PlanError if they are to offload only."""
-    if options.allowed is None or "recompute" in options.allowed:
-        return False, True
-    if "offload" in options.allowed:
-        raise PlanError(
-            "the closed form does not know of offloading",
-            hint="use --treatments recompute or none, or leave out --closed-form",
-        )
-    return (False,)
 
 
 SIMULATED = 12
@@ -161,42 +142,41 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
     Raises: ConfigError, PlanError if shapes cannot be chosen for the request; InfeasibleError if nothing
         fits; CaptureError.
     """
-    refuse_unshaped(request)
+    batch = _refuse_unshaped(request)
     if registry.entry(request.options.schedule).place != "line":
         raise PlanError(
             f"no shape is chosen for {request.options.schedule}, which puts several stages on a rank",
             hint="use a schedule with one stage on each, such as 1f1b; or choose --ranks by hand",
         )
     model_at = cache(lambda size: captured_model(job, size, request.cluster))
-    search = _ShapeSearch(request, *sampled_models(model_at))
+    search = _ShapeSearch(request, batch, *_sampled_models(model_at))
     found = sorted(search.plans(), key=lambda shaped: -shaped.rows_per_s)
     for shaped in found:
         model = model_at(shaped.shape.microbatch_size)
         again = search.plan_of(shaped.shape, model)
         if again is not None:
             return replace(again, simulated=search.simulated), model
+    first = search.refusals[0].message if search.refusals else ""
     raise InfeasibleError(
-        f"none of the {search.simulated} shapes that were tried fits; of the first: {search.reason}",
+        f"none of the {search.simulated} shapes that were tried fits; of the first: {first}",
         hint="use more devices, or devices with more memory; or let residuals be recomputed",
     )
 
 
 class _ShapeSearch:
-    def __init__(self, request: PlanRequest, first: ProfiledModel, second: ProfiledModel) -> None:
-        assert request.options.global_batch is not None, "see refuse_unshaped"
-        self.request, self.first, self.second = request, first, second
-        self.batch = request.options.global_batch
+    def __init__(self, request: PlanRequest, batch: int, first: ProfiledModel, second: ProfiledModel) -> None:
+        self.request, self.batch, self.first, self.second = request, batch, first, second
         weights = request.options.weights or registry.entry(request.options.schedule).weights
-        self.flushes = WEIGHT_POLICIES[weights].flushes
         self.ideal = ShapeRequest(
             costs=even_costs(first, second, request.cluster),
             cluster=request.cluster,
             global_batch=self.batch,
-            pipelining="flush" if self.flushes else "2bw",
+            pipelining="flush" if WEIGHT_POLICIES[weights].flushes else "2bw",
             optimizer_bytes=first.graph.state_ratio,
         )
         self.bound = replace(self.ideal, cluster=_with_free_links(request.cluster))
-        self.simulated, self.reason = 0, ""
+        self.simulated = 0
+        self.refusals: list[PipeloomError] = []
 
     def plans(self) -> Iterator[ShapedPlan]:
         """Those of the shapes that are worth a look, as far as they have one."""
@@ -227,25 +207,23 @@ class _ShapeSearch:
 
     def plan_of(self, shape: PipelineShape, model: ProfiledModel) -> ShapedPlan | None:
         """The plan of one of its pipelines, with everything kept if that fits; None if none fits."""
-        options, name = self.request.options, self.request.options.planner
-        cluster = self.request.cluster
+        options, cluster = self.request.options, self.request.cluster
         treatments = TREATMENTS["recompute"] if options.allowed is None else options.allowed
-        asked = planner(name)
-        ways: list[tuple[str, tuple[Treatment, ...]]] = [(name, ())]
-        if treatments and asked.optimises != "never":
-            ways.append((name if asked.optimises == "always" else FREEING, treatments))
-        for by, treated in ways:
-            one = replace(
-                self.request.changed(ranks=shape.depth, replicas=shape.width, planner=by, treatments=treated),
-                cluster=replace(cluster, devices=cluster.devices[: shape.width * shape.depth]),
+        optimises = planner(options.planner).optimises
+        ways: list[tuple[str, tuple[Treatment, ...]]] = [(options.planner, ())]
+        if treatments and optimises != "never":
+            ways.append((options.planner if optimises == "always" else FREEING, treatments))
+        devices = replace(cluster, devices=cluster.devices[: shape.width * shape.depth])
+
+        def plan(way: tuple[str, tuple[Treatment, ...]]) -> Plan:
+            by, treated = way
+            one = self.request.changed(
+                ranks=shape.depth, replicas=shape.width, planner=by, treatments=treated
             )
-            try:
-                plan = one.plan(model, explained=False)
-            except (InfeasibleError, ScheduleError) as error:  # the second: too few micro-batches
-                self.reason = self.reason or error.message
-                continue
-            return self._shaped(shape, plan)
-        return None
+            return replace(one, cluster=devices).plan(model, explained=False)
+
+        found = next(fitting(ways, plan, refusals=self.refusals), None)
+        return None if found is None else self._shaped(shape, found[0])
 
     def _shaped(self, shape: PipelineShape, plan: Plan) -> ShapedPlan:
         step_s = plan.predicted_step_s

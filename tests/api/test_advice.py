@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import zoo
 
-from pipeloom import passes, planning
+from pipeloom import planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
@@ -21,7 +21,7 @@ SIZE = 4
 
 @pytest.fixture(scope="module")
 def captured() -> Captured:
-    return passes.capture(zoo.job("gpt2"), SIZE)
+    return planning.capture(zoo.job("gpt2"), SIZE)
 
 
 def request_for(cluster: str, **more: object) -> PlanRequest:

@@ -12,7 +12,7 @@ from deep import TANH
 from pipeloom import Options
 from pipeloom.cli import main
 from pipeloom.ir.errors import ConfigError
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])

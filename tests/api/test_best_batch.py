@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.batch_sizes import best_plan
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.passes import estimate
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.shape_search import divisors
+from pipeloom.planning import best_plan, estimate
 
 TWO = find_cluster("2 x a100-40")
 

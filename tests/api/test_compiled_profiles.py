@@ -263,7 +263,7 @@ def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
         return seconds(captured)
 
     monkeypatch.setattr(planning, "profile", profiled)
-    monkeypatch.setattr("pipeloom.passes.profile", profiled)
+    monkeypatch.setattr("pipeloom.planning.profile", profiled)
     monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: job)
     for way in (False, True):
         plan_job(job, **asked, compile=way).save(tmp_path / "plan.json")

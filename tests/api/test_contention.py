@@ -13,8 +13,7 @@ from tests.support import zoo
 
 from pipeloom.caches import beside_ranks, contention
 from pipeloom.ir.errors import ConfigError
-from pipeloom.passes import capture, profile
-from pipeloom.planning import make_request, plan_size
+from pipeloom.planning import capture, make_request, plan_size, profile
 from pipeloom.profiler.contention import Contention, measure_contention
 
 profiler = importlib.import_module("pipeloom.profiler.contention")

@@ -12,7 +12,7 @@ import zoo
 from runs import capture_of
 from torch import nn
 
-from pipeloom import passes, plan, planning
+from pipeloom import plan, planning
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
@@ -40,19 +40,19 @@ def test_nonsense_is_refused(more: dict, said: str) -> None:
 
 def test_a_profile_of_another_size_is_refused() -> None:
     job, cluster = zoo.job("skips"), cpu_cluster(2)
-    large = passes.capture(job, 8)
-    profile = passes.estimate(large.graph, cluster)["cpu"]
+    large = planning.capture(job, 8)
+    profile = planning.estimate(large.graph, cluster)["cpu"]
     with pytest.raises(PlanError, match=r"the profile is of micro-batches .*\[8"):
         plan(job, cluster=cluster, captured=capture_of(job), profiled=profile, **HOW)
     made = plan(job, cluster=cluster, captured=capture_of(job), **HOW)
     with pytest.raises(PlanError, match=r"the profile is of micro-batches .*\[8"):
-        passes.simulate(made, capture_of(job).graph, profile, cluster)
+        planning.simulate(made, capture_of(job).graph, profile, cluster)
 
 
 def test_one_profile_stands_for_one_kind_of_device() -> None:
     job, mixed = zoo.job("skips"), find_cluster("1 x a100-40 + 1 x v100-32")
     graph = capture_of(job).graph
-    profile = passes.estimate(graph, mixed)[mixed.devices[0].name]
+    profile = planning.estimate(graph, mixed)[mixed.devices[0].name]
     with pytest.raises(PlanError, match="for the kinds a100-40-sxm, v100-32"):
         plan(job, cluster=mixed, captured=capture_of(job), profiled=profile, **HOW)
 
@@ -63,9 +63,9 @@ def test_devices_of_one_name_compute_alike() -> None:
     first, second = two.devices
     other = replace(two, devices=(first, replace(second, memory_bytes_per_s=1e9)))
     with pytest.raises(ConfigError, match="named cpu that compute at different rates"):
-        passes.estimate(graph, other)
+        planning.estimate(graph, other)
     unequal = replace(two, devices=(first, replace(second, memory_bytes=1)))
-    assert list(passes.estimate(graph, unequal)) == ["cpu"]
+    assert list(planning.estimate(graph, unequal)) == ["cpu"]
 
 
 def test_a_plan_for_more_devices_than_there_are() -> None:
@@ -73,9 +73,11 @@ def test_a_plan_for_more_devices_than_there_are() -> None:
     made = plan(job, cluster=cpu_cluster(2), captured=capture_of(job), **HOW)
     graph = capture_of(job).graph
     with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 1"):
-        passes.simulate(made, graph, passes.estimate(graph, cpu_cluster(1)), cpu_cluster(1))
+        planning.simulate(made, graph, planning.estimate(graph, cpu_cluster(1)), cpu_cluster(1))
     with pytest.raises(PlanError, match="no profile for device cpu"):
-        passes.simulate(made, graph, {"gpu": passes.estimate(graph, cpu_cluster(1))["cpu"]}, cpu_cluster(2))
+        planning.simulate(
+            made, graph, {"gpu": planning.estimate(graph, cpu_cluster(1))["cpu"]}, cpu_cluster(2)
+        )
 
 
 def test_a_long_text_names_no_cluster() -> None:
@@ -118,10 +120,13 @@ def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
     job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("replicas", 1))
     unknown = capture_of(job)
-    graph = passes.with_updates(unknown.graph, job)
+    graph = planning.with_updates(unknown.graph, job)
     assert not any(p.given_update for p in unknown.graph.parameters)
-    made, costs = plan(job, cluster=cluster, captured=unknown, **HOW | more), passes.estimate(graph, cluster)
-    known, guessed = (passes.simulate(made, g, costs, cluster).peaks for g in (graph, unknown.graph))
+    made, costs = (
+        plan(job, cluster=cluster, captured=unknown, **HOW | more),
+        planning.estimate(graph, cluster),
+    )
+    known, guessed = (planning.simulate(made, g, costs, cluster).peaks for g in (graph, unknown.graph))
     assert [p["optimizer"] for p in guessed] == [p["optimizer"] for p in known]
 
 

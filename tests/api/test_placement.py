@@ -8,7 +8,7 @@ import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, graph_of as graph_at, shared_captures, threads
 
-from pipeloom import Job, Pipeline, passes, planning, verify
+from pipeloom import Job, Pipeline, planning, verify
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.graph import OpGraph
@@ -52,7 +52,7 @@ def test_the_planner_cuts_for_the_placement(gpt: Job, name: str) -> None:
     assert found.placement == placement and found.schedule == name
     assert len(found.stages) == stages_for(name, 2) == len(stages.stages) // stages.replicas
     graph, cluster = graph_of(gpt), cpu_cluster(2)
-    step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
+    step = planning.simulate(found, graph, planning.estimate(graph, cluster), cluster)
     assert step.ranks == 2 and step.step_s == pytest.approx(found.predicted_step_s)
 
 
@@ -61,11 +61,11 @@ def test_replicas_cost_what_each_of_them_holds(gpt: Job) -> None:
     one that two stages of a rank read is there once."""
     graph, cluster = graph_of(gpt), cpu_cluster(2)
     total = sum(p.bytes for p in graph.parameters)
-    costs = passes.estimate(graph, cluster)
+    costs = planning.estimate(graph, cluster)
     for name in ("dualpipe", "zb_v"):
         plan = planned(gpt, name)
         params = plan.replicated(plan.stage_graph(graph)).params
-        for rank, peak in enumerate(passes.simulate(plan, graph, costs, cluster).peaks):
+        for rank, peak in enumerate(planning.simulate(plan, graph, costs, cluster).peaks):
             own = {n for s, home in enumerate(plan.placement) if home == rank for n in params[s]}
             assert peak["parameters"] == sum(graph.parameter[n].bytes for n in own)
             assert (peak["parameters"] == total) == (name == "dualpipe")
@@ -132,7 +132,7 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them(gpt: Job) -> None:
     """Each stage was held against the whole rank's cap, by what it would hold under 1F1B."""
     found = planned(gpt, "zb_v", memory="1MiB")
     graph, cluster = graph_of(gpt), cpu_cluster(2, memory="1MiB")
-    step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
+    step = planning.simulate(found, graph, planning.estimate(graph, cluster), cluster)
     assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
     filled = [row["filled"] for row in plan_rows(found)]
     assert filled == [found.peaks[rank] / 2**20 for rank in found.placement]

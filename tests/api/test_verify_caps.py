@@ -14,7 +14,7 @@ import zoo
 from runs import assert_same, capture_of, even_plan, graph_of, pipelined, plain, shared_captures, threads
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline, passes
+from pipeloom import Job, Options, Pipeline, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
@@ -78,7 +78,7 @@ def peaks_as_traced(plan: Plan) -> tuple[int, ...]:
 def costs_of(job: Job, rows: int) -> Mapping[str, Profile]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="roofline profile .* estimated as elementwise")
-        return passes.estimate(capture_of(job, rows).graph, cpu_cluster(2))
+        return planning.estimate(capture_of(job, rows).graph, cpu_cluster(2))
 
 
 def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:

@@ -9,7 +9,7 @@ import zoo
 from runs import capture_of
 from torch import Tensor, nn
 
-from pipeloom import Job, passes, plan, plan_advice, planning
+from pipeloom import Job, plan, plan_advice, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.planner.stage_cost.readers import Readers
@@ -77,7 +77,7 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
     """The hint was "use 4 stages on 4 devices", where nobody had named any."""
     job = zoo.job("gpt2")
     captured = capture_of(job)
-    costs = passes.estimate(captured.graph, cpu_cluster(1))["cpu"]
+    costs = planning.estimate(captured.graph, cpu_cluster(1))["cpu"]
     how = {"captured": captured, "profiled": costs, "treatments": (), "microbatches": 4, "microbatch_size": 2}
     free = plan(job, ranks=2, **how)
     tight = how | {"memory": int(max(free.peaks) * share)}

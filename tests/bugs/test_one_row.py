@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.batch_sizes import largest_below, largest_plan
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.passes import estimate
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.request import PlanOptions
+from pipeloom.planning import estimate, largest_below, largest_plan
 
 
 def planning(**options) -> PlanRequest:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 import pipeloom
 from pipeloom.cli import main
 from pipeloom.ir.plan import Plan
-from pipeloom.schedule_views import Scenario
+from pipeloom.schedules.scenario import load_work
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def test_a_stage_without_residuals_does_not_hide_those_of_others(tmp_path: Path)
     ]
     path = tmp_path / "plan.json"
     replace(plan, stages=tuple(stages)).save(path)
-    known = Scenario(ranks=2, times=path).load_times(2).residual_bytes
+    known = load_work(path).residual_bytes
     assert known[0] > 0 == known[1]
     limit = f"{known[0] / 1024}KiB"  # of one micro-batch
     done = run("schedule", "search", "--times", path, "-m", "4", "--memory", limit, "--json")

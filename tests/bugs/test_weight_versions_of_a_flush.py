@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeloom.cli import main
-from pipeloom.schedule_views import weights
+from pipeloom.schedules.scenario import weights
 
 
 def test_with_a_flush_no_weight_versions_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 from pipeloom.schedules import registry
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512

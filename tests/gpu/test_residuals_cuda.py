@@ -13,7 +13,7 @@ from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
 from pipeloom.schedules import registry
 from pipeloom.tracer.stage.trace import stage_residuals

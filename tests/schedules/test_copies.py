@@ -14,10 +14,10 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
-from pipeloom.schedule_views import Scenario, SimulatedSchedule, csv_text, simulate_schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
 from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.schedules.scenario import Scenario, SimulatedSchedule, csv_text, simulate_schedule
 from pipeloom.simulator.memory_limit import check_memory_limit
 from pipeloom.simulator.simulate import simulate
 

@@ -22,7 +22,7 @@ from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases

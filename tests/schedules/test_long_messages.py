@@ -8,11 +8,10 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.costs import equal_costs
-from pipeloom.schedule_times import MicrobatchTimes
-from pipeloom.schedule_views import Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.schedules.list_scheduler.choose_recipe import fastest
 from pipeloom.schedules.placements import loop
 from pipeloom.schedules.registry import Times, entry, shape_of
+from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
 
 PROFILES = [
     (1.0, 1.2, 0.9, 0.5),

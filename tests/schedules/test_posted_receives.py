@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 from timed import shape
 
-from pipeloom.schedule_times import MicrobatchTimes
-from pipeloom.schedule_views import Scenario, simulate_file
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.list_scheduler.choose_recipe import make
 from pipeloom.schedules.list_scheduler.posted_receives import step_with_posted_receives
 from pipeloom.schedules.list_scheduler.recipe_problem import make_problem
+from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, simulate_file
 
 Times = tuple[float, float, float]
 

@@ -14,7 +14,7 @@ from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
-from pipeloom.schedule_views import Scenario, explain as drawn_reasons, simulate_schedule
+from pipeloom.schedules.scenario import Scenario, explain as drawn_reasons, simulate_schedule
 from pipeloom.simulator.idle_time.explain import explain_idle_time
 from pipeloom.simulator.simulate import simulate
 from pipeloom.viewer.path import fold

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from runs import capture_of, even, plan_for, threads
 from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline, forecast, passes
+from pipeloom import Job, Options, Pipeline, forecast, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
@@ -89,7 +89,7 @@ def compare(
     Of a schedule that splits its backwards the peaks are those of the simulated step.
     """
     captured = capture_of(job, SIZE)
-    graph = passes.with_updates(captured.graph, job)
+    graph = planning.with_updates(captured.graph, job)
     stage_of = (even if evenly else calm)(graph, stages)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, microbatch_size=SIZE, schedule=schedule)
 

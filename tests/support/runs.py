@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline, passes
+from pipeloom import Job, Options, Pipeline, planning
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
@@ -102,7 +102,7 @@ def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
 
 def graph_of(job: Job, microbatch_size: int = 2) -> OpGraph:
     """The graph of that capture, with what the job's optimizer takes."""
-    return passes.with_updates(capture_of(job, microbatch_size).graph, job)
+    return planning.with_updates(capture_of(job, microbatch_size).graph, job)
 
 
 def even(graph: OpGraph, stages: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from optimizers import BOTH, CLIP, MICROBATCHES, REFUSED, TRAINS, job_of
 from runs import assert_same, capture_of, even, even_plan, graph_of, pipelined, plan_for, threads
 
 import pipeloom
-from pipeloom import Options, Pipeline, passes
+from pipeloom import Options, Pipeline, planning
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.action import STEP
 from pipeloom.ir.errors import PlanError
@@ -70,7 +70,7 @@ def test_state_is_planned_as_it_is_held(name: str) -> None:
     job = job_of(name)
     plan = pipeloom.plan(job, ranks=2, microbatch_size=2, microbatches=2, cluster="2 x a100-40")
     graph, cluster = graph_of(job), find_cluster("2 x a100-40")
-    step = passes.simulate(plan, graph, passes.estimate(graph, cluster), cluster)
+    step = planning.simulate(plan, graph, planning.estimate(graph, cluster), cluster)
 
     def held(rank: int, channel: LocalChannel) -> tuple[int, int]:
         with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
@@ -112,7 +112,7 @@ def test_the_optimizer_steps_all_stages_of_a_rank_at_once(together: bool) -> Non
     job = job_of("AdamW", foreach=together)
     graph, cluster = graph_of(job), cpu_cluster(1)
     plan = plan_for(capture_of(job), even(graph, 2), microbatches=2, schedule="gpipe", placement=(0, 0))
-    costs = PlanCosts(graph, passes.estimate(graph, cluster), cluster).stages(plan)
+    costs = PlanCosts(graph, planning.estimate(graph, cluster), cluster).stages(plan)
     expected = step_bytes(p.update for p in graph.parameters)
     assert {cost.transient_bytes[STEP] for cost in costs} == {expected}
     assert expected == (1 * sum(p.bytes for p in graph.parameters) if together else 3 * 8 * 8 * 8)

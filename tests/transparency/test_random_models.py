@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.ir.graph import OpGraph
-from pipeloom.passes import capture
+from pipeloom.planning import capture
 
 WIDTH, ROWS = 6, 2
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from itertools import groupby
 from math import inf
 from pathlib import Path
@@ -44,7 +43,7 @@ from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse
 from ..ir.errors import ConfigError, shown
 from ..ir.graph import DTYPE_BYTES
 from ..ir.json_codec import shortened
-from ..ir.text_files import parse_toml, write_whole
+from ..ir.text_files import parse_toml, refuse_unknown, write_whole
 from ..ir.units import LARGEST, parse_bytes
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")
@@ -87,7 +86,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def _cluster(table: Mapping[str, Any]) -> Cluster:
-    _refuse_unknown(table, _TOP, "the file")
+    refuse_unknown(table, _TOP, "the file")
     rows = table.get("device", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
         raise ConfigError("no [[device]] table", hint="add one table per kind of device")
@@ -126,7 +125,7 @@ def _optional(table: Mapping[str, Any], key: str, where: str = "") -> Link | Non
 
 def _kind(row: Mapping[str, Any], where: str) -> tuple[Device, int]:
     """The devices of a table: what each of them is, and how many there are."""
-    _refuse_unknown(row, _DEVICE, where)
+    refuse_unknown(row, _DEVICE, where)
     for key in ("name", "memory"):
         if key not in row:
             raise ConfigError(f"{where} has no {key}", hint=f"add {key} to its table")
@@ -158,7 +157,7 @@ def link_of(row: Any, where: str) -> Link:
     """A link's table. Raises: ConfigError that says `where`."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is not a table", hint="write { bandwidth = ..., latency_s = ... }")
-    _refuse_unknown(row, _LINK, where)
+    refuse_unknown(row, _LINK, where)
     if "bandwidth" not in row:
         raise ConfigError(f"{where} has no bandwidth", hint='add bandwidth = "12GB", bytes per second')
     bandwidth = row["bandwidth"]
@@ -175,14 +174,6 @@ def _name(row: Mapping[str, Any], key: str, where: str) -> str | None:
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigError(f"{where}: {key} is {shown(name)}", hint='write a name, as "left"')
     return name
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in table:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
-            raise ConfigError(f"{where} has the unknown key {shown(key)}", hint=hint)
 
 
 def _bytes(row: Mapping[str, Any], key: str, where: str) -> int:
@@ -214,7 +205,7 @@ def _whole(row: Mapping[str, Any], key: str, where: str, *, default: int, below:
 def _rates(row: Mapping[str, Any], key: str, where: str, known: tuple[str, ...]) -> dict[str, float]:
     rates = row.get(key, {})
     if isinstance(rates, dict):
-        _refuse_unknown(rates, known, f"{key} of {where}")
+        refuse_unknown(rates, known, f"{key} of {where}")
     if not isinstance(rates, dict) or not all(_is_number(rate) for rate in rates.values()):
         hint = f"write {key} = {{ name = number, ... }}, each at least 0 and below 1e30"
         raise ConfigError(f"{where}: {key} is {shown(rates)}", hint=hint)

@@ -58,7 +58,7 @@ def profile(
     input_grad_s, weight_grad_s (of one micro-batch, summed over ops), and kinds: a list of target, calls,
     forward_s, backward_s, the slowest first. With several kinds of device in the cluster, the first counts.
     """
-    from .. import passes
+    from .. import planning
     from ..ir import json_codec
 
     exclusive(
@@ -68,11 +68,11 @@ def profile(
     )
     described = cluster_of(cluster)
     devices = {device} if described is None else {each.name for each in described.devices}
-    captured = passes.capture(job_of(model), microbatch_size, devices=devices)
+    captured = planning.capture(job_of(model), microbatch_size, devices=devices)
     if described is None:
-        costs = passes.profile(captured, device=device, compile=compile)
+        costs = planning.profile(captured, device=device, compile=compile)
     else:
-        costs = passes.estimate(captured.graph, described)[described.devices[0].name]
+        costs = planning.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
             json_codec.save(noun, path)

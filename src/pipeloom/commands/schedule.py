@@ -14,7 +14,7 @@ from .common import FILE, NEW_FILE, console, json_option, new_table, print_json
 from .schedule_options import TIMES_HELP, refuse_shape, shape_options, updates_options
 
 if TYPE_CHECKING:
-    from ..schedule_views import Scenario, SimulatedSchedule
+    from ..schedules.scenario import Scenario, SimulatedSchedule
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 MOST_LINES = 60
@@ -36,7 +36,7 @@ def list_them(*, as_json: bool) -> None:
 
     With --json: name -> about, place, lacks, aliases.
     """
-    from ..schedule_views import library
+    from ..schedules.scenario import library
 
     entries = library()
     if as_json:
@@ -78,7 +78,7 @@ def show(
     by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
     one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
     """
-    from ..schedule_views import simulate_schedule, updates_of
+    from ..schedules.scenario import simulate_schedule, updates_of
 
     simulated = simulate_schedule(name, scenario)
     _present(simulated, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
@@ -118,7 +118,7 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..schedule_views import simulate_file, simulate_schedule, updates_of, weights
+    from ..schedules.scenario import simulate_file, simulate_schedule, updates_of, weights
 
     name = str(file)
     if file.name.partition(":")[0].endswith(".py"):
@@ -156,7 +156,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
     With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`; or error, hint.
     """
-    from ..schedule_views import simulate_schedule
+    from ..schedules.scenario import simulate_schedule
 
     by_name: dict[str, SimulatedSchedule] = {}
     refused: dict[str, PipeloomError] = {}
@@ -196,11 +196,11 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,
     start_s, end_s, waiting (what waits for the link that it holds); and path_text: the path as it is printed.
     """
-    from .. import schedule_views
+    from ..schedules.scenario import explain as idle_reasons, simulate_schedule
     from ..viewer import path, reasons
 
-    simulated = schedule_views.simulate_schedule(name, scenario)
-    explanation = schedule_views.explain(simulated)
+    simulated = simulate_schedule(name, scenario)
+    explanation = idle_reasons(simulated)
     if not as_json:
         _print_explanation(name, simulated)
         return
@@ -230,7 +230,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..schedule_views import csv_text, simulate_schedule
+    from ..schedules.scenario import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)
     rows = output is not None and output.suffix == ".txt"
@@ -283,19 +283,19 @@ def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
 def _present(
     simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    from .. import schedule_times, schedule_views
+    from ..schedules.scenario import UNIT, explain as idle_reasons
     from ..viewer import chrome, terminal, units
     from ..viewer.html import write_report
 
     schedule, versions = simulated.schedule, _versions(simulated, updates)
     if html is not None:
-        unit = units.SizeUnit(name="micro-batches", bytes=schedule_times.UNIT)
+        unit = units.SizeUnit(name="micro-batches", bytes=UNIT)
         write_report(
             html,
             title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, "
             "simulated",
             predicted=simulated.timeline,
-            explanations=[schedule_views.explain(simulated)],
+            explanations=[idle_reasons(simulated)],
             size_unit=None if simulated.peaks_bytes else unit,
         )
     if trace is not None:
@@ -330,7 +330,7 @@ def _present(
 
 
 def _versions(simulated: SimulatedSchedule, updates: Updates) -> dict[str, Any] | None:
-    from ..schedule_views import weights
+    from ..schedules.scenario import weights
 
     stages = weights(simulated, updates)
     if not stages:
@@ -344,11 +344,11 @@ def _versions(simulated: SimulatedSchedule, updates: Updates) -> dict[str, Any] 
 
 
 def _print_explanation(name: str, simulated: SimulatedSchedule) -> None:
-    from .. import schedule_views
     from ..ir.explanation import REASONS
+    from ..schedules.scenario import explain as idle_reasons
     from ..viewer import path, reasons
 
-    explanation, s = schedule_views.explain(simulated), simulated.summary
+    explanation, s = idle_reasons(simulated), simulated.summary
     click.echo(
         f"{name}: {_percent(s.bubble)} of rank-time is idle until the last rank ends "
         f"({explanation.idle_s:.6g} of {explanation.ranks} x {explanation.step_s:.6g}); "

@@ -228,8 +228,7 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
         shortest: str = "step",
         **arguments: Any,
     ) -> Any:
-        from ..schedule_times import MicrobatchTimes
-        from ..schedule_views import Scenario
+        from ..schedules.scenario import MicrobatchTimes, Scenario, load_work
 
         for name in ("ranks", "chunks"):
             exclusive("edges", name, hint="each stage that an edge names has a rank of its own")
@@ -241,7 +240,7 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
             ranks=ranks,
             microbatches=microbatches,
             chunks=chunks or 0,
-            times=times or MicrobatchTimes(**numbers),
+            times=load_work(times) if times else MicrobatchTimes(**numbers),
             transfer_s=transfer_s,
             per_node=per_node or 0,
             memory=memory,

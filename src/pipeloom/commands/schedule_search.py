@@ -15,8 +15,8 @@ from .common import FILE, NEW_FILE, json_option, print_json
 from .schedule_options import SHORTEST
 
 if TYPE_CHECKING:
-    from ..schedule_search import FoundSchedule
     from ..schedules.search.search import Progress as SearchProgress
+    from ..schedules.search.search_schedule import FoundSchedule
 
 
 @click.command()
@@ -76,8 +76,8 @@ def search(
     that need OR-tools, if so), evaluations, seconds, peaks (residuals per rank), ranks, microbatches,
     placement, rows.
     """
-    from ..schedule_search import search_schedule
     from ..schedules.search.search import SearchOptions
+    from ..schedules.search.search_schedule import search_schedule
 
     if (stages is None) == (times is None):
         raise ConfigError("give a file of stages, or --times PLAN", hint="not both, not neither")

@@ -12,7 +12,8 @@ from .schedule import NAME_HELP
 from .schedule_options import TIMES_HELP, shape_options
 
 if TYPE_CHECKING:
-    from ..schedule_views import Cause, Scenario
+    from ..schedules.scenario import Scenario
+    from ..schedules.tuning import Cause
 
 HELP = f"{NAME_HELP} {TIMES_HELP}"
 
@@ -29,7 +30,8 @@ def diff(*, one: str, other: str, scenario: Scenario, as_json: bool) -> None:
     With --json: step_s of both; divergences: a list of rank, place (in its row, from 0), actions and
     starts_s, of A and of B; idle: reason -> rank-seconds in A and in B.
     """
-    from ..schedule_views import divergences, idle_side_by_side, simulate_schedule
+    from ..schedules.scenario import simulate_schedule
+    from ..schedules.tuning import divergences, idle_side_by_side
 
     both = [simulate_schedule(name, scenario) for name in (one, other)]
     found, idle = divergences(*both), idle_side_by_side(*both)
@@ -66,7 +68,8 @@ def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
     until then; "message": it needed `cause`; "partner": another rank of its stage waited for `cause`;
     "start") and cause.
     """
-    from ..schedule_views import simulate_schedule, why as causes_of
+    from ..schedules.scenario import simulate_schedule
+    from ..schedules.tuning import why as causes_of
 
     chain = causes_of(simulate_schedule(name, scenario), action)
     if as_json:
@@ -95,7 +98,8 @@ def sensitivity(*, name: str, scenario: Scenario, as_json: bool) -> None:
     The order of actions stays. With --json: step_s, and changes: a list of what, stage (-1 for messages),
     step_s and saved_s, what saves most first.
     """
-    from ..schedule_views import sensitivity as changes_of, simulate_schedule
+    from ..schedules.scenario import simulate_schedule
+    from ..schedules.tuning import sensitivity as changes_of
 
     simulated = simulate_schedule(name, scenario)
     changes = changes_of(simulated)

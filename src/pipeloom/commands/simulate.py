@@ -57,7 +57,7 @@ def simulate(
     With --json: step_s, bubble, and ranks: a list of rank, busy_s (of a step, where several are drawn their
     mean), peak_bytes, and peak (bytes by kind).
     """
-    from .. import passes, reports
+    from .. import planning, reports
     from ..clusters.names import cpu_cluster
     from ..ir.plan import load_plan
     from ..viewer import chrome, stage_graph, terminal
@@ -67,7 +67,7 @@ def simulate(
     described = cluster_of(cluster)
     graph, costs = _costs(plan, model, graph_file, profile_file, described)
     devices = described or cpu_cluster(len(set(plan.placement)))
-    timeline = passes.simulate(plan, graph, costs, devices)
+    timeline = planning.simulate(plan, graph, costs, devices)
     if html is not None:
         reasons = reports.explain_steps(plan, graph, [timeline], devices)
         title = f"{graph.name}: {plan.schedule}, simulated"
@@ -111,7 +111,7 @@ def _costs(
     profile_file: Path | None,
     cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
-    from .. import passes, planning
+    from .. import planning
     from ..ir import json_codec
     from ..ir.graph import OpGraph
     from ..plan_request import COMPILED
@@ -128,11 +128,11 @@ def _costs(
         captured, graph = None, json_codec.load(graph_file, OpGraph)
     else:
         devices = {device.name for device in cluster.devices} if cluster is not None else ()
-        captured = passes.capture(job_of(model), plan.microbatch_size, devices=devices)
+        captured = planning.capture(job_of(model), plan.microbatch_size, devices=devices)
         graph = captured.graph
     if profiled is not None:
         return graph, profiled
     if captured is None or cluster is not None:
         assert cluster is not None, "a saved graph comes with a profile or a cluster"
-        return graph, passes.estimate(graph, cluster)
-    return graph, passes.profile(captured, compile=COMPILED in plan.notes)  # as it was planned
+        return graph, planning.estimate(graph, cluster)
+    return graph, planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 
 @contextmanager
@@ -67,3 +68,12 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError(f"{what} is nested too deeply", hint="no key takes lists in lists") from None
+
+
+def refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises: ConfigError that says where a table has a key that is not known, with the nearest that is."""
+    for key in table:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+            raise ConfigError(f"{where} has the unknown key {shown(key)}", hint=hint)

@@ -11,10 +11,9 @@ from statistics import median
 
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.units import format_bytes
-from ..passes import simulate
 from ..pipeline import Pipeline
 from ..plan_request import times_of
-from ..planning import make_request, plan_size
+from ..planning import make_request, plan_size, simulate
 from ..ranks import HandedModel, hand_over_model, take_over_model
 from ..runnable import require_runnable, require_training
 from ..runtime.launch.launch import StartedRanks, launch

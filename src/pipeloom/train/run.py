@@ -24,10 +24,9 @@ from ..ir.plan import Plan, load_plan
 from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
 from ..options import Options
-from ..passes import capture, profile
 from ..pipeline import Pipeline
 from ..plan_request import CapturedModel, times_of
-from ..planning import make_request, plan_size
+from ..planning import capture, make_request, plan_size, profile
 from ..ranks import HandedModel, rank_device, result_of_rank_0, take_over_model
 from ..reports import explain_steps, stage_rows
 from ..runnable import require_runnable, require_training

@@ -1,47 +1,222 @@
-"""Schedules listed, compared, explained, checked and tuned, without a model."""
+"""Schedules without a model: what micro-batches, messages and copies take, and the step that comes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from math import inf
 from pathlib import Path
+from typing import TypeAlias
 
-from .checks.schedules import check
-from .checks.weight_versions import StageVersions, versions, weight_versions
-from .ir.action import Action, parse_action
-from .ir.cluster import Cluster, Device, Link
-from .ir.costs import StageCost
-from .ir.dependencies import name_of, needs
-from .ir.errors import ConfigError, ScheduleError
-from .ir.explanation import Explanation
-from .ir.flow import flow_of
-from .ir.schedule import Program, Schedule
-from .ir.stages import StageGraph, chain, replicate
-from .ir.timeline import Event, Timeline
-from .ir.units import format_bytes, parse_bytes
-from .ir.weight_policy import Updates
-from .lowering.passes import lower
-from .schedule_times import (
-    Edges,
-    MicrobatchTimes,
-    between,
-    graph_of_edges,
-    load_work,
-    placed,
-    seconds_by_edge,
-    stage_costs,
-    with_transfers,
-)
-from .schedules import aliases, registry
-from .schedules.copies import asked, uplinks
-from .schedules.formats.csv import program_text, read_schedule, schedule_text
-from .schedules.language.user_files import load_file
-from .simulator.idle_time.explain import explain_idle_time
-from .simulator.memory_limit import check_memory_limit
-from .simulator.simulate import simulate
-from .simulator.summary import Summary, summarise
+from ..checks.schedules import check
+from ..checks.weight_versions import StageVersions, versions, weight_versions
+from ..ir import json_codec
+from ..ir.cluster import Cluster, Device, Link
+from ..ir.costs import StageCost
+from ..ir.errors import ConfigError, ScheduleError
+from ..ir.explanation import Explanation
+from ..ir.flow import dag, flow_of
+from ..ir.graph import Value
+from ..ir.plan import load_plan
+from ..ir.profile import Profile
+from ..ir.schedule import Program, Schedule
+from ..ir.stages import StageGraph, chain, replicate
+from ..ir.timeline import Timeline
+from ..ir.units import format_bytes, parse_bytes
+from ..ir.weight_policy import Updates
+from ..lowering.passes import lower
+from ..simulator.idle_time.explain import explain_idle_time
+from ..simulator.memory_limit import check_memory_limit
+from ..simulator.simulate import simulate
+from ..simulator.summary import Summary, summarise
+from . import aliases, registry
+from .copies import asked, uplinks
+from .formats.csv import program_text, read_schedule, schedule_text
+from .language.user_files import load_file
+
+Edges = tuple[tuple[int, int], ...]
+"""(from stage, to stage) of each message."""
+
+
+def graph_of_edges(edges: Edges) -> StageGraph:
+    """The stages that edges name, which are numbered from 0 without gaps, with one message per edge.
+
+    Raises: ScheduleError if a number is missing, an edge stands twice, or stages wait in a circle.
+
+    >>> graph_of_edges(((0, 1), (1, 4), (2, 3), (3, 4))).predecessors[4]
+    (1, 3)
+    """
+    named = {stage for edge in edges for stage in edge}
+    if gaps := sorted(set(range(max(named) + 1)) - named):
+        raise ScheduleError(
+            f"no edge names stage {gaps[0]}", hint="number the stages from 0 without gaps, each in an edge"
+        )
+    if twice := [edge for edge in dict.fromkeys(edges) if edges.count(edge) > 1]:
+        source, target = twice[0]
+        raise ScheduleError(f"the edge {source}-{target} is given twice", hint="give each edge once")
+    count = len(named)
+    ends = named - {source for source, _ in edges} or named
+    graph = dag(count, edges, loss_stage=max(ends))
+    flow_of(graph)  # refuses a circle
+    return graph
+
+
+def placed(name: str, edges: Edges) -> tuple[StageGraph, tuple[int, ...]]:
+    """The graph and a placement for a schedule of the library: each stage on the rank of its number.
+
+    Raises: ScheduleError if the schedule has several stages on a rank, or brings its own stages.
+    """
+    place = registry.entry(name).place
+    if place == "table":
+        raise ScheduleError(
+            f"{name} has stages of its own, --edges gives it others",
+            hint="leave --edges out; a file of rows is held against edges by `pipeloom schedule check`",
+        )
+    if place != "line":
+        raise ScheduleError(
+            f"{name} runs several stages on each rank, --edges gives each stage a rank of its own",
+            hint="use a schedule with one stage per rank, as 1f1b or zb_h1; `check` reads rows of any "
+            "placement for a graph",
+        )
+    graph = graph_of_edges(edges)
+    return graph, tuple(range(len(graph.stages)))
+
+
+def between(stages: StageGraph) -> list[tuple[int, int]]:
+    """The edges of the first replica, as they were given; a chain's from front to back."""
+    return list(dict.fromkeys((stages.origin(c.source), stages.origin(c.target)) for c in stages.crossings))
+
+
+def seconds_by_edge(stages: StageGraph, transfer_s: Sequence[float]) -> dict[tuple[int, int], float]:
+    """(stage, stage), in both directions -> seconds of a message between them, replicas and shards too."""
+    first = dict(zip(between(stages), transfer_s, strict=True))
+    given = {
+        (c.source, c.target): first[stages.origin(c.source), stages.origin(c.target)]
+        for c in stages.crossings
+    }
+    return given | {(target, source): seconds for (source, target), seconds in given.items()}
+
+
+Seconds: TypeAlias = float | tuple[float, ...]
+"""One number: of one micro-batch on all stages of a rank together. Several: on pieces of the model from front
+to back, one per stage, or fewer, each then cut into the same number of equal stages."""
+
+UNIT = 1 << 44
+"""Bytes that the residuals of one micro-batch take on a rank where nothing is known: large, so that
+messages, whose sizes stand for their times, are nothing against it."""
+
+LONGEST = 1 << 24
+"""Bytes of the message that takes longest; the others are in proportion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchTimes:
+    """What one micro-batch takes. residual_bytes: per piece of the model, if known."""
+
+    forward_s: Seconds = 1.0
+    input_grad_s: Seconds = 1.0
+    weight_grad_s: Seconds = 1.0
+    residual_bytes: tuple[float, ...] = ()
+
+
+def load_work(path: Path) -> MicrobatchTimes:
+    """Times of a saved plan, stage by stage; or of a saved profile, for stages that are equal parts of it.
+
+    Raises: ConfigError if the file is missing or is neither.
+    """
+    try:
+        plan = load_plan(path)
+    except ConfigError as no_plan:
+        if "valid" not in no_plan.message:
+            raise
+        try:
+            costs = json_codec.load(path, Profile).costs.values()
+        except ConfigError:
+            raise ConfigError(
+                f"{path} is neither a plan nor a profile of pipeloom",
+                hint="write one with `pipeloom plan MODEL -o FILE` or `pipeloom profile MODEL --save FILE`",
+            ) from None
+        return MicrobatchTimes(
+            forward_s=(sum(c.forward_s for c in costs),),
+            input_grad_s=(sum(c.input_grad_s for c in costs),),
+            weight_grad_s=(sum(c.weight_grad_s for c in costs),),
+        )
+    in_flight = registry.in_flight(plan.as_schedule)
+    residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, in_flight, strict=False)]
+    return MicrobatchTimes(
+        forward_s=tuple(s.forward_s for s in plan.stages),
+        input_grad_s=tuple(s.input_grad_s for s in plan.stages),
+        weight_grad_s=tuple(s.weight_grad_s for s in plan.stages),
+        residual_bytes=tuple(residuals) if any(residuals) else (),
+    )
+
+
+def stage_costs(
+    times: MicrobatchTimes, stages: int, ranks: float, *, slices: int = 1
+) -> tuple[StageCost, ...]:
+    """One cost per stage, for an action on one of the `slices` of a micro-batch.
+
+    Residuals are held until W: what I frees is not known without a model.
+
+    Raises: ConfigError if the numbers of a list do not fit the stages.
+
+    >>> [c.forward_s for c in stage_costs(MicrobatchTimes(forward_s=(1.0, 3.0)), 4, 2)]
+    [0.5, 0.5, 1.5, 1.5]
+    """
+    f = per_stage(times.forward_s, stages, ranks, "F")
+    i = per_stage(times.input_grad_s, stages, ranks, "I")
+    w = per_stage(times.weight_grad_s, stages, ranks, "W")
+    held_bytes = per_stage(times.residual_bytes or float(UNIT), stages, ranks, "residuals")
+    return tuple(
+        StageCost(
+            forward_s=f[s] / slices,
+            input_grad_s=i[s] / slices,
+            weight_grad_s=w[s] / slices,
+            backward_s=(i[s] + w[s]) / slices,
+            residual_bytes=round(held_bytes[s] / slices),
+            carried_bytes=round(held_bytes[s] / slices),
+        )
+        for s in range(stages)
+    )
+
+
+def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[float]:
+    """The part of each stage. Raises: ConfigError if a list does not fit."""
+    if not isinstance(amount, tuple):
+        return [amount * ranks / stages] * stages
+    if len(amount) > stages or stages % len(amount):
+        raise ConfigError(
+            f"{name} has {len(amount)} times for {stages} stages",
+            hint=f"give one time for all ranks, or one per stage: {stages}, or a number that divides it",
+        )
+    share = len(amount) / stages
+    return [amount[s * len(amount) // stages] * share for s in range(stages)]
+
+
+def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[StageGraph, float]:
+    """Stages with `transfer_s[i]` seconds along the i-th edge and back: in a chain from stage i to i + 1.
+
+    Returns: the stages with messages of fitting sizes, and the bandwidth in bytes per second.
+    Raises: ConfigError unless there is one time per boundary.
+    """
+    count = len(between(stages))
+    if len(transfer_s) != count:
+        raise ConfigError(
+            f"-T has {len(transfer_s)} times for the {count} boundaries between {stages.cuts} stages",
+            hint="give one time for all messages, or one per boundary",
+        )
+    longest_s = max(transfer_s, default=0.0)
+    if longest_s == 0:
+        return stages, float("inf")
+
+    seconds = seconds_by_edge(stages, transfer_s)
+
+    def sized(value: Value, edge: tuple[int, int]) -> Value:
+        return replace(value, shape=(round(LONGEST * seconds[edge] / longest_s / 4),))
+
+    crossings = tuple(replace(c, value=sized(c.value, (c.source, c.target))) for c in stages.crossings)
+    return replace(stages, crossings=crossings), LONGEST / longest_s
+
 
 SLICES = 2
 """Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
@@ -53,7 +228,7 @@ class Scenario:
 
     edges: of a graph of stages, each on the rank of its number; instead of `ranks` and `chunks`.
     microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
-    as the schedule usually has.  times: of a micro-batch; or a file that says them.
+    as the schedule usually has.  times: of a micro-batch; those of a file: `load_work`.
     transfer_s: seconds of a message between ranks; or per boundary of two stages, with edges per edge.
     per_node: ranks of a node; messages between nodes share one link out of each and one into it, and keep it
     for as long as they take. 0: every message has a link of its own.
@@ -69,7 +244,7 @@ class Scenario:
     ranks: int = 4
     microbatches: int = 8
     chunks: int = 0
-    times: MicrobatchTimes | Path = MicrobatchTimes()
+    times: MicrobatchTimes = MicrobatchTimes()
     transfer_s: float | tuple[float, ...] = 0.0
     per_node: int = 0
     memory: str = ""
@@ -78,9 +253,6 @@ class Scenario:
     copy_ratio: float = uplinks.USUAL_K
     per_uplink: int = 1
     shortest: str = "step"
-
-    def load_times(self, ranks: int) -> MicrobatchTimes:
-        return load_work(self.times, ranks) if isinstance(self.times, Path) else self.times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +282,11 @@ class SimulatedSchedule:
 def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
     """What the library holds: name -> what it is about, where its stages go, what running it lacks, and under
     which other names it is known."""
-    entries: dict[str, dict[str, str | tuple[str, ...]]] = {}
-    for name in registry.names():
-        entry = registry.entry(name)
-        entries[name] = {
-            "about": entry.about,
-            "place": entry.place,
-            "lacks": entry.lacks,
-            "aliases": aliases.ALIASES.get(name, ()),
-        }
-    return entries
+    entries = {name: registry.entry(name) for name in registry.names()}
+    return {
+        name: {"about": e.about, "place": e.place, "lacks": e.lacks, "aliases": aliases.ALIASES.get(name, ())}
+        for name, e in entries.items()
+    }
 
 
 def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
@@ -136,7 +303,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     _refuse_misfit(name, stages, scenario)
     slices = _slices(name)
     costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
-    caps = _caps(scenario, costs, placement, stages.replicas, slices)
+    caps = _caps(scenario, _units(costs, placement, stages.replicas, slices))
     transfer_s = scenario.transfer_s
     times = registry.Times(
         costs=costs,
@@ -269,7 +436,7 @@ def _slices(name: str) -> int:
 def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> tuple[StageCost, ...]:
     """Costs of an action of each stage; those of a replica or a shard are its origin's."""
     share = stages.cuts * stages.replicas / len(stages.stages)  # below 1 if stages span several ranks
-    costs = stage_costs(scenario.load_times(ranks), stages.cuts, ranks * share, slices=slices)
+    costs = stage_costs(scenario.times, stages.cuts, ranks * share, slices=slices)
     each = [costs[stages.origin(s)] for s in range(len(stages.stages))]
     copied = uplinks.with_copies(each, scenario.copy_ratio)
     return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in copied)
@@ -291,11 +458,8 @@ def _units(
     return units
 
 
-def _caps(
-    scenario: Scenario, costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
-) -> list[float]:
-    """Most bytes of residuals per rank; infinite without a limit."""
-    units = _units(costs, placement, replicas, slices)
+def _caps(scenario: Scenario, units: list[float]) -> list[float]:
+    """Most bytes of residuals per rank; infinite without a limit.  units: bytes of one micro-batch."""
     text = scenario.memory
     if not text:
         return [inf] * len(units)
@@ -308,7 +472,7 @@ def _caps(
             raise ConfigError(
                 f"cannot read --memory {text!r}", hint="write micro-batches, as 2.5, or a size, as 3GiB"
             ) from None
-        if not isinstance(scenario.times, Path) or not scenario.load_times(len(units)).residual_bytes:
+        if not scenario.times.residual_bytes:
             raise ConfigError(
                 f"--memory {text}: what residuals take is not known without a plan",
                 hint="give a number of micro-batches, as in --memory 4, or --times PLAN",
@@ -322,21 +486,21 @@ def _caps(
 def _simulate(
     schedule: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], scenario: Scenario
 ) -> SimulatedSchedule:
-    shape = (schedule.placement, stages.replicas, schedule.slices)
-    sized = isinstance(scenario.times, Path) and bool(scenario.load_times(schedule.ranks).residual_bytes)
-    units, caps = _units(costs, *shape), _caps(scenario, costs, *shape)
+    sized = bool(scenario.times.residual_bytes)
+    units = _units(costs, schedule.placement, stages.replicas, schedule.slices)
+    caps = _caps(scenario, units)
     if scenario.memory:
         check(schedule, stages)
         one = max(units)
         show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
         check_memory_limit(schedule, stages, costs, caps, show=show)
-    wired, cluster = _wired(stages, schedule.ranks, scenario, costs)
-    program = lower(schedule, wired)
-    timeline = simulate(program, wired, costs, cluster)
+    joined, cluster = wired(stages, schedule.ranks, scenario, costs)
+    program = lower(schedule, joined)
+    timeline = simulate(program, joined, costs, cluster)
     residual_peaks = [peak.get("residuals", 0) for peak in timeline.peaks]
     return SimulatedSchedule(
         schedule=schedule,
-        stages=wired,
+        stages=joined,
         microbatches=schedule.microbatches * stages.replicas // schedule.slices,
         program=program,
         cluster=cluster,
@@ -348,7 +512,7 @@ def _simulate(
     )
 
 
-def _wired(
+def wired(
     stages: StageGraph, ranks: int, scenario: Scenario, costs: tuple[StageCost, ...]
 ) -> tuple[StageGraph, Cluster]:
     """The stages with messages of some size, and links on which these take the times that are given; and
@@ -376,198 +540,3 @@ def _wired(
             for device, name in zip(devices, names, strict=True)
         )
     return stages, Cluster(devices=devices, within_node=link, node_link=shared, switches=switches)
-
-
-LESS = 0.9
-"""What is left of a time in `sensitivity`."""
-
-EPS = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """The first place of a rank's row at which two schedules differ. actions: what each runs there and when
-    it begins; "" where its row has ended."""
-
-    rank: int
-    place: int
-    actions: tuple[str, str]
-    starts_s: tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """Why an action begins when it does. reason: "rank" (its rank ran `cause` until then), "message"
-    (`cause` was done before, its results were there then), "partner" (the same stage on another rank could
-    not earlier), or "start" (nothing was before it)."""
-
-    action: str
-    rank: int
-    start_s: float
-    end_s: float
-    reason: str
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sensitivity:
-    """What a step takes if one thing takes 10 % less. what: "F", "I", "W" or "transfers".  stage: -1 for
-    transfers."""
-
-    what: str
-    stage: int
-    step_s: float
-    saved_s: float
-
-
-def divergences(one: SimulatedSchedule, other: SimulatedSchedule) -> list[Divergence]:
-    """Of every rank whose rows differ the first place.
-
-    Raises: ScheduleError unless both have as many ranks.
-    """
-    if one.schedule.ranks != other.schedule.ranks:
-        raise ScheduleError(
-            f"{one.schedule.name} has {one.schedule.ranks} ranks, {other.schedule.name} has "
-            f"{other.schedule.ranks}",
-            hint="compare schedules on the same ranks",
-        )
-    begun = [_events(simulated) for simulated in (one, other)]
-    found = []
-    for rank in range(one.schedule.ranks):
-        rows = [list(map(str, simulated.schedule.rows[rank])) for simulated in (one, other)]
-        for place, (a, b) in enumerate(zip_longest(*rows, fillvalue="")):
-            if a != b:
-                starts = tuple(
-                    events[action].start_s if action else simulated.timeline.step_s
-                    for action, events, simulated in zip((a, b), begun, (one, other), strict=True)
-                )
-                found.append(
-                    Divergence(rank=rank, place=place, actions=(a, b), starts_s=(starts[0], starts[1]))
-                )
-                break
-    return found
-
-
-def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[tuple[str, float, float]]:
-    """(reason, rank-seconds in the one, in the other), the largest difference first."""
-    first, second = (explain(simulated).by_reason for simulated in (one, other))
-    rows = [(reason, first.get(reason, 0.0), second.get(reason, 0.0)) for reason in {**first, **second}]
-    return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
-
-
-def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
-    """The chain of causes from an action back to the start of the step, the action first.
-
-    Raises: ScheduleError if the schedule has no such action.
-    """
-    events = _events(simulated)
-    at = parse_action(action)
-    if str(at) not in events:
-        raise ScheduleError(
-            f"{simulated.schedule.name} does not run {at}",
-            hint=f"name an action of its rows, such as {next(iter(events))}",
-        )
-    chain: list[Cause] = []
-    while True:
-        cause = _cause(simulated, events, at)
-        chain.append(cause)
-        if cause.reason == "start":
-            return chain
-        at = parse_action(cause.cause)
-
-
-def _events(simulated: SimulatedSchedule) -> dict[str, Event]:
-    """Action -> its event, of all that schedules may say."""
-    own = {str(action) for row in simulated.schedule.rows for action in row}
-    return {event.action: event for event in simulated.timeline.events if event.action in own}
-
-
-def _cause(simulated: SimulatedSchedule, events: dict[str, Event], action: Action) -> Cause:
-    event = events[str(action)]
-    shards = flow_of(simulated.stages).shards.get(action.stage, ())
-    best = max(_held_up(simulated, events, action), default=(0.0, "start", ""))
-    if best[0] < event.start_s - EPS:  # the action itself was ready: another rank of its stage was not
-        for other in shards:
-            ways = list(_held_up(simulated, events, replace(action, stage=other)))
-            if ways and max(ways)[0] > best[0] + EPS:
-                best = max(ways)[0], "partner", str(replace(action, stage=other))
-                partner = max(ways)
-        if best[1] == "partner":
-            best = partner[0], partner[1], partner[2]
-    if best[2] == "":
-        best = 0.0, "start", ""
-    return Cause(
-        action=str(action),
-        rank=event.rank,
-        start_s=event.start_s,
-        end_s=event.end_s,
-        reason=best[1],
-        cause=best[2],
-    )
-
-
-def _held_up(
-    simulated: SimulatedSchedule, events: dict[str, Event], action: Action
-) -> Iterator[tuple[float, str, str]]:
-    """(until when, how, by which action) for all that an action waits for."""
-    schedule, flow = simulated.schedule, flow_of(simulated.stages)
-    row = [str(one) for one in schedule.rows[schedule.placement[action.stage]]]
-    place = row.index(str(action))
-    if place:
-        yield events[row[place - 1]].end_s, "rank", row[place - 1]
-    for milestone in needs(action, flow):
-        name = name_of(milestone, schedule)
-        if name in events and name != (row[place - 1] if place else ""):
-            source = schedule.placement[milestone[0]]
-            target = schedule.placement[action.stage]
-            late = 0.0 if source == target else _message_s(simulated, milestone[0], action)
-            yield events[name].end_s + late, "message", name
-
-
-def _message_s(simulated: SimulatedSchedule, source: int, action: Action) -> float:
-    """From the end of an action until its results are there: the last message along that edge."""
-    letters = "F" if action.kind == "F" else "B"
-    name = f"{source}SEND_{letters}{action.microbatch}>{action.stage}"
-    sent = [event for event in simulated.timeline.events if event.action == name]
-    return sent[0].end_s - sent[0].start_s if sent else 0.0
-
-
-def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:
-    """The step if F, I or W of one stage, or all transfers, take 10 % less, in the same order of actions;
-    what saves most first. Replicas and shards of a stage change together."""
-    step_s = simulated.timeline.step_s
-    found: list[Sensitivity] = []
-    for stage in sorted({simulated.stages.origin(s) for s in range(len(simulated.costs))}):
-        for what in ("F", "I", "W"):
-            costs = tuple(
-                _less(cost, what) if simulated.stages.origin(s) == stage else cost
-                for s, cost in enumerate(simulated.costs)
-            )
-            new_s = simulate(simulated.program, simulated.stages, costs, simulated.cluster).step_s
-            found.append(Sensitivity(what=what, stage=stage, step_s=new_s, saved_s=step_s - new_s))
-    faster = _faster_links(simulated.cluster)
-    if faster != simulated.cluster:
-        new_s = simulate(simulated.program, simulated.stages, simulated.costs, faster).step_s
-        found.append(Sensitivity(what="transfers", stage=-1, step_s=new_s, saved_s=step_s - new_s))
-    return sorted(found, key=lambda one: -one.saved_s)
-
-
-def _less(cost: StageCost, what: str) -> StageCost:
-    name = {"F": "forward_s", "I": "input_grad_s", "W": "weight_grad_s"}[what]
-    saved = (1 - LESS) * getattr(cost, name)
-    whole = cost.backward_s - (0.0 if what == "F" else saved)
-    return replace(cost, backward_s=whole, **{name: getattr(cost, name) - saved})
-
-
-def _faster_links(cluster: Cluster) -> Cluster:
-    def faster(link: Link) -> Link:
-        return replace(
-            link,
-            latency_s=link.latency_s * LESS,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / LESS,
-        )
-
-    node = cluster.node_link
-    return replace(
-        cluster, within_node=faster(cluster.within_node), node_link=None if node is None else faster(node)
-    )

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from .checks.schedules import check
-from .ir.cluster import Cluster, Device, Link
-from .ir.errors import ConfigError
-from .ir.operation import Operation
-from .ir.plan import load_plan
-from .ir.schedule import Schedule
-from .ir.stages import StageGraph
-from .ir.text_files import parse_toml
-from .ir.timeline import Timeline
-from .ir.units import parse_bytes
-from .lowering.passes import lower
-from .planner.plan_table import branch_figures
-from .schedule_times import between, load_work, with_transfers
-from .schedules.language.user_files import load_file
-from .schedules.search.choose_ranks import search_placed
-from .schedules.search.engines.exact import solver_installed
-from .schedules.search.found_file import found_text
-from .schedules.search.problem import SearchProblem, SearchStage
-from .schedules.search.search import Progress as SearchProgress, SearchOptions, SearchResult, search_orders
-from .simulator.simulate import simulate
-from .simulator.summary import summarise
+from ...checks.schedules import check
+from ...ir.errors import ConfigError
+from ...ir.operation import Operation
+from ...ir.plan import load_plan
+from ...ir.schedule import Schedule
+from ...ir.stages import StageGraph
+from ...ir.text_files import parse_toml, refuse_unknown
+from ...ir.timeline import Timeline
+from ...ir.units import parse_bytes
+from ...lowering.passes import lower
+from ...simulator.simulate import simulate
+from ...simulator.summary import summarise
+from ..language.user_files import load_file
+from ..scenario import Scenario, between, load_work, wired
+from .choose_ranks import search_placed
+from .engines.exact import solver_installed
+from .found_file import found_text
+from .problem import SearchProblem, SearchStage
+from .search import Progress as SearchProgress, SearchOptions, SearchResult, search_orders
 
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
 
@@ -64,40 +62,12 @@ class StagesToSchedule:
             )
         return tuple(_size(part, self.unit, "--memory") for part in parts * (self.ranks // len(parts)))
 
-    def problem(
-        self,
-        stages: tuple[SearchStage, ...],
-        microbatches: int,
-        caps: tuple[float, ...],
-        operations: tuple[Operation, ...] = (),
-    ) -> SearchProblem:
-        """What the search is asked, for stages with ranks."""
-        return SearchProblem(
-            stages=stages,
-            microbatches=microbatches,
-            transfer_s=self.transfer_s,
-            edge_s=self.edge_s,
-            caps=caps,
-            operations=operations,
-            unit=self.unit,
-        )
-
-
-def read_stages(path: Path, ranks: int = 0) -> StagesToSchedule:
-    """Stages of a TOML file, see docs/schedule-search.md.
-
-    ranks: how many there are, where stages leave theirs out and the file does not say.
-    Raises: ConfigError that names the stage and the key that is wrong.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
-    return stages_of(parse_toml(text, str(path)), str(path), ranks)
-
 
 def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesToSchedule:
-    """The same from plain values.
+    """Stages of plain values, as a TOML file has them: see docs/schedule-search.md.
+
+    ranks: how many there are, where stages leave theirs out and the document does not say.
+    Raises: ConfigError that names the stage and the key that is wrong.
 
     >>> both = [{"F": 1, "B": 2, "bytes": 1, "ranks": 0}, {"F": 1, "I": 1, "W": 1, "ranks": [0, 1]}]
     >>> made = stages_of({"stage": both, "transfer": 0.5}, "an example")
@@ -105,7 +75,7 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
     ((0,), (0, 1), (4194304.0, 4194304.0))
     """
     known = ("stage", "edge", "transfer", "ranks", "memory")
-    _refuse_unknown(document, known, what)
+    refuse_unknown(document, known, what)
     tables = document.get("stage")
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"{what} has no stages", hint="write a [[stage]] with F and B for each")
@@ -141,12 +111,12 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
     Raises: ConfigError if the file is none, or if its stages run side by side: what they read is not in it.
     """
     plan = load_plan(path)
-    if branch_figures(plan):
+    if any(key.startswith("branches.") for key in plan.notes):
         raise ConfigError(
             f"the stages of {path} are no chain, and a plan does not say which reads which",
             hint="write a TOML file with a [[stage]] for each and what it runs `after`",
         )
-    times = load_work(path, plan.as_schedule.ranks)
+    times = load_work(path)
     assert isinstance(times.forward_s, tuple) and isinstance(times.input_grad_s, tuple)
     assert isinstance(times.weight_grad_s, tuple)
     count = len(times.forward_s)
@@ -171,7 +141,7 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
 
 def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int) -> SearchStage:
     what = f"stage {table.get('name', s)}"
-    _refuse_unknown(table, KEYS, what)
+    refuse_unknown(table, KEYS, what)
     split = "I" in table or "W" in table
     if "F" not in table or ("B" in table) == split or (split and not {"I", "W"} <= set(table)):
         raise ConfigError(f"{what} has the times {_given(table)}", hint="give F and B, or F, I and W")
@@ -243,11 +213,6 @@ def _size(text: str, unit: int, what: str) -> float:
     if not 0 <= amount < inf:
         raise ConfigError(f"{what} is {text}", hint="sizes are finite numbers, at least 0")
     return amount * unit
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    if unknown := sorted(set(table) - set(known)):
-        raise ConfigError(f"{what} has the unknown key {unknown[0]!r}", hint=f"use {', '.join(known)}")
 
 
 SHORTEST = ("step", "span")
@@ -373,7 +338,16 @@ def search_schedule(
     options = options or SearchOptions()
 
     def problem(placed: tuple[SearchStage, ...]) -> SearchProblem:
-        return replace(asked.problem(placed, microbatches, caps, declared), shortest=shortest)
+        return SearchProblem(
+            stages=placed,
+            microbatches=microbatches,
+            transfer_s=asked.transfer_s,
+            edge_s=asked.edge_s,
+            caps=caps,
+            operations=declared,
+            shortest=shortest,
+            unit=asked.unit,
+        )
 
     if all(stage.ranks for stage in asked.stages):
         result = search_orders(problem(asked.stages), options, report)
@@ -395,7 +369,13 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     if isinstance(stages, Mapping):
         return stages_of(stages, "what was given", ranks)
     path = Path(stages)
-    return stages_of_plan(path) if path.suffix == ".json" else read_stages(path, ranks)
+    if path.suffix == ".json":
+        return stages_of_plan(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", hint="name a TOML file of stages") from None
+    return stages_of(parse_toml(text, str(path)), str(path), ranks)
 
 
 def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
@@ -409,7 +389,12 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
         rows=problem.rows([int(entry) for entry in result.best.order]),
     )
     check(schedule, graph)
-    graph, timeline = _simulated(problem, schedule, graph)
+    transfer_s: float | tuple[float, ...] = problem.transfer_s
+    if problem.edge_s:
+        transfer_s = tuple(problem.edge_s.get(edge, problem.transfer_s) for edge in between(graph))
+    costs = problem.shape.costs
+    graph, cluster = wired(graph, schedule.ranks, Scenario(transfer_s=transfer_s), costs)
+    timeline = simulate(lower(schedule, graph), graph, costs, cluster)
     return FoundSchedule(
         schedule=schedule,
         stages=graph,
@@ -418,16 +403,3 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
         declared_in=declared_in,
         peaks=tuple(peak / unit for peak in result.best.peaks),
     )
-
-
-def _simulated(problem: SearchProblem, schedule: Schedule, graph: StageGraph) -> tuple[StageGraph, Timeline]:
-    """The stages with messages that take the seconds that were given, and the step."""
-    link = Link(bandwidth_bytes_per_s=inf, latency_s=problem.transfer_s)
-    if problem.edge_s:
-        seconds = tuple(problem.edge_s.get(edge, problem.transfer_s) for edge in between(graph))
-        graph, bandwidth = with_transfers(graph, seconds)
-        link = Link(bandwidth_bytes_per_s=bandwidth)
-    device = Device(name="any", memory_bytes=1)
-    cluster = Cluster(devices=(device,) * schedule.ranks, within_node=link)
-    costs = problem.shape.costs
-    return graph, simulate(lower(schedule, graph), graph, costs, cluster)

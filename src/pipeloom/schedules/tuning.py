@@ -1,0 +1,204 @@
+"""Tuning a schedule by hand: where two differ, why an action begins when it does, and what saves most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from ..ir.action import Action, parse_action
+from ..ir.cluster import Cluster, Link
+from ..ir.costs import StageCost
+from ..ir.dependencies import name_of, needs
+from ..ir.errors import ScheduleError
+from ..ir.flow import flow_of
+from ..ir.timeline import Event
+from ..simulator.simulate import simulate
+from .scenario import SimulatedSchedule, explain
+
+LESS = 0.9
+"""What is left of a time in `sensitivity`."""
+
+EPS = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first place of a rank's row at which two schedules differ. actions: what each runs there and when
+    it begins; "" where its row has ended."""
+
+    rank: int
+    place: int
+    actions: tuple[str, str]
+    starts_s: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why an action begins when it does. reason: "rank" (its rank, or another rank of its stage, ran `cause`
+    until then), "message" (`cause` was done before, its results were there then), or "start" (nothing was
+    before it)."""
+
+    action: str
+    rank: int
+    start_s: float
+    end_s: float
+    reason: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """What a step takes if one thing takes 10 % less. what: "F", "I", "W" or "transfers".  stage: -1 for
+    transfers."""
+
+    what: str
+    stage: int
+    step_s: float
+    saved_s: float
+
+
+def divergences(one: SimulatedSchedule, other: SimulatedSchedule) -> list[Divergence]:
+    """Of every rank whose rows differ the first place.
+
+    Raises: ScheduleError unless both have as many ranks.
+    """
+    if one.schedule.ranks != other.schedule.ranks:
+        raise ScheduleError(
+            f"{one.schedule.name} has {one.schedule.ranks} ranks, {other.schedule.name} has "
+            f"{other.schedule.ranks}",
+            hint="compare schedules on the same ranks",
+        )
+    begun = [_events(simulated) for simulated in (one, other)]
+    found = []
+    for rank in range(one.schedule.ranks):
+        first, second = (map(str, simulated.schedule.rows[rank]) for simulated in (one, other))
+        for place, actions in enumerate(zip_longest(first, second, fillvalue="")):
+            if actions[0] != actions[1]:
+                a, b = (
+                    events[action].start_s if action else simulated.timeline.step_s
+                    for action, events, simulated in zip(actions, begun, (one, other), strict=True)
+                )
+                found.append(Divergence(rank=rank, place=place, actions=actions, starts_s=(a, b)))
+                break
+    return found
+
+
+def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[tuple[str, float, float]]:
+    """(reason, rank-seconds in the one, in the other), the largest difference first."""
+    first, second = (explain(simulated).by_reason for simulated in (one, other))
+    rows = [(reason, first.get(reason, 0.0), second.get(reason, 0.0)) for reason in {**first, **second}]
+    return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
+
+
+def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
+    """The chain of causes from an action back to the start of the step, the action first.
+
+    Raises: ScheduleError if the schedule has no such action.
+    """
+    events = _events(simulated)
+    at = parse_action(action)
+    if str(at) not in events:
+        raise ScheduleError(
+            f"{simulated.schedule.name} does not run {at}",
+            hint=f"name an action of its rows, such as {next(iter(events))}",
+        )
+    chain: list[Cause] = []
+    while True:
+        cause = _cause(simulated, events, at)
+        chain.append(cause)
+        if cause.reason == "start":
+            return chain
+        at = parse_action(cause.cause)
+
+
+def _events(simulated: SimulatedSchedule) -> dict[str, Event]:
+    """Action -> its event, of all that schedules may say."""
+    own = {str(action) for row in simulated.schedule.rows for action in row}
+    return {event.action: event for event in simulated.timeline.events if event.action in own}
+
+
+def _cause(simulated: SimulatedSchedule, events: dict[str, Event], action: Action) -> Cause:
+    event, start = events[str(action)], (0.0, "start", "")
+    latest = max(_held_up(simulated, events, action), default=start)
+    if latest[0] < event.start_s - EPS:  # the action itself was ready: another rank of its stage was not
+        for other in flow_of(simulated.stages).shards.get(action.stage, ()):
+            late = max(_held_up(simulated, events, replace(action, stage=other)), default=start)
+            if late[0] > latest[0] + EPS:
+                latest = late
+    _, reason, cause = latest
+    return Cause(
+        action=str(action),
+        rank=event.rank,
+        start_s=event.start_s,
+        end_s=event.end_s,
+        reason=reason,
+        cause=cause,
+    )
+
+
+def _held_up(
+    simulated: SimulatedSchedule, events: dict[str, Event], action: Action
+) -> Iterator[tuple[float, str, str]]:
+    """(until when, how, by which action) for all that an action waits for."""
+    schedule, flow = simulated.schedule, flow_of(simulated.stages)
+    row = [str(one) for one in schedule.rows[schedule.placement[action.stage]]]
+    place = row.index(str(action))
+    if place:
+        yield events[row[place - 1]].end_s, "rank", row[place - 1]
+    for milestone in needs(action, flow):
+        name = name_of(milestone, schedule)
+        if name in events and name != (row[place - 1] if place else ""):
+            source = schedule.placement[milestone[0]]
+            target = schedule.placement[action.stage]
+            late = 0.0 if source == target else _message_s(simulated, milestone[0], action)
+            yield events[name].end_s + late, "message", name
+
+
+def _message_s(simulated: SimulatedSchedule, source: int, action: Action) -> float:
+    """From the end of an action until its results are there: the last message along that edge."""
+    letters = "F" if action.kind == "F" else "B"
+    name = f"{source}SEND_{letters}{action.microbatch}>{action.stage}"
+    sent = [event for event in simulated.timeline.events if event.action == name]
+    return sent[0].end_s - sent[0].start_s if sent else 0.0
+
+
+def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:
+    """The step if F, I or W of one stage, or all transfers, take 10 % less, in the same order of actions;
+    what saves most first. Replicas and shards of a stage change together."""
+    step_s = simulated.timeline.step_s
+    found: list[Sensitivity] = []
+    for stage in sorted({simulated.stages.origin(s) for s in range(len(simulated.costs))}):
+        for what in ("F", "I", "W"):
+            costs = tuple(
+                _less(cost, what) if simulated.stages.origin(s) == stage else cost
+                for s, cost in enumerate(simulated.costs)
+            )
+            new_s = simulate(simulated.program, simulated.stages, costs, simulated.cluster).step_s
+            found.append(Sensitivity(what=what, stage=stage, step_s=new_s, saved_s=step_s - new_s))
+    faster = _faster_links(simulated.cluster)
+    if faster != simulated.cluster:
+        new_s = simulate(simulated.program, simulated.stages, simulated.costs, faster).step_s
+        found.append(Sensitivity(what="transfers", stage=-1, step_s=new_s, saved_s=step_s - new_s))
+    return sorted(found, key=lambda one: -one.saved_s)
+
+
+def _less(cost: StageCost, what: str) -> StageCost:
+    name = {"F": "forward_s", "I": "input_grad_s", "W": "weight_grad_s"}[what]
+    saved = (1 - LESS) * getattr(cost, name)
+    whole = cost.backward_s - (0.0 if what == "F" else saved)
+    return replace(cost, backward_s=whole, **{name: getattr(cost, name) - saved})
+
+
+def _faster_links(cluster: Cluster) -> Cluster:
+    def faster(link: Link) -> Link:
+        return replace(
+            link,
+            latency_s=link.latency_s * LESS,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / LESS,
+        )
+
+    node = cluster.node_link
+    return replace(
+        cluster, within_node=faster(cluster.within_node), node_link=None if node is None else faster(node)
+    )
