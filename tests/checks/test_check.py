@@ -191,6 +191,7 @@ def test_accepts_a_program_and_waits_in_another_order_than_sent() -> None:
         (0, "0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1", "0SEND_F1>1 twice"),
         (0, "0SEND_F1>1", "0SEND_B1>1", "no gradients pass that way"),
         (0, "0SEND_F1>1", "0SEND_F1>7", "no values pass that way"),
+        (1, "1SEND_B0>0", "1SEND_F0>0", "no values pass that way"),
         (0, "0SEND_F1>1", "1SEND_F1>0", "does not hold stage 1"),
         (0, "0F1 0SEND_F1>1", "0SEND_F1>1 0F1", "put 0F1 in front of 0SEND_F1>1"),
         (1, "1RECV_F1<0 1F1", "1F1 1RECV_F1<0", "put 1RECV_F1<0 in front of 1F1"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import PLAN
+from damage import GRAPH, PLAN
 
-from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.errors import ConfigError, CutError, PlanError
 from pipeloom.ir.plan import load_plan
+from pipeloom.ir.stages import cut
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -54,3 +56,10 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(content.replace(name, b'"\xff"'))
     with pytest.raises(ConfigError, match="UTF-8"):
         load_plan(tmp_path / "plan.json")
+
+
+def test_stages_that_are_placed_otherwise_or_lack_an_op_are_refused() -> None:
+    with pytest.raises(PlanError, match="width 2"):
+        assert replace(PLAN, width=2).replicas
+    with pytest.raises(CutError, match="op1 has no stage"):
+        cut(GRAPH, {"op0": 0})

@@ -68,14 +68,14 @@ def test_towers_run_in_turn_come_apart_unless_they_are_light():
     assert branch_orders(tree, np.ones(8), 4.0, 1)[0].ops == tuple(range(8))  # too light to be pulled apart
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_never_slower_than_the_exact_chain_or_than_without_branches(seed, unequal):
     """Also with a device that is slower and has more or less memory than the others."""
     dice = random.Random(seed)
     graph, profile = random_graph(seed, dice.randint(6, 14 if unequal else 20), KINDS[seed % 3])
-    request = request_for(graph, profile, dice.randint(2, 4), slack=dice.uniform(1, 1.3) + 0.1 * unequal)
+    request = request_for(graph, profile, dice.randint(2, 4), slack=dice.uniform(1, 1.3) + 0.25 * unequal)
     if unequal:
         request = with_slow(request, (1,), memory=(1.5, 0.9)[seed % 2])
     plan = plan_of(request)
@@ -131,7 +131,7 @@ def towers_of(count: int, layers: int) -> Request:
 
 
 def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
-    plan = plan_of(towers_of(3, 4), microbatches=24)
+    plan = plan_of(towers_of(3, 4), microbatches=12)
     figures = {key: float(text) for key, text in plan.notes.items()}
     assert figures["branches.depth"] < figures["no_branches.depth"] == 6
     assert figures["branches.step_s"] == plan.predicted_step_s

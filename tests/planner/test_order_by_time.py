@@ -16,11 +16,11 @@ from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions
 
 CASES = [
-    ("gis", "2bw", 887302, 11, "any", 3, 6, 7632),
-    ("gis", "2bw", 472745, 14, "chain", 4, 8, 2832),
-    ("v_half", "2bw", 827036, 11, "any", 3, 6, 3300),
     ("zb_h1", "2bw", 139478, 10, "chain", 4, 4, 2424),
     ("gis_h", "flush", 39241, 14, "any", 4, 8, 7452),
+    ("v_half", "2bw", 827036, 11, "any", 3, 6, 3300),
+    ("gis", "2bw", 887302, 11, "any", 3, 6, 7632),
+    ("gis", "2bw", 472745, 14, "chain", 4, 8, 2832),
 ]
 """Schedule, weights; seed, ops, kind of the graph; devices, micro-batches, cap of each device in bytes."""
 
@@ -37,7 +37,7 @@ def planned(case: tuple, planner: str, **how: bool) -> tuple[Plan, PlanCosts]:
 ALL = [name for name, known in PLANNERS.items() if not known.chooses_schedule and not known.asks]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(len(ALL))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ALL)
 def test_no_order_of_one_cut_ends_planning(name, case):
@@ -58,7 +58,7 @@ def test_a_schedule_that_never_repeats_is_refused_by_all(name):
         planned(("gpipe", "2bw", 1, 8, "chain", 2, 4, 1 << 40), name)
 
 
-@pytest.mark.parametrize(("case", "told"), [(CASES[0], True), (CASES[2], False)])
+@pytest.mark.parametrize(("case", "told"), [(CASES[3], True), (CASES[2], False)])
 def test_a_plan_says_that_its_order_is_that_for_equal_times(case: tuple, told: bool) -> None:
     assert any("equal times" in said for said in limits(planned(case, "probe")[0])) == told
 

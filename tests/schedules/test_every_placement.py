@@ -43,6 +43,8 @@ PLACED: dict[str, tuple[StageGraph, tuple[int, ...]]] = {
     "towers on three": (TOWERS, (0, 0, 1, 1, 2)),
     "towers on two": (TOWERS, (0, 1, 0, 1, 1)),
     "stage on two ranks": spread(chain(3), (0, (1, 2), 3)),
+    "first stage on two ranks": spread(chain(3), ((0, 1), 2, 3)),
+    "last stage on two ranks": spread(chain(3), (0, 1, (2, 3))),
     "stage on all ranks": spread(chain(3), ((0, 1), 0, 1)),
 }
 
@@ -58,10 +60,13 @@ def times(stages: int, *, even: bool) -> Times:
     return Times(costs=costs, transfer_s=0.3)
 
 
+ANY = {"gpipe", "1f1b", "zb_h1", "zb_2p", "eager_1f1b"}
 ON_DAGS = {
     "diamond": {"zb_h1", "zb_2p", "eager_1f1b", "async_1f1b"},
     "diamond on two": {"zb_v", "v_half", "v_min", "hanayo"},
-    "stage on two ranks": {"gpipe", "1f1b", "zb_h1", "zb_2p", "eager_1f1b"},
+    "stage on two ranks": ANY,
+    "first stage on two ranks": ANY,
+    "last stage on two ranks": ANY,
 }
 """Families that may not refuse a placement."""
 
@@ -86,4 +91,4 @@ def test_all_run_or_say_why_not(where: str, even: bool) -> None:
 @pytest.mark.parametrize("where", ON_DAGS)
 def test_some_take_any_graph(where: str) -> None:
     for name in ON_DAGS[where]:
-        registry.build(name, *PLACED[where], 8)
+        registry.build(name, *PLACED[where], 6)

@@ -22,7 +22,7 @@ from pipeloom.ir.errors import ConfigError, DeadlockError, ScheduleError
 from pipeloom.ir.schedule import Pair, Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
-from pipeloom.schedules import library_entry, registry
+from pipeloom.schedules import library_entry, placements, registry
 from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
 from pipeloom.schedules.language import shape
 from pipeloom.schedules.language.patterns import phases
@@ -173,6 +173,16 @@ def test_the_list_scheduler_and_the_simulator_agree(
     step_s = simulated(schedule, s.costs, s.stages, alike(4, latency_s=transfer_s)).step_s
     assert len(made.pairs) > 8 and step_s == pytest.approx(made.step_s)
     assert not make(s, replace(order(s), together=None)).outcome.pairs
+
+
+def test_a_v_with_pairs_is_faster_where_they_gain() -> None:
+    """F and B of its two chunks as one unit, at 80 % of the time of both."""
+    cost = replace(equal_costs(1, forward_s=0.5, input_grad_s=0.5, weight_grad_s=0.5)[0], pair_factor=0.8)
+    s = shape_of(4, microbatches=16, placement=placements.wave(4))
+    s = replace(s, stages=chain(8), costs=(cost,) * 8)
+    apart = Recipe(clock=shape.path_clock(s, kinds="FB"), memory=s.ranks)
+    paired = replace(apart, together=lambda a, b: f_with_b(a, b) and s.chunk[a.stage] != s.chunk[b.stage])
+    assert make(s, paired).outcome.step_s < make(s, apart).outcome.step_s
 
 
 @pytest.mark.parametrize(("factor", "step_s"), [("1", 12), ("2", 15)])
