@@ -59,7 +59,12 @@ def test_memory_is_counted_differently():
     layers = chain([1, 1, 1, 1], activations=[10, 10, 10, 10])
     halves = ((0, 2, 1), (2, 4, 1))
     # The first stage's two layers take 10 bytes each: two micro-batches in the paper, one in the repository.
-    for mode, memory, stages in (("repo", 20, halves), ("paper", 20, ()), ("paper", 40, halves)):
+    for mode, memory, stages in (
+        ("repo", 20, halves),
+        ("paper", 1, ()),
+        ("paper", 20, ()),
+        ("paper", 40, halves),
+    ):
         rules = PartitionRules(mode=mode, bandwidth=1e9, memory_bytes=memory)
         assert partition(layers, 2, rules).stages == stages
     assert noam(4, 3) == 2
