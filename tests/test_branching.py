@@ -62,8 +62,14 @@ def by_hand(job: Job, name: str) -> Plan:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in branching.SMALL if name != "unet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "candle" else pytest.mark.slow)
+        for name in branching.SMALL
+        if name != "unet"
+    ],
+)
 def test_towers_side_by_side_give_what_one_process_gives(name: str) -> None:
     job = branching.SMALL[name]()
     with shared_captures():
@@ -72,26 +78,14 @@ def test_towers_side_by_side_give_what_one_process_gives(name: str) -> None:
         verify(job, made, tolerance=TOLERANCE).require()
 
 
-T5 = zoo.job("t5")
-"""Its decoder's layers all read what its encoder makes: one block of nearly all ops."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "stages"), [("exact", 4), *(("graphpipe", n) for n in (3, 4, 5, 6))])
 @pytest.mark.parametrize("name", [*branching.SMALL, "t5"])
 def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, stages: int) -> None:
-    job = T5 if name == "t5" else branching.SMALL[name]()
+    """The layers of T5's decoder all read what its encoder makes: one block of nearly all ops."""
+    job = zoo.job("t5") if name == "t5" else branching.SMALL[name]()
     with shared_captures():
-        captured = capture_of(job)
-        made = plan(
-            job,
-            ranks=stages,
-            microbatches=4,
-            microbatch_size=2,
-            cluster=f"{stages} x v100-16",
-            planner=strategy,
-            captured=captured,
-        )
+        made = planned(job, stages, strategy)
         assert len(made.stages) == stages
         verify(job, made, tolerance=TOLERANCE).require()
 
@@ -99,21 +93,15 @@ def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, st
 RANKS, STEPS = 4, 3
 
 
+def planned(job: Job, stages: int, strategy: str) -> Plan:
+    how = {"cluster": f"{stages} x v100-16", "planner": strategy, "captured": capture_of(job)}
+    return plan(job, ranks=stages, microbatches=4, microbatch_size=2, **how)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of each small model, trained on processes over gloo by a plan of `graphpipe`."""
-    plans = {}
-    for name in branching.SMALL:
-        job = small_job(name)
-        plans[name] = plan(
-            job,
-            ranks=RANKS,
-            microbatches=4,
-            microbatch_size=2,
-            cluster=f"{RANKS} x v100-16",
-            planner="graphpipe",
-            captured=capture_of(job),
-        )
+    plans = {name: planned(small_job(name), RANKS, "graphpipe") for name in branching.SMALL}
     file = tmp_path_factory.mktemp("gloo") / "losses.json"
     assert launch(train_each, RANKS, args=(plans, STEPS, file)) == 0
     return json.loads(file.read_text())
@@ -128,12 +116,6 @@ def test_planned_stages_on_real_processes_train_as_one_process(
     batches = [job.batch(seed, 8) for seed in range(STEPS)]
     assert trained[name] == pytest.approx(plain(job, batches, 4).losses, rel=TOLERANCE)
     assert len(set(trained[name])) == STEPS
-
-
-def test_towers_side_by_side_give_what_one_process_gives_quickly() -> None:
-    job = branching.SMALL["candle"]()
-    with shared_captures():
-        verify(job, by_hand(job, "candle"), tolerance=TOLERANCE).require()
 
 
 def test_the_order_in_which_towers_run_changes_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def job():
     return Job(name="odd", model=Odd, batch=batch, loss=lambda output, batch: output)
 """
 
+
 CLUSTER = """
 [[device]]
 name = "slow"
@@ -55,11 +57,17 @@ memory_bytes_per_s = 1e12
 bandwidth = "1GB"
 """
 
+
 SMALL = ("--ranks", "2", "--microbatches", "4")
+
+
 SEARCHED = ("auto",)
 """Planners whose plan of this model has a searched order, which is no schedule of the library."""
 
+
 every_planner = pytest.mark.parametrize("name", PLANNERS)
+
+
 quick_for_searched_orders = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SEARCHED else pytest.mark.slow) for name in PLANNERS]
 )
@@ -67,10 +75,12 @@ quick_for_searched_orders = pytest.mark.parametrize(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a job and a cluster. `auto` asks two quick planners: those that it asks are tested elsewhere."""
     (tmp_path / "odd.py").write_text(JOB)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], asks=("exact", "balanced")))
     return tmp_path
 
 
@@ -104,9 +114,12 @@ def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
     # Memory was no limit, so that more of it gives the same plan: planned again alike, order and all.
     assert changes["10 % more memory"]["step_s"] == figures["predicted_step_s"]
     assert changes["10 % more bandwidth between devices"]["gain"] > -1e-9
+    if name in SEARCHED:
+        assert json.loads(run("verify", "odd.py:job", "--plan", "plan.json", "--json"))["passed"]
 
 
-@quick_for_searched_orders
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*PLANNERS} - {*SEARCHED}))
 def test_a_plan_is_verified(folder: Path, name: str) -> None:
     words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json", "--no-what-if")
     run("plan", "odd.py:job", *words)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from small import built, by_hand
 
-from pipeloom.checks.schedules import check
 from pipeloom.checks.weight_versions import by_rank, versions, weight_versions
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.weight_policy import Updates
 from pipeloom.schedules import registry
@@ -17,15 +17,7 @@ STASH = Updates(policy="stash")
 
 
 def one_f_one_b(depth: int, microbatches: int = 24, split: bool = False) -> Schedule:
-    place = tuple(range(depth))
-    return registry.build("async_1f1b", chain(depth), place, microbatches, split_backward=split)
-
-
-def by_hand(*rows: str, stages: int = 1) -> Schedule:
-    count = 1 + max(a.microbatch for row in parse_rows(rows) for a in row)
-    made = Schedule(name="", microbatches=count, placement=tuple(range(stages)), rows=parse_rows(rows))
-    check(made, chain(stages))
-    return made
+    return built("async_1f1b", depth, microbatches, split_backward=split)
 
 
 def refused(made: Schedule, updates: Updates, stages: StageGraph | None = None) -> str:
@@ -38,23 +30,24 @@ def refused(made: Schedule, updates: Updates, stages: StageGraph | None = None) 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 8])
 def test_pipedream_keeps_depth_minus_stage_versions(depth: int, split: bool) -> None:
     """d - s versions at stage s (from 0), and gradients that are d - 1 - s updates late."""
-    found = versions(one_f_one_b(depth, split=split), STASH)
+    made = one_f_one_b(depth, split=split)
+    found = versions(made, STASH)
     assert [stage.needed for stage in found] == [depth - s for s in range(depth)]
     assert [stage.staleness[-1] for stage in found] == [depth - 1 - s for s in range(depth)]
     assert [max(stage.staleness) for stage in found] == [depth - 1 - s for s in range(depth)]
-    weight_versions(one_f_one_b(depth, split=split), chain(depth), STASH)
+    weight_versions(made, chain(depth), STASH)
 
 
-@pytest.mark.parametrize("depth", range(2, 9))
+@pytest.mark.parametrize("depth", range(2, 7))
 def test_2bw_needs_two_versions_and_as_many_micro_batches_as_stages_but_one(depth: int) -> None:
     """Micro-batches per update from d - 1 on do, d - 2 make the version late; delay 1 on all stages."""
-    for every in range(max(depth - 2, 1), 3 * depth + 1):
+    for every in range(max(depth - 2, 1), 2 * depth + 1):
         made = one_f_one_b(depth, 6 * every if every > 1 else 4 * depth)
         updates = Updates(policy="2bw", every=every)
         if every < depth - 1:
             message = refused(made, updates)
             assert f"rank 0 runs 0F{2 * every} with weight version 1, but the newest there is 0" in message
-            assert f"hint: update every {every + 1} micro-batches or more" in message
+            assert f"hint: update every {every + 1} micro-batches" in message
             continue
         for stage in versions(made, updates):
             assert stage.needed == 2
@@ -62,23 +55,18 @@ def test_2bw_needs_two_versions_and_as_many_micro_batches_as_stages_but_one(dept
             assert stage.staleness == (0, *[1] * (made.microbatches // every - 1))
 
 
-def test_flush_keeps_one_version() -> None:
-    for name in registry.names():
-        stages, placement = registry.default_placement(name, 4)
-        found = versions(registry.build(name, stages, placement, 8), Updates())
-        assert {stage.needed for stage in found} == {1}
-        assert {late for stage in found for late in stage.staleness} <= {0}
+@pytest.mark.parametrize("name", registry.names())
+def test_flush_keeps_one_version(name: str) -> None:
+    found = versions(built(name, 4, 8), Updates())
+    assert {stage.needed for stage in found} == {1}
+    assert {late for stage in found for late in stage.staleness} <= {0}
 
 
 def test_a_version_that_is_no_longer_kept_is_named() -> None:
     made = one_f_one_b(4, 8)
-    for limit, first in ((1, "0B1"), (2, "0B2"), (3, "0B3")):
-        version = 0
-        assert refused(made, Updates(policy="stash", kept=limit)) == (
-            f"rank 0 runs {first} with weight version {version}, that of its forward, but keeps only "
-            f"{limit}: the newest is {limit}\n"
-            f"hint: keep {limit + 1} versions of stage 0, update less often, or run {first} earlier"
-        )
+    for limit in (1, 2, 3):
+        said = refused(made, Updates(policy="stash", kept=limit))
+        assert f"0B{limit} with weight version 0" in said and f"keep {limit + 1} versions of stage 0" in said
     weight_versions(made, chain(4), Updates(policy="stash", kept=4))
 
 
@@ -89,19 +77,13 @@ def test_both_halves_of_a_split_backward_use_the_version_of_the_forward() -> Non
 
 
 def test_2bw_refuses_a_forward_that_comes_too_late_for_its_version() -> None:
-    made = by_hand("0F0 0B0 0F1 0B1 0F3 0B3 0F2 0B2")
-    weight_versions(made, chain(1), Updates(policy="2bw", every=2))
+    weight_versions(by_hand("0F0 0B0 0F1 0B1 0F3 0B3 0F2 0B2"), chain(1), Updates(policy="2bw", every=2))
     made = by_hand("0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3")
-    assert refused(made, Updates(policy="2bw", kept=1)).startswith(
-        "rank 0 runs 0F1 with weight version 0, but keeps only 1: the newest is 1\n"
-    )
+    assert "0F1 with weight version 0, but keeps only 1" in refused(made, Updates(policy="2bw", kept=1))
 
 
 def test_micro_batches_make_whole_updates() -> None:
-    assert refused(one_f_one_b(2, 10), Updates(policy="stash", every=4)) == (
-        "10 micro-batches make no whole number of updates of 4\n"
-        "hint: use a multiple of 4, or another number of micro-batches per update"
-    )
+    assert "multiple of 4" in refused(one_f_one_b(2, 10), Updates(policy="stash", every=4))
 
 
 def test_coalesced_updates_of_the_stash_policy_keep_fewer() -> None:
@@ -110,8 +92,7 @@ def test_coalesced_updates_of_the_stash_policy_keep_fewer() -> None:
 
 
 def test_slices_of_a_micro_batch_share_a_version() -> None:
-    made = registry.build("seq1f1b:slices=2", chain(2), (0, 1), 12)
-    found = versions(made, STASH)
+    found = versions(built("seq1f1b:slices=2", 2, 12), STASH)
     assert [len(stage.used) for stage in found] == [6, 6]
     assert found[0].needed == 2 and found[1].needed >= 1
 
@@ -119,10 +100,7 @@ def test_slices_of_a_micro_batch_share_a_version() -> None:
 def test_tied_parameters_need_the_same_version_on_their_stages() -> None:
     tied = dag(3, [(0, 1), (1, 2)], params={0: ("wte",), 2: ("wte",)})
     made = one_f_one_b(3, 6)
-    assert refused(made, STASH, tied) == (
-        "ranks 0 and 2 share wte, but 0F1 uses version 0 and 2F1 version 1\n"
-        "hint: use policy 2bw or flush, where all stages use the same version"
-    )
+    assert "share wte, but 0F1 uses version 0 and 2F1 version 1" in refused(made, STASH, tied)
     weight_versions(made, tied, Updates(policy="2bw", every=2))
     weight_versions(made, tied, Updates())
 
@@ -134,8 +112,7 @@ def test_a_stage_graph_that_is_no_chain() -> None:
 
 
 def test_evaluation_updates_nothing() -> None:
-    made = registry.build("forward_only", chain(2), (0, 1), 4)
-    assert [(s.needed, s.staleness) for s in versions(made, STASH)] == [(1, ()), (1, ())]
+    assert [(s.needed, s.staleness) for s in versions(built("forward_only", 2, 4), STASH)] == [(1, ())] * 2
 
 
 @pytest.mark.parametrize("wrong", [{"policy": "newest"}, {"every": 0}, {"kept": 0}])

@@ -42,9 +42,13 @@ from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run
 from pipeloom.train.run_directory import Metrics, find_run
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
 QUICK, LONG = (
-    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (200, 2_500)
+    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (100, 2_500)
 )
+
+
 HANGS_S = 30
 """No measure of anything: a trial takes milliseconds."""
 
@@ -99,6 +103,10 @@ def read_run(folder: Path) -> None:
     ours(lambda: Metrics(folder / "metrics.jsonl", after_step=2).__exit__(None, None, None))
 
 
+def text_of(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
 def read_rows(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         found = ours(lambda: read_schedule(folder / name))
@@ -116,6 +124,8 @@ def read_plan(folder: Path) -> None:
 
 
 PROFILE = Profile(device="cpu", source="measured", graph=GRAPH.fingerprint, batch=("x[2]float32",), costs={})
+
+
 KINDS = {
     "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
     "profile": Kind(
@@ -135,27 +145,18 @@ KINDS = {
     ),
     "config": Kind(
         ("config.toml",),
-        lambda f: (f / "config.toml").write_text(write_config(Config())) and None,
+        text_of("config.toml", write_config(Config())),
         lambda f: ours(lambda: read_config(f / "config.toml")),
     ),
-    "rows": Kind(
-        ("s.txt",),
-        lambda f: (f / "s.txt").write_text("\n".join(PLAN.schedule_rows)) and None,
-        read_rows("s.txt"),
-    ),
+    "rows": Kind(("s.txt",), text_of("s.txt", "\n".join(PLAN.schedule_rows)), read_rows("s.txt")),
     "csv": Kind(
         ("s.csv",),
-        lambda f: (
-            (f / "s.csv").write_text("0F0,0SEND_F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n") and None
-        ),
+        text_of("s.csv", "0F0,0SEND_F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"),
         read_rows("s.csv"),
     ),
     "run": Kind(
         (
-            "config.toml",
-            "metrics.jsonl",
-            "summary.json",
-            "checkpoint/latest",
+            *("config.toml", "metrics.jsonl", "summary.json", "checkpoint/latest"),
             "checkpoint/step-00000002/index.json",
         ),
         write_run,
@@ -181,23 +182,23 @@ def whole() -> Iterator[dict[str, Path]]:
 
 
 WORDS = st.sampled_from(["", "0F0", "1B9", "../x", "/dev/zero", "\0", "float32", "nan", "é", "x" * 400])
-INSERTED = st.sampled_from(
-    [b"\n", b"\n\n", b"\0" * 64, b"\xff\xfe", b"\xed\xa0\x80", b'"\xff"', b"[" * 3000, b'{"a":' * 3000]
-    + [
-        b"-",
-        b"1e999",
-        b"9" * 5000,
-        b"NaN",
-        b"null",
-        b"true",
-        b'""',
-        b"../..",
-        b"\r",
-        b"\xef\xbb\xbf",
-        b"[]",
-        b"{}",
-    ]
-) | st.binary(max_size=8)
+
+
+LONG_ONES = [b"\0" * 64, b"[" * 3000, b'{"a":' * 3000, b"9" * 5000]
+ODD_ONES = [
+    b"\n",
+    b"\n\n",
+    b"\r",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b'"\xff"',
+    b"\xef\xbb\xbf",
+    b"../..",
+    b"-",
+    b"1e999",
+]
+VALUES = [b"NaN", b"null", b"true", b'""', b"[]", b"{}"]
+INSERTED = st.sampled_from([*LONG_ONES, *ODD_ONES, *VALUES]) | st.binary(max_size=8)
 
 
 @st.composite

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -33,11 +34,19 @@ from pipeloom.lowering.passes import lower
 from pipeloom.runtime.operations import OperationContext
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-QUICK = settings(max_examples=5, **CALM)
-LONG = settings(max_examples=300, **CALM)
+
+
+QUICK, LONG = settings(max_examples=5, **CALM), settings(max_examples=300, **CALM)
+
+
 TOLERANCE = 1e-11
+
+
 COUNT = 4
+
+
 SWAP = next(operation for operation in ADDED if operation.meets is not None)
+
 
 WALKS = st.lists(st.sampled_from([*OFTEN, *OFTEN, "rename", "split", "rotate"]), min_size=1, max_size=25)
 
@@ -75,15 +84,11 @@ def trained(job: Job, plan: Plan) -> Numbers:
     return pipelined(job, plan, [job.batch(0, COUNT)])
 
 
-_GPT: list[tuple[Job, Numbers]] = []
-
-
+@cache
 def gpt() -> tuple[Job, Numbers]:
-    """The job and its numbers in one process, made once."""
-    if not _GPT:
-        job = gpt_job()
-        _GPT.append((job, plain(job, [job.batch(0, COUNT)], COUNT)))
-    return _GPT[0]
+    """The job and its numbers in one process."""
+    job = gpt_job()
+    return job, plain(job, [job.batch(0, COUNT)], COUNT)
 
 
 SWAPPED: list[float] = []
@@ -118,16 +123,14 @@ def prove_schedule(data: st.DataObject) -> None:
 def prove_program(data: st.DataObject) -> None:
     """The program itself is edited: transfers, reductions and optimizer steps too."""
     job, expected = gpt()
-    name = data.draw(st.sampled_from(SYNCHRONOUS))
-    plan = plan_of(job, name, 2, microbatches=COUNT)
+    plan = plan_of(job, data.draw(st.sampled_from(SYNCHRONOUS)), 2, microbatches=COUNT)
     stages = stages_of(job, plan)
     program = lower(plan.as_schedule, stages)
-    rows = walked(
-        data.draw,
-        program.rows,
-        lambda rows: passes(lambda: check_program(replace(program, rows=rows), stages)),
-    )
-    edited = replace(program, rows=rows)
+
+    def accepts(rows: Any) -> bool:
+        return passes(lambda: check_program(replace(program, rows=rows), stages))
+
+    edited = replace(program, rows=walked(data.draw, program.rows, accepts))
 
     def ours(schedule: Schedule, graph: StageGraph, *, policy: MemoryPolicy, **updates: Any) -> Any:
         assert policy == MemoryPolicy() and updates == {"updates": None, "clips": False}
@@ -137,9 +140,9 @@ def prove_program(data: st.DataObject) -> None:
         assert_same(trained(job, plan), expected, tolerance=TOLERANCE)
 
 
-def prove_dag(data: st.DataObject, program: Any) -> None:
+def prove_dag(data: st.DataObject) -> None:
     """A random model, cut into a DAG of stages."""
-    job = job_of(program)
+    job = job_of(data.draw(steps()))
     captured = capture_of(job)
     cut = data.draw(cuts(captured.graph))
     count = data.draw(st.integers(1, 3), label="micro-batches")
@@ -153,44 +156,22 @@ def prove_dag(data: st.DataObject, program: Any) -> None:
     assert_same(found, plain(job, batches, count), tolerance=TOLERANCE)
 
 
+PROVED = [prove_schedule, prove_program, pytest.param(prove_dag, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("prove", PROVED)
 @QUICK
 @given(st.data())
-def test_edited_schedules_train_as_one_process(data: st.DataObject) -> None:
-    prove_schedule(data)
+def test_edits_train_as_one_process(prove: Callable[[st.DataObject], None], data: st.DataObject) -> None:
+    prove(data)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prove", PROVED)
 @LONG
 @given(st.data())
-def test_many_edited_schedules_train_as_one_process(data: st.DataObject) -> None:
-    prove_schedule(data)
-
-
-@QUICK
-@given(st.data())
-def test_edited_programs_train_as_one_process(data: st.DataObject) -> None:
-    prove_program(data)
-
-
-@pytest.mark.slow
-@LONG
-@given(st.data())
-def test_many_edited_programs_train_as_one_process(data: st.DataObject) -> None:
-    prove_program(data)
-
-
-@pytest.mark.slow
-@QUICK
-@given(st.data(), steps())
-def test_edited_schedules_of_dags_train_as_one_process(data: st.DataObject, program: Any) -> None:
-    prove_dag(data, program)
-
-
-@pytest.mark.slow
-@LONG
-@given(st.data(), steps())
-def test_many_edited_schedules_of_dags_train_as_one_process(data: st.DataObject, program: Any) -> None:
-    prove_dag(data, program)
+def test_many_edits_train_as_one_process(prove: Callable[[st.DataObject], None], data: st.DataObject) -> None:
+    prove(data)
 
 
 @QUICK

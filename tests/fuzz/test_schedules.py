@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from random import Random
+from typing import Any
 
 import pytest
 from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 from slow_check import broken_rule, makes, rule_of, stuck, wants
 from slow_program_check import broken_program_rule
+from small import alike, whole_costs
 
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import Action, parse_action
-from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph
@@ -23,31 +23,20 @@ from pipeloom.lowering.passes import lower
 from pipeloom.simulator.simulate import simulate
 
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=CALM)
-LONG = settings(max_examples=5_000, deadline=None, suppress_health_check=CALM)
+
+
+QUICK, LONG = (
+    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (100, 5_000)
+)
 
 
 def run_through(program: Program, stages: StageGraph, seed: int) -> None:
-    """Simulate with uneven times; every action of the program ends."""
-    dice = Random(seed)
-    costs = tuple(
-        StageCost(
-            forward_s=dice.randint(1, 9),
-            backward_s=dice.randint(1, 9),
-            input_grad_s=dice.randint(1, 9),
-            weight_grad_s=dice.randint(0, 9),
-            residual_bytes=dice.randint(0, 9),
-            step_s=1.0,
-        )
-        for _ in stages.stages
-    )
-    device, link = Device(name="any", memory_bytes=1), Link(bandwidth_bytes_per_s=4.0)
-    cluster = Cluster(devices=(device,) * len(program.rows), within_node=link)
-    timeline = simulate(program, stages, costs, cluster, receive_ahead=dice.randint(1, 3))
+    """Simulate with uneven times; every action of the program ends, and nothing stays held."""
+    costs = tuple(replace(cost, static_bytes={}) for cost in whole_costs(len(stages.stages), seed))
+    timeline = simulate(program, stages, costs, alike(len(program.rows), 4.0), receive_ahead=1 + seed % 3)
     ended = {e.action for e in timeline.events}
     assert {str(a) for row in program.rows for a in row if isinstance(a, Action)} <= ended
-    for curve in timeline.memory:
-        assert curve.sizes[-1] == 0
+    assert all(curve.sizes[-1] == 0 for curve in timeline.memory)
 
 
 def refusal(schedule: Schedule, stages: StageGraph) -> ScheduleError | None:
@@ -98,7 +87,8 @@ def prove_edited(found: tuple[Case, list[str]], seed: int) -> None:
         assert expected in MAY_BREAK[names[0]]
 
 
-def prove_program(case: Case, program: Program, seed: int) -> None:
+def prove_program(found: tuple[Case, Program], seed: int) -> None:
+    case, program = found
     expected = broken_program_rule(program, case.stages)
     event(f"{expected}")
     try:
@@ -126,30 +116,22 @@ def test_every_schedule_as_built_is_valid(case: Case, seed: int) -> None:
     run_through(program, case.stages, seed)
 
 
+EDITED = [(edited_schedules(), prove_edited), (edited_programs(lowered), prove_program)]
+
+
+@pytest.mark.parametrize(("cases", "prove"), EDITED, ids=["schedules", "programs"])
 @QUICK
-@given(edited_schedules(), SEEDS)
-def test_edited_schedules(found: tuple[Case, list[str]], seed: int) -> None:
-    prove_edited(found, seed)
+@given(data=st.data(), seed=SEEDS)
+def test_edited(cases: Any, prove: Callable[[Any, int], None], data: st.DataObject, seed: int) -> None:
+    prove(data.draw(cases), seed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("cases", "prove"), EDITED, ids=["schedules", "programs"])
 @LONG
-@given(edited_schedules(), SEEDS)
-def test_many_edited_schedules(found: tuple[Case, list[str]], seed: int) -> None:
-    prove_edited(found, seed)
-
-
-@QUICK
-@given(edited_programs(lowered), SEEDS)
-def test_edited_programs(found: tuple[Case, Program], seed: int) -> None:
-    prove_program(*found, seed)
-
-
-@pytest.mark.slow
-@LONG
-@given(edited_programs(lowered), SEEDS)
-def test_many_edited_programs(found: tuple[Case, Program], seed: int) -> None:
-    prove_program(*found, seed)
+@given(data=st.data(), seed=SEEDS)
+def test_many_edited(cases: Any, prove: Callable[[Any, int], None], data: st.DataObject, seed: int) -> None:
+    prove(data.draw(cases), seed)
 
 
 @QUICK

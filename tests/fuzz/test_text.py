@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,28 +21,37 @@ from pipeloom.ir.stages import chain
 from pipeloom.schedules.formats.csv import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=CALM)
-LONG = settings(max_examples=5_000, deadline=None, suppress_health_check=CALM)
+
+
+QUICK, LONG = (
+    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (100, 5_000)
+)
+
 
 NUMBERS = st.sampled_from(
     ["0", "1", "2", "3", "", "-1", "007", "999999999", "4294967296", "9" * 30, "endless", "1_0", "٣", "²"]
 ).map(lambda text: "9" * 5000 if text == "endless" else text)
+
+
 KINDS = st.sampled_from(
     ["F", "B", "I", "W", "f", "FOO", "SEND_F", "RECV_B", "STEP", "REDUCE", "OFFLOAD", "", "&"]
 )
+
+
 SCRAPS = st.sampled_from(
     [">", "<", "&", ",", " ", "\n", "\r", "\0", '"', "(", ";", ")OVERLAP_F_B", "UNSHARD"]
 )
-WORDS = st.builds(
-    lambda *parts: "".join(parts),
-    NUMBERS,
-    KINDS,
-    NUMBERS,
-    st.one_of(st.just(""), SCRAPS),
-    st.one_of(st.just(""), NUMBERS),
-)
+
+
+WORDS = st.builds("{}{}{}{}{}".format, NUMBERS, KINDS, NUMBERS, st.just("") | SCRAPS, st.just("") | NUMBERS)
+
+
 GOOD = st.builds("{}{}{}".format, st.integers(0, 2), st.sampled_from("FBIW"), st.integers(0, 2))
+
+
 LINES = st.lists(st.one_of(GOOD, GOOD, GOOD, WORDS, st.text(max_size=8)), max_size=8).map(" ".join)
+
+
 TEXTS = st.one_of(
     st.text(max_size=60),
     WORDS,
@@ -87,24 +97,6 @@ def cluster(text: str) -> None:
     ours(lambda: json_codec.from_json(text, Cluster, what="cluster.json"))
 
 
-READERS = (actions, rows, program, csv, cluster)
-
-
-@pytest.mark.parametrize("read", READERS)
-@QUICK
-@given(text=TEXTS)
-def test_texts(read: Callable[[str], None], text: str) -> None:
-    read(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("read", READERS)
-@LONG
-@given(text=TEXTS)
-def test_many_texts(read: Callable[[str], None], text: str) -> None:
-    read(text)
-
-
 @QUICK
 @given(content=st.binary(max_size=40) | TEXTS.map(lambda text: text.encode(errors="surrogatepass")))
 def test_files(tmp_path: Path, content: bytes) -> None:
@@ -126,28 +118,33 @@ def plans(draw: st.DrawFn) -> str:
     return json.dumps(plain)
 
 
-def plan_is_read_or_refused(file: Path, text: str) -> None:
-    file.write_text(text)
-    plan = ours(lambda: load_plan(file))
-    if plan is None:
-        return
-    schedule = ours(lambda: plan.as_schedule)
-    cut = ours(lambda: plan.replicated(plan.stage_graph(GRAPH)))
-    if schedule is not None and cut is not None:
-        ours(lambda: check(schedule, cut))
+def plan(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "plan.json").write_text(text)
+        found = ours(lambda: load_plan(Path(folder) / "plan.json"))
+    if found is not None:
+        schedule = ours(lambda: found.as_schedule)
+        cut = ours(lambda: found.replicated(found.stage_graph(GRAPH)))
+        if schedule is not None and cut is not None:
+            ours(lambda: check(schedule, cut))
 
 
+READERS = [*((read, TEXTS) for read in (actions, rows, program, csv, cluster)), (plan, plans())]
+
+
+@pytest.mark.parametrize(("read", "texts"), READERS)
 @QUICK
-@given(text=plans())
-def test_changed_plans(tmp_path: Path, text: str) -> None:
-    plan_is_read_or_refused(tmp_path / "plan.json", text)
+@given(data=st.data())
+def test_texts(read: Callable[[str], None], texts: st.SearchStrategy[str], data: st.DataObject) -> None:
+    read(data.draw(texts))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("read", "texts"), READERS)
 @LONG
-@given(text=plans())
-def test_many_changed_plans(tmp_path: Path, text: str) -> None:
-    plan_is_read_or_refused(tmp_path / "plan.json", text)
+@given(data=st.data())
+def test_many_texts(read: Callable[[str], None], texts: st.SearchStrategy[str], data: st.DataObject) -> None:
+    read(data.draw(texts))
 
 
 def test_the_plan_as_it_is() -> None:

@@ -1,5 +1,7 @@
 """Clusters: which link joins two devices, what devices share, and what is refused."""
 
+from __future__ import annotations
+
 import pytest
 
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -18,11 +20,8 @@ def test_the_link_is_that_of_the_group_then_of_the_node_then_between_nodes():
     cluster = Cluster(devices=pairs, within_node=SLOW, between_nodes=FAR, groups=groups)
     assert [cluster.link(0, to) for to in range(1, 5)] == [FAST, SLOW, SLOW, FAR]
     assert cluster.link(2, 3) == FAST and cluster.link(4, 3) == FAR
-
-
-def test_devices_without_a_group_are_in_none():
-    cluster = Cluster(devices=(card(), card()), within_node=SLOW, groups={"a": FAST})
-    assert cluster.link(0, 1) == SLOW
+    alone = Cluster(devices=(card(), card()), within_node=SLOW, groups={"a": FAST})
+    assert alone.link(0, 1) == SLOW
 
 
 def test_the_way_back_from_the_host_is_the_way_there_unless_it_differs():
@@ -36,9 +35,9 @@ def test_the_way_back_from_the_host_is_the_way_there_unless_it_differs():
 @pytest.mark.parametrize(
     ("devices", "fields", "words"),
     [
-        ((card(switch="left"),), {"switches": {"lefft": SLOW}}, "switch 'left'.*\nhint: did you mean lefft"),
-        ((card(switch="a"),), {}, "names the switch 'a', which the cluster does not have\nhint: give that"),
-        ((card(group="pair"),), {}, "names the group 'pair'"),
+        ((card(switch="left"),), {"switches": {"lefft": SLOW}}, "did you mean lefft"),
+        ((card(switch="a"),), {}, "switch 'a'"),
+        ((card(group="pair"),), {}, "group 'pair'"),
         ((card(switch="a"), card(switch="a", node=1)), {"switches": {"a": SLOW}}, "in node 0 and in node 1"),
         ((), {}, "no device"),
     ],
@@ -48,34 +47,18 @@ def test_what_is_refused(devices, fields, words):
         Cluster(devices=devices, within_node=SLOW, **fields)
 
 
-def test_an_efficiency_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="a share of 0.0 of its peak in matmul"):
-        card(efficiency={"matmul": 0.0})
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -1.0])
-@pytest.mark.parametrize("field", ["latency_s", "overhead_s", "overhead_s_per_byte", "bandwidth_bytes_per_s"])
-def test_a_link_has_no_number_that_would_make_times_meaningless(field, bad):
-    fields = {"bandwidth_bytes_per_s": 1e9, field: bad}
-    if fields["bandwidth_bytes_per_s"] == INF:
-        assert Link(**fields).transfer_s(10**9) == 0.0
-        return
-    with pytest.raises(ConfigError, match=str(bad)):
-        Link(**fields)
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -1.0])
-@pytest.mark.parametrize("field", ["memory_bytes_per_s", "launch_s", "host_memory_bytes", "memory_bytes"])
-def test_a_device_has_finite_numbers(field, bad):
-    with pytest.raises(ConfigError, match=str(bad)):
-        Device(**{"name": "card", "memory_bytes": 1, field: bad})
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -1.0])
-@pytest.mark.parametrize("field", ["flops_per_s", "efficiency"])
-def test_a_device_has_finite_rates(field, bad):
-    with pytest.raises(ConfigError, match=str(bad)):
-        card(**{field: {"float32": bad}})
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_no_number_would_make_times_meaningless(bad):
+    rates = ["flops_per_s", "efficiency"]
+    sizes = ["memory_bytes_per_s", "launch_s", "host_memory_bytes", "memory_bytes"]
+    for make, field, value in (
+        *((Link, field, bad) for field in ("latency_s", "overhead_s", "overhead_s_per_byte")),
+        *((Device, field, bad) for field in sizes),
+        *((Device, field, {"float32": bad}) for field in rates),
+        (Device, "efficiency", {"matmul": 0.0}),
+        *([(Link, "bandwidth_bytes_per_s", bad)] if bad != float("inf") else []),
+    ):
+        fields = {"bandwidth_bytes_per_s": 1e9} if make is Link else {"name": "card", "memory_bytes": 1}
+        with pytest.raises(ConfigError, match="0.0" if value == {"matmul": 0.0} else str(bad)):
+            make(**(fields | {field: value}))
+    assert Link(bandwidth_bytes_per_s=float("inf")).transfer_s(10**9) == 0.0

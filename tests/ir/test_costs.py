@@ -28,19 +28,18 @@ def test_a_slow_device_takes_longer_and_holds_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "words"),
     [
-        ({"forward_s": -1.0}, "stage cost has forward_s = -1.0"),
-        ({"step_s": float("nan")}, "stage cost has step_s = nan"),
-        ({"residual_bytes": -4}, "stage cost has residual_bytes = -4.0"),
-        ({"transient_bytes": {"F": -1}}, "stage cost has transient_bytes[F] = -1.0"),
-        ({"static_bytes": {"weights": 1}}, "stage cost has static bytes of kind 'weights'"),
+        ({"forward_s": -1.0}, "forward_s = -1.0"),
+        ({"step_s": float("nan")}, "step_s = nan"),
+        ({"residual_bytes": -4}, "residual_bytes = -4.0"),
+        ({"transient_bytes": {"F": -1}}, r"transient_bytes\[F\] = -1.0"),
+        ({"static_bytes": {"weights": 1}}, "'weights'"),
     ],
 )
-def test_refuses(more: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses(more: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         cost(**more)
-    assert caught.value.message == message
 
 
 def test_json_round_trip() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from small import alike, simulated
 
 from pipeloom.checks.weight_versions import versions
-from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
@@ -39,15 +39,16 @@ def test_2bw_keeps_two_versions_and_d_minus_s_micro_batches(microbatches):
         assert stage.used == tuple(max(k // microbatches - 1, 0) for k in range(6 * microbatches))
 
 
-def test_two_micro_batches_fewer_than_stages_are_refused_with_what_suffices():
-    with pytest.raises(ScheduleError, match="update every 3 micro-batches"):
-        built("1f1b", 4, 2)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "po", "looped_bfs"])
-def test_schedules_that_do_not_repeat_are_refused(name):
-    with pytest.raises(ScheduleError, match=r"does not repeat|newest there is 0"):
-        built(name, 4, 8)
+@pytest.mark.parametrize(
+    ("name", "every", "words"),
+    [
+        ("1f1b", 2, "update every 3 micro-batches"),  # two fewer than stages
+        *((name, 8, "does not repeat|newest there is 0") for name in ("gpipe", "po", "looped_bfs")),
+    ],
+)
+def test_schedules_that_do_not_repeat_are_refused(name, every, words):
+    with pytest.raises(ScheduleError, match=words):
+        built(name, 4, every)
 
 
 def test_rows_outside_the_window_are_refused():
@@ -60,16 +61,13 @@ def test_rows_outside_the_window_are_refused():
 def test_a_steady_step_has_no_bubble(name, clips):
     """F = I = W = 1, free messages: a step of m micro-batches takes 3 m v on each rank, and no more."""
     stages, body = built(name, 4, 8)
-    updates = Updates(policy="2bw", every=8)
-    program = lower(body.unrolled, stages, updates=updates, clips=clips)
-    device = Device(name="any", memory_bytes=10**12)
-    cluster = Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e18))
+    program = lower(body.unrolled, stages, updates=Updates(policy="2bw", every=8), clips=clips)
     count = len(stages.stages)
-    timeline = simulate(program, stages, equal_costs(count), cluster)
+    timeline = simulate(program, stages, equal_costs(count), alike(4, 1e18))
     assert timeline.step_s == pytest.approx(3 * 8 * count / 4)
     assert timeline.bubble == pytest.approx(0.0, abs=1e-6)
     flushed = registry.build(name, stages, body.placement, 8)
-    assert timeline.step_s < simulate(lower(flushed, stages), stages, equal_costs(count), cluster).step_s
+    assert timeline.step_s < simulated(flushed, stages=stages).step_s
 
 
 def test_steps_stand_where_the_gradients_are_complete_and_sums_are_awaited_late():

@@ -1,5 +1,7 @@
 """Sizes as text."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -10,14 +12,8 @@ from pipeloom.ir.units import UNITS, enough_bytes, format_bytes, parse_bytes
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1", 1),
-        ("1B", 1),
-        (" 2 KiB ", 2048),
-        ("1.5MiB", 1572864),
-        ("2kB", 2000),
-        ("0.5GB", 500_000_000),
-        ("24.2MiB", 25_375_539),
-        (7, 7),
+        *(("1", 1), ("1B", 1), (7, 7), (" 2 KiB ", 2048), ("1.5MiB", 1572864), ("2kB", 2000)),
+        *(("0.5GB", 500_000_000), ("24.2MiB", 25_375_539)),
     ],
 )
 def test_what_is_read(text, size):
@@ -27,22 +23,15 @@ def test_what_is_read(text, size):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot read '' as a size"),
-        ("GiB", "cannot read"),
-        ("-1GiB", "cannot read"),
-        ("1e9", "cannot read"),
-        ("1GiB2", "cannot read"),
-        ("1,5GiB", "cannot read"),
-        ("inf", "cannot read"),
-        ("1Gib", "unknown unit 'Gib'"),
-        ("3 parsecs", "unknown unit 'parsecs'"),
+        *(
+            (text, "cannot read")
+            for text in ("", "GiB", "-1GiB", "1e9", "1GiB2", "1,5GiB", "inf", -5, True, None, 1.5)
+        ),
+        ("1Gib", "'Gib'"),
+        ("3 parsecs", "'parsecs'"),
         ("0MiB", "no size above 0"),
-        ("0.3B", "less than a byte"),
-        (-5, "cannot read"),
         (0, "no size above 0"),
-        (True, "cannot read True"),
-        (None, "cannot read None"),
-        (1.5, "cannot read 1.5"),
+        ("0.3B", "less than a byte"),
     ],
 )
 def test_what_is_refused(text, words):

@@ -1,10 +1,13 @@
 """The two ways to the same numbers: any stage, and rows of intervals."""
 
+from __future__ import annotations
+
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from random_ops import cluster_of, op_graph, profile_of
 
 from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
@@ -19,19 +22,31 @@ def columns(footprint: Footprint) -> tuple:
     return tuple(getattr(footprint, f.name) for f in fields(footprint))
 
 
+def read_by(name: str, size: int, *sources: str, view: bool = False, grad: bool = False) -> Op:
+    out = Value(name=name, shape=(size,), dtype="float32", needs_grad=grad)
+    return Op(name=name, target="aten.some.default", inputs=sources, outputs=(out,), view=view)
+
+
+def of_ops(*ops: Op) -> tuple[OpGraph, Profile]:
+    """A graph without parameters, whose ops take a second each."""
+    graph = OpGraph(name="hand", inputs=(), ops=ops, parameters=(), buffers=(), loss=ops[-1].name)
+    costs = {op.name: OpCost(forward_s=1) for op in ops}
+    return graph, Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+
+
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, make_cluster):
+def test_rows_of_intervals_agree_with_stages(data):
     ops = data.draw(st.integers(1, 9))
-    graph = draw_graph(data.draw, ops)
-    profiles = [draw_profile(data.draw, graph) for _ in range(2)]
+    graph = op_graph(data.draw, ops)
+    profiles = [profile_of(data.draw, graph) for _ in range(2)]
     stages = data.draw(st.integers(1, ops))
     inner = sorted(data.draw(st.permutations(range(1, ops)))[: stages - 1])
     cuts = [0, *inner, ops]
     options = CostOptions(microbatches=4, overlap=data.draw(st.booleans()))
     kinds = [profiles[s % 2] for s in range(stages)]
-    cluster = make_cluster([1] * stages, bandwidth=20.0, latency_s=1.0, nodes=2)
+    cluster = cluster_of([1] * stages, bandwidth=20.0, latency_s=1.0, nodes=2)
     model = CostModel(graph, kinds, cluster, options)
     assigned = [op.name for op in graph.ops if not op.cheap]
     stage_of = {name: sum(c <= p for c in inner) for p, name in enumerate(assigned)}
@@ -56,26 +71,11 @@ def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, mak
     reason="LivenessSweep.bounds leaves out a storage that only a later stage saves, although only a part of "
     "it is sent: no message counts the rest. To mend it changes plans."
 )
-def test_rough_rows_are_upper_bounds_where_a_part_of_a_saved_storage_is_sent(make_cluster):
-    def value(name: str, size: int) -> Value:
-        return Value(name=name, shape=(size,), dtype="float32")
-
-    target = "aten.some.default"
-    graph = OpGraph(
-        name="part",
-        inputs=(),
-        ops=(
-            Op(name="a", target=target, inputs=(), outputs=(value("a", 2),)),
-            Op(name="v", target=target, inputs=("a",), outputs=(value("v", 1),), view=True),
-            Op(name="b", target=target, inputs=("v",), outputs=(value("b", 1),)),
-        ),
-        parameters=(),
-        buffers=(),
-        loss="b",
-    )
-    costs = {name: OpCost(forward_s=1) for name in "av"} | {"b": OpCost(forward_s=1, saves=("v",))}
-    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=1))
+def test_rough_rows_are_upper_bounds_where_a_part_of_a_saved_storage_is_sent():
+    a = read_by("a", 2)
+    graph, profile = of_ops(a, read_by("v", 1, "a", view=True), read_by("b", 1, "v"))
+    profile = replace(profile, costs={**profile.costs, "b": OpCost(forward_s=1, saves=("v",))})
+    model = CostModel(graph, [profile], cluster_of([1]), CostOptions(microbatches=1))
     exact, rough = (model.row(0, np.arange(1, 4), exact=exact)[0] for exact in (True, False))
     assert (rough.forward_transient >= exact.forward_transient).all()
 
@@ -83,12 +83,12 @@ def test_rough_rows_are_upper_bounds_where_a_part_of_a_saved_storage_is_sent(mak
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_rough_rows_are_upper_bounds(data, draw_graph, draw_profile, make_cluster):
+def test_rough_rows_are_upper_bounds(data):
     """In the forward only where no view is a part of its storage; see the test above."""
     ops = data.draw(st.integers(1, 9))
-    graph = draw_graph(data.draw, ops)
-    profile = draw_profile(data.draw, graph)
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=4))
+    graph = op_graph(data.draw, ops)
+    profile = profile_of(data.draw, graph)
+    model = CostModel(graph, [profile], cluster_of([1]), CostOptions(microbatches=4))
     whole = all(model.readers.is_whole(value) for value in graph.value.values())
     for start in range(ops):
         ends = np.arange(start + 1, ops + 1)
@@ -104,20 +104,13 @@ def linear(name: str, source: str, size: int, weight: str) -> Op:
 
 def two_linears() -> tuple[OpGraph, Profile]:
     """x -> a = linear(x, w) -> v = view(a) -> b = linear(v, w) -> loss; the weight is tied."""
-    view = Op(
-        name="v",
-        target="aten.reshape.default",
-        inputs=("a",),
-        view=True,
-        outputs=(Value(name="v", shape=(5, 2), dtype="float32", needs_grad=True),),
-    )
+    view = replace(read_by("v", 10, "a", view=True, grad=True), target="aten.reshape.default")
+    momentum = UpdateBytes(state=400, step=400)
     graph = OpGraph(
         name="two",
         inputs=(Value(name="x", shape=(10,), dtype="float32"),),
         ops=(linear("a", "x", 10, "w"), view, linear("b", "v", 20, "w")),
-        parameters=(
-            Parameter(name="w", shape=(100,), dtype="float32", given_update=UpdateBytes(state=400, step=400)),
-        ),
+        parameters=(Parameter(name="w", shape=(100,), dtype="float32", given_update=momentum),),
         buffers=(),
         loss="b",
     )
@@ -129,11 +122,23 @@ def two_linears() -> tuple[OpGraph, Profile]:
     return graph, Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
 
 
-def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
+APART, TOGETHER = {"a": 0, "v": 0, "b": 1}, {"a": 0, "v": 0, "b": 0}
+
+
+def model_of(graph: OpGraph, profile: Profile, stages: int = 1, **options) -> CostModel:
+    options = CostOptions(**{"microbatches": 2 * stages} | options)
+    return CostModel(graph, [profile] * stages, cluster_of([1] * stages), options)
+
+
+def whole(graph: OpGraph, profile: Profile, **costs: OpCost) -> Footprint:
+    """Of all ops as one stage, some of which cost something else."""
+    made = replace(profile, costs=profile.costs | costs)
+    return model_of(graph, made).stage_footprint(cut(graph, TOGETHER), 0)
+
+
+def test_memory_by_kind_of_a_hand_made_cut():
     graph, profile = two_linears()
-    options = CostOptions(microbatches=4)
-    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
-    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
+    model, stages = model_of(graph, profile, 2), cut(graph, APART)
     first, second = estimate_stage(model, stages, 0).plan(2), estimate_stage(model, stages, 1).plan(1)
     assert (first.memory.parameters, first.memory.gradients, first.memory.optimizer) == (400, 400, 400)
     assert second.memory.parameters == 400  # a tied parameter has a replica in each stage that reads it
@@ -143,23 +148,19 @@ def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
     assert first.memory.boundary == 3 * 40 + 40
     # Buffers of v, one in use and two ahead; a gradient is made, and another one is on its way.
     assert second.memory.boundary == 3 * 40 + 2 * 40
-    assert (
-        estimate_stage(model, stages, 1).plan(2).memory.boundary == 4 * 40 + 2 * 40
-    )  # one more buffer is kept
-    at_once = CostModel(graph, [profile] * 2, make_cluster([1, 1]), replace(options, sends_in_flight=0))
+    assert estimate_stage(model, stages, 1).plan(2).memory.boundary == 4 * 40 + 2 * 40  # one more is kept
+    at_once = model_of(graph, profile, 2, sends_in_flight=0)
     assert estimate_stage(at_once, stages, 1).plan(1).memory.boundary == 3 * 40 + 40
     # Around b only the new gradient of w: that of v is a message. Around a also its own, made by the view.
     assert (first.memory.transient, second.memory.transient) == (40 + 400, 400)
     assert (first.forward_s, first.input_grad_s, first.weight_grad_s) == (1, 0, 2)
 
 
-def test_a_received_value_that_is_not_saved_frees_its_buffer_after_the_forward(make_cluster):
+def test_a_received_value_that_is_not_saved_frees_its_buffer_after_the_forward():
     graph, profile = two_linears()
     profile = replace(profile, costs={**profile.costs, "b": OpCost(forward_s=1)})
-    options = CostOptions(microbatches=9, sends_in_flight=0)
-    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
-    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
-    assert estimate_stage(model, stages, 1).plan(3).memory.boundary == 2 * 40 + 40
+    model = model_of(graph, profile, 2, microbatches=9, sends_in_flight=0)
+    assert estimate_stage(model, cut(graph, APART), 1).plan(3).memory.boundary == 2 * 40 + 40
 
 
 def untied(graph: OpGraph) -> OpGraph:
@@ -168,66 +169,37 @@ def untied(graph: OpGraph) -> OpGraph:
     return replace(graph, ops=(*graph.ops[:2], linear("b", "v", 20, "u")), parameters=own)
 
 
-def test_what_is_freed_along_the_way(make_cluster):
+def test_what_is_freed_along_the_way():
     tied, profile = two_linears()
     graph = untied(tied)
-    whole = cut(graph, {"a": 0, "v": 0, "b": 0})
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
-    found = model.stage_footprint(whole, 0)
+    found = whole(graph, profile)
     # The forward ends with b (80) besides. Worst is b's backward: gradients of v and u, with all residuals.
     assert (found.residuals, found.forward_transient, found.backward_transient) == (40 + 8, 80, 40 + 400)
     heavy = replace(profile.costs["a"], grad_transient_bytes=1000)
-    profile = replace(profile, costs={**profile.costs, "a": heavy})
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
     # Now it is a's: only its own gradients (a is saved by b, gone by then) and the scratch.
-    found = model.stage_footprint(whole, 0)
+    found = whole(graph, profile, a=heavy)
     assert (found.forward_transient, found.backward_transient) == (80, 40 + 400 + 1000 - 48)
+    # A gradient that a view passes on is no new tensor.
+    passed = OpCost(forward_s=0, passes=("a",))
+    assert whole(graph, profile, a=heavy, v=passed).backward_transient == 40 + 400 + 1000 - 48
+    assert whole(graph, profile, v=passed).backward_transient == 40 + 400
 
 
-def test_gradients_that_views_and_additions_pass_on_are_no_new_tensors(make_cluster):
-    graph, profile = two_linears()
-    graph = untied(graph)
-    whole = cut(graph, {"a": 0, "v": 0, "b": 0})
-    at_end = replace(profile.costs["a"], grad_transient_bytes=1000)
-    own = {**profile.costs, "a": at_end, "v": OpCost(forward_s=0, passes=("a",))}
-    sizes = [
-        CostModel(graph, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=2))
-        .stage_footprint(whole, 0)
-        .backward_transient
-        for costs in (own, {**own, "a": profile.costs["a"]})
-    ]
-    assert sizes == [40 + 400 + 1000 - 48, 40 + 400]
-
-
-def test_gradients_of_a_tied_parameter_are_added_in_the_first_of_its_backwards(make_cluster):
-    graph, profile = two_linears()
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
+def test_a_tied_parameter_and_a_value_saved_twice_count_once_and_gradients_are_added_in_the_first_backward():
+    found = whole(*two_linears())
+    assert (found.parameters, found.residuals, found.received, found.sent) == (400, 40 + 8, 0, 0)
     # Both gradients of w, one of which becomes the sum, and that of a's output; the residuals are gone.
-    assert (
-        model.stage_footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).backward_transient == 2 * 400 + 40 - 48
-    )
+    assert found.backward_transient == 2 * 400 + 40 - 48
 
 
-def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
-    def op(name: str, *sources: str) -> Op:
-        out = Value(name=name, shape=(10,), dtype="float32", needs_grad=True)
-        return Op(name=name, target="aten.some.default", inputs=sources, outputs=(out,))
-
-    graph = OpGraph(
-        name="twice",
-        inputs=(),
-        ops=(op("a"), op("b", "a"), op("c", "a"), op("d", "b", "c")),
-        parameters=(),
-        buffers=(),
-        loss="d",
-    )
-    costs = {name: OpCost(forward_s=1) for name in "abcd"}
-    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+def test_a_value_read_twice_gets_its_gradient_added_up():
+    reads = {"a": "", "b": "a", "c": "a", "d": "bc"}
+    graph, profile = of_ops(*(read_by(name, 10, *sources, grad=True) for name, sources in reads.items()))
 
     def transient(*passing: tuple[str, str]) -> float:
-        own = costs | {name: replace(costs[name], passes=(*source,)) for name, source in passing}
-        made = replace(profile, costs=own)
-        model = CostModel(graph, [made], make_cluster([1]), CostOptions(microbatches=1))
+        own = {name: replace(profile.costs[name], passes=(*source,)) for name, source in passing}
+        made = replace(profile, costs=profile.costs | own)
+        model = CostModel(graph, [made], cluster_of([1]), CostOptions(microbatches=1))
         return model.stage_footprint(cut(graph, dict.fromkeys("abcd", 0)), 0).backward_transient
 
     assert transient() == 3 * 40  # in b's backward: its own gradient, a's from c, and a's from b, added to it
@@ -237,53 +209,31 @@ def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
     assert transient(("b", "a"), ("c", "a"), ("d", "bc")) == 40  # the sum alone
 
 
-def test_weight_versions(make_cluster):
+def test_the_optimizer_needs_scratch_for_its_step():
     graph, profile = two_linears()
-    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
-    for policy, versions in (("flush", 1), ("stash", 3), ("2bw", 2)):
-        options = CostOptions(microbatches=4, weights=policy)
-        model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
-        memory = estimate_stage(model, stages, 0).plan(3).memory
-        assert (memory.parameters, memory.gradients, memory.optimizer) == (versions * 400, 400, 400)
-
-
-def test_the_optimizer_needs_scratch_for_its_step(make_cluster):
-    graph, profile = two_linears()
-    costs = {name: OpCost(forward_s=1) for name in "avb"}
     small = replace(graph, ops=tuple(replace(op, params=()) for op in graph.ops))
-    model = CostModel(small, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=1))
-    assert estimate_stage(model, cut(small, dict.fromkeys("avb", 0)), 0).plan(1).memory.transient == 400
+    model = model_of(small, replace(profile, costs={name: OpCost(forward_s=1) for name in "avb"}))
+    assert estimate_stage(model, cut(small, TOGETHER), 0).plan(1).memory.transient == 400
 
 
-def test_a_value_saved_by_two_ops_and_a_tied_parameter_count_once(make_cluster):
+@pytest.mark.parametrize(("overlap", "turns"), [(True, [3, 40]), (False, [3 + 80, 9 + 80])])
+def test_transfers_are_hidden_behind_compute_or_added_to_it(overlap, turns):
     graph, profile = two_linears()
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=4))
-    whole = model.stage_footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0)
-    assert (whole.parameters, whole.residuals, whole.received, whole.sent) == (400, 40 + 8, 0, 0)
+    cluster = cluster_of([1, 1], bandwidth=1.0)  # 40 bytes take 40 s
+    model = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=overlap))
+    assert [model.turn_s(cut(graph, APART), s) for s in (0, 1)] == turns
 
 
-def test_transfers_are_hidden_behind_compute_or_added_to_it(make_cluster):
-    graph, profile = two_linears()
-    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
-    cluster = make_cluster([1, 1], bandwidth=1.0)  # 40 bytes take 40 s
-    hidden = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=True))
-    added = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=False))
-    assert [hidden.turn_s(stages, s) for s in (0, 1)] == [3, 40]
-    assert [added.turn_s(stages, s) for s in (0, 1)] == [3 + 80, 9 + 80]
-
-
-def test_a_part_of_a_storage_is_sent_as_a_copy(make_cluster):
+def test_a_part_of_a_storage_is_sent_as_a_copy():
     """Its storage is there until the copies are made; what fills a storage is sent as it is."""
     graph, profile = two_linears()
     halves = tuple(Value(name=f"part{i}", shape=(5,), dtype="float32", needs_grad=True) for i in (0, 1))
     split = Op(name="v", target="aten.split.Tensor", inputs=("a",), outputs=halves, view=True)
     joined = replace(linear("b", "part0", 20, "w"), inputs=("part0", "part1"))
     graph = replace(graph, ops=(graph.ops[0], split, joined))
-    profile = replace(profile, graph=graph.fingerprint)
-    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), CostOptions(microbatches=4))
-    after, before = (cut(graph, {"a": 0, "v": v, "b": 1}) for v in (0, 1))
-    parts, whole = model.stage_footprint(after, 0), model.stage_footprint(before, 0)
+    model = model_of(graph, replace(profile, graph=graph.fingerprint), 2)
+    parts, all_of_it = (model.stage_footprint(cut(graph, {"a": 0, "v": v, "b": 1}), 0) for v in (0, 1))
     assert (parts.sent, parts.whole, parts.forward_transient) == (40, 0, 40)
-    assert (whole.sent, whole.whole, whole.forward_transient) == (40, 40, 0)
+    assert (all_of_it.sent, all_of_it.whole, all_of_it.forward_transient) == (40, 40, 0)
     row, _ = model.row(0, np.array([1, 2]))
     assert row.whole.tolist() == [40, 0] and row.forward_transient.tolist() == [0, 40]

@@ -13,8 +13,9 @@ import search as bench_search
 from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.ir.plan import Plan
 from pipeloom.planner.make_plan import make_plan
-from pipeloom.planner.piper_graphs import read_piper_graph
+from pipeloom.planner.piper_graphs import PiperGraph, read_piper_graph
 from pipeloom.planner.search.down_sets import DownSets, PieceGraph, count_down_sets
 from pipeloom.planner.strategies.graph_chains import Machine, pipedream_graph, piper
 
@@ -119,7 +120,6 @@ def test_both_find_the_best_chain_there_is(
     "edges, pieces, count",
     [
         (towers(4, 8), 32, 6_561),
-        (towers(7, 4), 28, 78_125),
         (towers(4, 8, join=1), 33, 6_562),
         (towers(1, 500), 500, 501),
         (towers(30, 3), 90, 4**30),
@@ -131,16 +131,15 @@ def test_down_sets_are_counted_without_listing_them(
     assert count_down_sets(pieces, edges) == count
 
 
-def alike(pieces: int, edges: list[tuple[int, int]]) -> PieceGraph:
+@pytest.mark.parametrize(
+    ("planner", "edges", "pieces", "count"),
+    [(piper, towers(7, 4), 28, "78,125"), (pipedream_graph, towers(11, 3), 33, "4,194,304")],
+)
+def test_too_many_down_sets_are_refused_with_their_number(planner, edges, pieces, count) -> None:
     ones = (1.0,) * pieces
-    return PieceGraph(ones, ones, ones, tuple((a, (b,), 1.0) for a, b in edges))
-
-
-def test_too_many_down_sets_are_refused_with_their_number() -> None:
-    with pytest.raises(PlanError, match="planner piper would look at 78,125 down-sets of 28 pieces"):
-        piper(alike(28, towers(7, 4)), Machine(1.0, (100.0,) * 4))
-    with pytest.raises(PlanError, match="planner pipedream-graph would look at 4,194,304 down-sets"):
-        pipedream_graph(alike(33, towers(11, 3)), Machine(1.0, (100.0,) * 4))
+    graph = PieceGraph(ones, ones, ones, tuple((a, (b,), 1.0) for a, b in edges))
+    with pytest.raises(PlanError, match=count):
+        planner(graph, Machine(1.0, (100.0,) * 4))
 
 
 def file_of(folder: Path, **changed: object) -> Path:
@@ -164,51 +163,36 @@ def file_of(folder: Path, **changed: object) -> Path:
     return folder / "graph.json"
 
 
+def planned(read: PiperGraph, strategy: str) -> Plan:
+    how = {"ranks": read.devices, "schedule": "1f1b", "microbatches": read.microbatches, "planner": strategy}
+    return make_plan(*read.as_model(), **how)
+
+
 @pytest.mark.parametrize("strategy", ["exact", "graphpipe", "pipedream-graph", "piper"])
 def test_pipers_graphs_are_read_and_planned(tmp_path: Path, strategy: str) -> None:
     found = read_piper_graph(file_of(tmp_path))
     assert sum(found.pieces.seconds) == pytest.approx(1.5) and found.pieces.held_bytes == (1000.0,) * 5
-    graph, profile, cluster = found.as_model()
-    made = make_plan(
-        graph,
-        profile,
-        cluster,
-        ranks=found.devices,
-        schedule="1f1b",
-        microbatches=found.microbatches,
-        planner=strategy,
-    )
-    stages = made.stage_graph(graph)
+    made = planned(found, strategy)
     busiest = max(part.forward_s + part.input_grad_s + part.weight_grad_s for part in made.stages)
     assert busiest == pytest.approx(0.6)  # two nodes of five on the busiest of three
-    assert sum(len(part.ops) for part in made.stages) == 5 and len(stages.stages) == 3
-
-
-def test_milliseconds_are_read_as_such(tmp_path: Path) -> None:
+    assert sum(len(part.ops) for part in made.stages) == 5 and len(made.stages) == 3
     assert sum(read_piper_graph(file_of(tmp_path), seconds_per_unit=1e-3).pieces.seconds) < 0.0016
+    # A stage of one node holds 800 bytes and 1000 per micro-batch: 3800 on the first of three.
+    with pytest.raises(InfeasibleError):
+        planned(read_piper_graph(file_of(tmp_path, maxMemoryPerDevice=3000)), strategy)
 
 
 def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
     circle = [{"sourceId": a, "destId": b, "communicationCost": 1.0} for a, b in ((0, 1), (1, 0))]
-    for changed, said in (
-        ({"edges": circle}, "wait in a circle"),
-        ({"nodes": []}, "KeyError"),
-        ({"maxDevices": None}, "TypeError"),
-        ({"edges": [{"sourceId": 9, "destId": 0, "communicationCost": 1.0}]}, "KeyError 9"),
-    ):
+    stranger = [{"sourceId": 9, "destId": 0, "communicationCost": 1.0}]
+    changes = {"circle": {"edges": circle}, "KeyError 9": {"edges": stranger}, "KeyError": {"nodes": []}}
+    for said, changed in (changes | {"TypeError": {"maxDevices": None}}).items():
         with pytest.raises(PlanError, match=said):
             read_piper_graph(file_of(tmp_path, **changed))
     (tmp_path / "no.json").write_bytes(b"\xff{")
     for name in ("no.json", "missing.json"):
-        with pytest.raises(PlanError, match=f"cannot read .*{name}"):
+        with pytest.raises(PlanError, match=name):
             read_piper_graph(tmp_path / name)
-
-
-def test_piper_keeps_to_the_memory_or_finds_nothing(tmp_path: Path) -> None:
-    """A stage of one node holds 800 bytes and 1000 per micro-batch: 3800 on the first of three."""
-    graph, profile, cluster = read_piper_graph(file_of(tmp_path, maxMemoryPerDevice=3000)).as_model()
-    with pytest.raises(InfeasibleError):
-        make_plan(graph, profile, cluster, ranks=3, schedule="1f1b", microbatches=6, planner="piper")
 
 
 def test_the_bench_compares_planners_on_a_graph_of_pipers(

@@ -1,13 +1,13 @@
-"""PipeDream's dynamic programme in both modes, its formulas for replicas, and its profile format."""
+"""PipeDream's dynamic programme in both modes, and its formulas for replicas."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
 import pytest
-from pipedream_profile import read_profile
 
-from pipeloom.ir.errors import ConfigError
 from pipeloom.planner.strategies.pipedream import Layer, PartitionRules, noam, partition, stage_s
 
 
@@ -21,6 +21,8 @@ def chain(seconds, activations=None, parameters=None) -> list[Layer]:
 
 
 PAPER = PartitionRules(mode="paper", bandwidth=10.0)
+
+
 REPO = PartitionRules(mode="repo", bandwidth=10.0)
 
 
@@ -57,7 +59,12 @@ def test_memory_is_counted_differently():
     layers = chain([1, 1, 1, 1], activations=[10, 10, 10, 10])
     halves = ((0, 2, 1), (2, 4, 1))
     # The first stage's two layers take 10 bytes each: two micro-batches in the paper, one in the repository.
-    for mode, memory, stages in (("repo", 20, halves), ("paper", 20, ()), ("paper", 40, halves)):
+    for mode, memory, stages in (
+        ("repo", 20, halves),
+        ("paper", 1, ()),
+        ("paper", 20, ()),
+        ("paper", 40, halves),
+    ):
         rules = PartitionRules(mode=mode, bandwidth=1e9, memory_bytes=memory)
         assert partition(layers, 2, rules).stages == stages
     assert noam(4, 3) == 2
@@ -73,14 +80,14 @@ def test_replicas_are_the_best_of_all_assignments(mode):
 
 
 def by_trying(layers: list[Layer], workers: int, rules: PartitionRules) -> float:
-    best = float("inf")
     n = len(layers)
-    for stages in range(1, min(n, workers) + 1):
-        for inner in combinations(range(1, n), stages - 1):
-            for share in product(range(1, workers + 1), repeat=stages):
-                if sum(share) == workers:
-                    best = min(best, weigh(layers, (0, *inner, n), share, rules))
-    return best
+    return min(
+        weigh(layers, (0, *inner, n), share, rules)
+        for stages in range(1, min(n, workers) + 1)
+        for inner in combinations(range(1, n), stages - 1)
+        for share in product(range(1, workers + 1), repeat=stages)
+        if sum(share) == workers
+    )
 
 
 def weigh(layers: list[Layer], cuts, share, rules: PartitionRules) -> float:
@@ -92,34 +99,3 @@ def weigh(layers: list[Layer], cuts, share, rules: PartitionRules) -> float:
     if rules.mode == "paper":
         times += [2 * layers[cut - 1].activation_bytes / rules.bandwidth for cut in cuts[1:-1]]
     return max(times)
-
-
-def test_a_profile_parses():
-    text = """\
-node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.000
-node2 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=10.5, backward_compute_time=21.0, \
-activation_size=[100.0; 28.0], parameter_size=7168.000
-\tnode1 -- node2
-"""  # noqa: E501  the format has one line per node
-    first, second = read_profile(text)
-    assert first.name == "node1" and first.forward_s == 0
-    assert second == Layer(
-        name="node2", forward_s=0.0105, backward_s=0.021, activation_bytes=128.0, parameter_bytes=7168.0
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("node1 -- Conv2d", "line 1 of the profile is"),
-        ("node1 -- Conv2d -- forward_compute_time=1", "has no backward_compute_time"),
-        (
-            "node1 -- x -- forward_compute_time=a, backward_compute_time=1, activation_size=1, "
-            "parameter_size=1",
-            "no number",
-        ),
-    ],
-)
-def test_a_profile_that_is_wrong_is_refused(line, says):
-    with pytest.raises(ConfigError, match=says):
-        read_profile(line)

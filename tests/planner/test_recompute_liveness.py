@@ -133,13 +133,3 @@ def test_checkpoints_of_a_chain(ops):
             kept = [place for place in range(ops) if f"v{place}" not in found.treatments]
             stretches = np.diff([-1, *kept])
             assert (np.diff(stretches) <= 0).all(), kept
-
-
-@pytest.mark.slow
-def test_the_least_that_a_chain_can_hold():
-    """Checkpoints make it that of the root of twice the ops, and a few besides."""
-    ops, each = 45, 400
-    model = chain_model(ops)
-    caps = range(each, 30 * each, each)
-    least = next(cap for cap in caps if treat_interval(model, 0, ops, 0, in_flight=1, cap=cap).fits)
-    assert least <= each * (np.sqrt(2 * ops) + 4)

@@ -1,15 +1,20 @@
-"""probe and dawnpiper against the dynamic programme, on synthetic chains (tests/support/chains.py)."""
+"""probe, dawnpiper and vpipe against the dynamic programme, on synthetic chains (tests/support/chains.py)."""
+
+from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise, product
 from math import inf
 
 import chains
 import pytest
+from random_ops import layered_search
 
 from pipeloom.planner.search.problem import Problem
 from pipeloom.planner.strategies.dawnpiper import binary_partition
 from pipeloom.planner.strategies.probe import parametric_search
+from pipeloom.planner.strategies.vpipe import move_layers
 
 NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
 
@@ -87,22 +92,16 @@ def test_with_transfers_probe_is_exact_where_all_is_tried_and_else_close(few, cl
     assert worst <= close
 
 
-def test_nothing_is_found_where_nothing_fits():
+def test_nothing_is_found_where_nothing_fits_and_all_pieces_where_each_is_a_stage():
     chain = next(tight_chains(4, False, 1))
-    impossible = replace(chain, cap=0.3 * chain.cap)
-    assert not parametric_search(impossible.problem()).cuts
-    assert not binary_partition(impossible.problem()).cuts
-    assert not chains.oracle(impossible).cuts
-
-
-def test_as_many_pieces_as_stages_and_one_less():
-    rng = random.Random(0)
-    full = replace(chains.draw(rng, nodes=5, stages=5, mixed=True), cap=1e9)
-    assert (
-        parametric_search(full.problem()).cuts == binary_partition(full.problem()).cuts == (0, 1, 2, 3, 4, 5)
-    )
-    over = replace(full, stages=6)
-    assert not parametric_search(over.problem()).cuts and not binary_partition(over.problem()).cuts
+    full = replace(chains.draw(random.Random(0), nodes=5, stages=5, mixed=True), cap=1e9)
+    for problem, cuts in (
+        (replace(chain, cap=0.3 * chain.cap), ()),
+        (full, (0, 1, 2, 3, 4, 5)),
+        (replace(full, stages=6), ()),
+    ):
+        assert parametric_search(problem.problem()).cuts == cuts
+        assert binary_partition(problem.problem()).cuts == cuts
 
 
 @pytest.mark.slow
@@ -116,20 +115,39 @@ def test_five_hundred_tight_cases(stages):
             assert parametric_search(chain.problem()).seconds == pytest.approx(best.seconds)
 
 
-def test_searches_made_of_one_share_what_they_weighed(layered_search):
+def test_searches_made_of_one_share_what_they_weighed():
     watched = []
-    first = replace(layered_search(["a", "b", "c", "d"], 2, 1000), watch=watched.append)
-    second = replace(first, caps=(1000, 500))
-    other = replace(first, in_flight=(3, 1))
-    for search in (first, second, other):
-        for stage in (0, 1):
-            search.evaluate(0, 2, stage)
+    first = replace(layered_search("abcd", 2, 1000), watch=watched.append)
+    second, other = replace(first, caps=(1000, 500)), replace(first, in_flight=(3, 1))
+    for search, stage in product((first, second, other), (0, 1)):
+        search.evaluate(0, 2, stage)
     assert watched == [1, 2, 3, 4]
     assert second.evaluate(0, 2, 0) is first.evaluate(0, 2, 0)
     assert second.evaluate(0, 2, 1) is not first.evaluate(0, 2, 1)
     assert other.evaluate(0, 2, 0).peak_bytes > first.evaluate(0, 2, 0).peak_bytes
     assert other.evaluate(0, 2, 1) is first.evaluate(0, 2, 1)
-    freeing = replace(first, treatments=("recompute",))
-    alone = layered_search(["a", "b", "c", "d"], 2, 1000)
+    freeing, alone = replace(first, treatments=("recompute",)), layered_search("abcd", 2, 1000)
     assert all(own.evaluate(0, 2, 0) is not first.evaluate(0, 2, 0) for own in (freeing, alone))
     assert freeing.ahead(0, 2, 0) is not freeing.evaluate(0, 2, 0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_moves_of_vpipe_lead_to_no_worse_cut_than_they_start_from_and_to_none_better_than_the_best(stages):
+    rng = random.Random(stages)
+    for _ in range(10):
+        chain = chains.tight(rng, chains.draw(rng, nodes=28, stages=stages, mixed=True))
+        problem = chain.problem()
+        start = tuple(round(s * 28 / stages) for s in range(stages + 1))
+        found, before = move_layers(problem, start), problem.weigh(start).seconds
+        assert found.cuts or before == inf
+        if found.cuts:
+            assert chains.oracle(chain).seconds * (1 - 1e-12) <= found.seconds <= before
+            assert all(a < b for a, b in pairwise(found.cuts))
+
+
+def test_a_move_that_first_makes_things_worse_is_made():
+    """From a start where no plan fits, moves lead to one that does."""
+    rng = random.Random(1)
+    chain = chains.tight(rng, chains.draw(rng, nodes=28, stages=2, mixed=False))
+    found = move_layers(chain.problem(), (0, 27, 28))
+    assert found.seconds <= 1.05 * chains.oracle(chain).seconds

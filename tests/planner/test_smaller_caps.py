@@ -1,53 +1,66 @@
-"""Under a larger cap no plan is slower than what was found under a smaller one."""
+"""Under a larger cap no plan is slower than under a smaller one, nor than what a planner starts from."""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from branching_graphs import cluster_of, random_graph
+from hypothesis import given, settings, strategies as st
 from layered import layered
+from random_ops import cluster_of as caps_of, op_graph, profile_of
 
 from pipeloom.clusters.names import find_cluster
+from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.plan import Plan
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
-from pipeloom.planner.registry import planner
+from pipeloom.planner.registry import PLANNERS, planner
 from pipeloom.planner.request import PlanOptions, Request
+from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.smaller_caps import faster_under_less
 from pipeloom.profiler.roofline import roofline
 
-SHARES = (0.53, 0.7, 0.856, 1.1)
-"""Caps, of what the fullest rank holds where memory does not matter."""
+
+def planned(graph, profile, cluster: Cluster, planner: str, **options) -> Plan | None:
+    """Its peaks are those of the simulation. None if nothing fits."""
+    stages = len(cluster.devices)
+    how = {"ranks": stages, "schedule": "1f1b", "microbatches": 2 * stages, "planner": planner}
+    try:
+        plan = make_plan(graph, profile, cluster, PlanOptions(**options), explained=False, **how)
+    except InfeasibleError:
+        return None
+    caps = tuple(device.memory_bytes for device in cluster.devices)
+    assert plan.caps == caps and all(peak <= cap for peak, cap in zip(plan.peaks, caps, strict=True))
+    assert PlanCosts(graph, profile, cluster).simulate(plan).step_s == plan.predicted_step_s
+    return plan
 
 
 @pytest.mark.parametrize(
-    ("planner", "weights"), [("dawnpiper-alone", "flush"), ("probe", "2bw"), ("exact", "flush")]
+    ("planner", "weights", "stages"),
+    [
+        ("dawnpiper-alone", "flush", 4),
+        ("probe", "2bw", 4),
+        ("exact", "flush", 4),
+        pytest.param("dawnpiper", "flush", 3, marks=pytest.mark.slow),
+    ],
 )
-def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str) -> None:
-    graph, cluster = layered(4, hidden=512, length=256, rows=8), find_cluster("4 x a100-40")
+def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: int) -> None:
+    graph, cluster = layered(stages, hidden=512, length=256, rows=8), find_cluster(f"{stages} x a100-40")
     profile = roofline(graph, cluster.devices[0])
-    options = PlanOptions(weights=weights)
 
-    def plan(cap: int, name: str):
+    def step_s(cap: int, name: str, **options) -> tuple[float, int]:
         devices = tuple(replace(device, memory_bytes=cap) for device in cluster.devices)
-        own = replace(cluster, devices=devices)
-        made = make_plan(
-            graph,
-            profile,
-            own,
-            ranks=4,
-            schedule="1f1b",
-            microbatches=8,
-            planner=name,
-            options=options,
-            explained=False,
-        )
-        assert made.caps == (cap,) * 4 and max(made.peaks) <= cap
-        assert PlanCosts(graph, profile, own).simulate(made).step_s == made.predicted_step_s
-        return made
+        plan = planned(graph, profile, replace(cluster, devices=devices), name, **options)
+        return (plan.predicted_step_s, max(plan.peaks)) if plan else (float("inf"), 0)
 
-    most = max(plan(1 << 50, "balanced").peaks)
-    steps = [plan(int(share * most), planner).predicted_step_s for share in SHARES]
-    assert all(after <= before * (1 + 1e-9) for before, after in zip(steps, steps[1:], strict=False)), steps
+    _, most = step_s(1 << 50, "balanced", weights=weights)
+    steps = [step_s(int(share * most), planner, weights=weights)[0] for share in (0.53, 0.7, 0.856, 1.1)]
+    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(steps)), steps
+    assert steps[-1] < float("inf")
 
 
 def cut_into_two(memory: int) -> Request:
@@ -88,3 +101,37 @@ def test_the_next_smaller_cap_is_searched_that_the_best_does_not_keep() -> None:
     assert less.below_s == request.below_s
     assert best is not None and best.cuts == fast.cuts
     assert faster_under_less(request, fast, lambda less: slow) is fast
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), stages=st.integers(2, 3), cap=st.integers(1500, 6000), linked=st.booleans())
+def test_no_start_of_dawnpiper_is_faster_and_none_finds_a_plan_alone(data, stages, cap, linked):
+    graph = op_graph(data.draw, data.draw(st.integers(6, 12)))
+    profile = profile_of(data.draw, graph)
+    cluster = caps_of([cap] * stages, bandwidth=100.0)
+    if linked:
+        link = Link(bandwidth_bytes_per_s=50.0)
+        cluster = replace(cluster, devices=tuple(replace(d, host_link=link) for d in cluster.devices))
+    profiles = {d.name: profile for d in cluster.devices}
+    best = planned(graph, profiles, cluster, "dawnpiper")
+    some = planned(graph, profiles, cluster, "dawnpiper", fastest=False)
+    assert (best is None) == (some is None)
+    for other in ("dawnpiper-alone", *PLANNERS["dawnpiper"].also):
+        if (theirs := planned(graph, profiles, cluster, other)) is not None:
+            assert best is not None and best.predicted_step_s <= theirs.predicted_step_s, other
+
+
+def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(search: Search) -> tuple[int, ...]:
+        raise AssertionError("probe has a plan")
+
+    graph, cluster = layered(3, rows=2, hidden=512, length=256), find_cluster("2 x a100-40")
+    profile = roofline(graph, cluster.devices[0])
+    theirs = planned(graph, profile, cluster, "probe")
+    own = PLANNERS["dawnpiper"]
+    monkeypatch.setitem(PLANNERS, "dawnpiper", replace(own, find=never, also=("probe",)))
+    found = planned(graph, profile, cluster, "dawnpiper", fastest=False)
+    assert theirs is not None and found is not None and found.stages == theirs.stages
+    with pytest.raises(AssertionError, match="probe has a plan"):
+        planned(graph, profile, cluster, "dawnpiper")

@@ -1,6 +1,9 @@
 """Each part of a stage by the planner's model against the graphs that its rank runs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -28,15 +31,15 @@ class OfTwo(nn.Module):
         return self.formula(self.a + x.mean(), self.b + x.mean()).mean()
 
 
-def whole_stage(formula: Formula, rows: int) -> Parts:
+def whole_stage(model: Callable[[], nn.Module]) -> Parts:
+    """Of all ops of a model whose output is its loss."""
     job = Job(
-        model=lambda: OfTwo(formula, rows),
+        model=model,
         batch=lambda seed, size: {"x": torch.rand(size, 4)},
         loss=lambda outputs, batch: outputs,
     )
     captured = capture_of(job, 2)
-    stages = cut(captured.graph, {op.name: 0 for op in captured.graph.ops if not op.cheap})
-    return parts_of(captured, model_of(captured, 1), stages, 0, {})
+    return parts_of(captured, model_of(captured, 1), cut(captured.graph, even(captured.graph, 1)), 0, {})
 
 
 @pytest.mark.sampled(5)
@@ -55,7 +58,7 @@ def whole_stage(formula: Formula, rows: int) -> Parts:
     ],
 )
 def test_a_backward_lets_go_of_what_it_is_done_with(formula: Formula, rows: int) -> None:
-    found = whole_stage(formula, rows)
+    found = whole_stage(lambda: OfTwo(formula, rows))
     assert found.residuals[0] == found.residuals[1]
     assert found.backward[0] == pytest.approx(found.backward[1], abs=4 * 32 + 8)
 
@@ -72,23 +75,20 @@ def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> Non
 
 
 QUICK = ("gpt",)
+FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stages_of_families_with_any_treatments(family: str) -> None:
     captured = capture_of(zoo.job(family), 2)
-    counts = (2,) if family in QUICK else (2, 3)
-    for count in counts:
+    for count in (2,) if family in QUICK else (2, 3):
         stages, model = cut(captured.graph, even(captured.graph, count)), model_of(captured, count)
-        for stage in range(count):
-            for share in (0.0, 0.5, 1.0):
-                given = some_recomputed(model, stages, stage, share, stage)
-                for ahead in (False, True) if given else (False,):
-                    found = parts_of(captured, model, stages, stage, given, ahead=ahead)
-                    assert abs(found.error) <= 0.03, (count, stage, share, ahead, found)
+        for stage, share in product(range(count), (0.0, 0.5, 1.0)):
+            given = some_recomputed(model, stages, stage, share, stage)
+            for ahead in (False, True) if given else (False,):
+                found = parts_of(captured, model, stages, stage, given, ahead=ahead)
+                assert abs(found.error) <= 0.03, (count, stage, share, ahead, found)
 
 
 class WithBias(nn.Module):
@@ -108,14 +108,7 @@ class WithBias(nn.Module):
 @pytest.mark.parametrize("length", [4, 8, 32])
 def test_attention_in_separate_products(length: int) -> None:
     """It was said to hold its scores, all gradients and what it saved at once."""
-    job = Job(
-        model=lambda: WithBias(length),
-        batch=lambda seed, size: {"x": torch.rand(size, 4)},
-        loss=lambda outputs, batch: outputs,
-    )
-    captured = capture_of(job, 2)
-    stages = cut(captured.graph, {op.name: 0 for op in captured.graph.ops if not op.cheap})
-    found = parts_of(captured, model_of(captured, 1), stages, 0, {})
+    found = whole_stage(lambda: WithBias(length))
     assert found.residuals[0] == found.residuals[1]
     query, scores = 4 * 2 * 4 * length * 8, 4 * 2 * 4 * length * length
     # The forward lets go of its operands one by one, the backward of the gradient that it is given.
@@ -123,9 +116,7 @@ def test_attention_in_separate_products(length: int) -> None:
     assert 0 <= found.backward[0] - found.backward[1] <= 2 * query
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
     """What W reads was said to be twice as much, and I and W to need as much as the whole backward."""
     captured = capture_of(zoo.job(family), 2)

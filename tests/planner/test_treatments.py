@@ -1,8 +1,10 @@
 """Memory optimisation of one stage: it keeps its cap, wastes nothing, and is close to the best choice."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 
 import numpy as np
@@ -16,13 +18,13 @@ from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import Buffer
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.stages import cut
+from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.stage_cost.treated_stage import cost_treatments, host_copies
-from pipeloom.planner.treatments.choose import TreatedStageEvaluator, treat_interval
+from pipeloom.planner.stage_cost.treated_stage import cost_treatments, host_copies, offload_all
+from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.planner.treatments.greedy import choose_greedily
 from pipeloom.schedules import registry
 from pipeloom.simulator.simulate import simulate
@@ -31,28 +33,21 @@ best_choice = partial(exact, limit_s=2.0)
 """What takes longer is the greedy choice, which keeps the cap as well."""
 
 
-def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int | None = None) -> float:
-    """Bytes of ops 0 .. end as stage 0, by the way that plans are costed."""
-    ops = [op.name for op in model.readers.ops]
-    split = len(ops) if end is None else end
-    graph = cut(model.graph, {name: int(place >= split) for place, name in enumerate(ops)})
-    return estimate_stage(model, graph, 0, treatments).plan(in_flight).memory.total
+def two_stages(model: CostModel, end: int) -> StageGraph:
+    """The ops before `end`, and the others."""
+    return cut(model.graph, {op.name: int(place >= end) for place, op in enumerate(model.readers.ops)})
+
+
+def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int) -> float:
+    """Bytes of the ops before `end` as stage 0, by the way that plans are costed."""
+    return estimate_stage(model, two_stages(model, end), 0, treatments).plan(in_flight).memory.total
 
 
 def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
-    footprint, seconds = model.row(0, np.array([end]))
-    own = model.stage_footprint(_two_stages(model, end), 0)
-    found = cost_treatments(model, own, range(end), 0, treatments)
-    return found.turn_s(model, 0, float(seconds[0, 0]), float(model.forward_s[0, :end].sum()))
-
-
-def _whole(model: CostModel):
-    return cut(model.graph, {op.name: 0 for op in model.readers.ops})
-
-
-def _two_stages(model: CostModel, end: int):
-    ops = [op.name for op in model.readers.ops]
-    return cut(model.graph, {name: int(place >= end) for place, name in enumerate(ops)})
+    found = cost_treatments(
+        model, model.stage_footprint(two_stages(model, end), 0), range(end), 0, treatments
+    )
+    return found.turn_s(model, 0, float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,12 +59,12 @@ def _two_stages(model: CostModel, end: int):
     solve=st.sampled_from([choose_greedily, best_choice]),
 )
 def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, solve):
-    model = random_model(seed, ops)
-    end = ops - 1
-    free = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=inf)
+    model, end = random_model(seed, ops), ops - 1
+    treat = partial(treat_interval, model, 0, end, 0, in_flight=in_flight)
+    free = treat(cap=inf)
     assert free.treatments == {} and free.peak_bytes == peak_of(model, {}, in_flight, end)
     cap = share * free.peak_bytes
-    found = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=solve)
+    found = treat(cap=cap, solve=solve)
     if not found.fits:
         assert found.peak_bytes > cap
         return
@@ -90,38 +85,30 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
 @example(seed=177524, in_flight=5, share=0.5504109945549174)  # the exact method found nothing that fits
 @example(seed=953947, in_flight=4, share=0.7625681474909034)
 def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
-    model = random_model(seed, 8)
-    end = 7
-    cap = share * treat_interval(model, 0, end, 0, in_flight=in_flight, cap=inf).peak_bytes
-    names = _candidates(model, end)
+    model, end = random_model(seed, 8), 7
+    treat = partial(treat_interval, model, 0, end, 0, in_flight=in_flight)
+    cap = share * treat(cap=inf).peak_bytes
+    names = candidates(model, end)
     if len(names) > 5:
         return  # 3 ** 6 choices take too long
-    best = min((_seconds_under(cap, model, end, in_flight, how) for how in _choices(names)), default=inf)
-    choose_greedily = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=cap)
-    exact = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=best_choice)
+    every = product(("keep", "recompute", "offload"), repeat=len(names))
+    hows = ({n: how for n, how in zip(names, each, strict=True) if how != "keep"} for each in every)
+    best = min((seconds_under(cap, model, end, in_flight, how) for how in hows), default=inf)
+    greedy, exact = treat(cap=cap), treat(cap=cap, solve=best_choice)
     assert exact.seconds == pytest.approx(best) or exact.seconds == inf == best
-    assert choose_greedily.fits == exact.fits
-    assert not choose_greedily.fits or best * (1 - 1e-9) <= choose_greedily.seconds <= 1.5 * best
+    assert greedy.fits == exact.fits
+    assert not greedy.fits or best * (1 - 1e-9) <= greedy.seconds <= 1.5 * best
 
 
-def _choices(names: list[str]):
-    for hows in product(("keep", "recompute", "offload"), repeat=len(names)):
-        yield {name: how for name, how in zip(names, hows, strict=True) if how != "keep"}
-
-
-def _seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treatments: dict) -> float:
-    footprint = model.stage_footprint(_two_stages(model, end), 0)
+def seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treatments: dict) -> float:
     try:
-        found = cost_treatments(model, footprint, range(end), 0, treatments)
+        fits = peak_of(model, treatments, in_flight, end) <= cap
     except PlanError:
         return inf  # a chain that cannot be
-    if peak_bytes(found.footprint, model.options, in_flight) > cap:
-        return inf
-    compute_s, forward_s = float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum())
-    return found.turn_s(model, 0, compute_s, forward_s)
+    return seconds_of(model, treatments, end) if fits else inf
 
 
-def _candidates(model: CostModel, end: int) -> list[str]:
+def candidates(model: CostModel, end: int) -> list[str]:
     saved = {v for op in model.readers.ops[:end] for v in model.saves[op.name]}
     return [op.name for op in model.readers.ops[:end] if op.name in saved]
 
@@ -130,63 +117,48 @@ def _candidates(model: CostModel, end: int) -> list[str]:
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8))
 def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
-    model = random_model(seed, 16)
-    free = treat_interval(model, 0, 15, 0, in_flight=in_flight, cap=inf)
-    shares = np.linspace(0.3, 1.0, 12)
-    times = [
-        treat_interval(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes).seconds for s in shares
-    ]
-    for tighter, looser in zip(times, times[1:], strict=False):
+    treat = partial(treat_interval, random_model(seed, 16), 0, 15, 0, in_flight=in_flight)
+    caps = treat(cap=inf).peak_bytes * np.linspace(0.3, 1.0, 12)
+    for tighter, looser in pairwise(treat(cap=cap).seconds for cap in caps):
         assert looser <= 1.2 * tighter
-    best = [
-        treat_interval(
-            model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes, solve=best_choice
-        ).seconds
-        for s in shares[::3]
-    ]
-    for tighter, looser in zip(best, best[1:], strict=False):
+    for tighter, looser in pairwise(treat(cap=cap, solve=best_choice).seconds for cap in caps[::3]):
         assert looser <= tighter * (1 + 1e-6)
 
 
-def test_swaps_are_taken_only_while_hidden_and_then_what_is_worth_most():
+@pytest.mark.parametrize(
+    ("link", "allowed", "expected"),
+    [(1e6, None, "offload"), (1e-3, None, "recompute"), (1e6, ("recompute",), "recompute")],
+)
+def test_swaps_are_taken_only_while_hidden_and_then_what_is_worth_most(link, allowed, expected):
     """Twelve residuals of which a few fit beside computing."""
-    fast, slow = random_model(3, 30, host_bytes_per_s=1e6), random_model(3, 30, host_bytes_per_s=1e-3)
-    for model, expected in ((fast, {"offload"}), (slow, {"recompute"})):
-        free = treat_interval(model, 0, 29, 0, in_flight=8, cap=inf)
-        found = treat_interval(model, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes)
-        assert found.fits and set(found.treatments.values()) == expected
-        assert (found.seconds == free.seconds) == (expected == {"offload"})
-    alone = treat_interval(fast, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes, treatments=("recompute",))
-    assert set(alone.treatments.values()) == {"recompute"}
+    treat = partial(treat_interval, random_model(3, 30, host_bytes_per_s=link), 0, 29, 0, in_flight=8)
+    free = treat(cap=inf)
+    found = treat(cap=0.85 * free.peak_bytes, **({"treatments": allowed} if allowed else {}))
+    assert found.fits and set(found.treatments.values()) == {expected}
+    assert (found.seconds == free.seconds) == (expected == "offload")
 
 
 def test_one_micro_batch_in_flight():
     """What is dropped is made again as late as can be, so that not all of a micro-batch is there at once."""
     model = chain_model(16)
-    free = treat_interval(model, 0, 16, 0, in_flight=1, cap=inf)
-    tight = treat_interval(model, 0, 16, 0, in_flight=1, cap=0.6 * free.peak_bytes)
+    treat = partial(treat_interval, model, 0, 16, 0, in_flight=1)
+    free = treat(cap=inf)
+    tight = treat(cap=0.6 * free.peak_bytes)
     assert tight.fits and tight.peak_bytes <= 0.6 * free.peak_bytes
-    footprint = model.stage_footprint(_whole(model), 0)
+    footprint = model.stage_footprint(two_stages(model, 16), 0)
     restored = cost_treatments(model, footprint, range(16), 0, tight.treatments)
     assert peak_bytes(restored.footprint, model.options, 1, restored.ahead) >= free.peak_bytes
 
 
-def test_nothing_random_or_stateful_is_in_a_chain():
+@pytest.mark.parametrize("fixed", [{"random": True}, {"random": False, "buffers": ("b",), "updates": ("b",)}])
+def test_nothing_random_or_stateful_is_in_a_chain(fixed):
     model = random_model(3, 30, host_bytes_per_s=None)
-    ops = tuple(replace(op, random=True) for op in model.graph.ops)
-    graph = replace(model.graph, ops=ops)
-    everywhere = CostModel(
-        graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster, model.options
-    )
-    ops = tuple(replace(op, random=False, buffers=("b",), updates=("b",)) for op in model.graph.ops)
-    buffer = Buffer(name="b", shape=(1,), dtype="float32")
-    graph = replace(model.graph, ops=ops, buffers=(buffer,))
-    stateful = CostModel(
-        graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster, model.options
-    )
-    for fixed in (everywhere, stateful):
-        free = treat_interval(fixed, 0, 29, 0, in_flight=8, cap=inf)
-        assert not treat_interval(fixed, 0, 29, 0, in_flight=8, cap=0.95 * free.peak_bytes).fits
+    ops = tuple(replace(op, **fixed) for op in model.graph.ops)
+    graph = replace(model.graph, ops=ops, buffers=(Buffer(name="b", shape=(1,), dtype="float32"),))
+    profile = replace(model.profile, graph=graph.fingerprint)
+    made = CostModel(graph, [profile] * 8, model.cluster, model.options)
+    treat = partial(treat_interval, made, 0, 29, 0, in_flight=8)
+    assert not treat(cap=0.95 * treat(cap=inf).peak_bytes).fits
 
 
 def test_a_switch_is_shared_by_its_devices():
@@ -220,7 +192,7 @@ def test_costs_of_a_treated_stage():
     free = treat_interval(model, 0, 29, 0, in_flight=8, cap=inf)
     found = treat_interval(model, 0, 29, 0, in_flight=8, cap=0.7 * free.peak_bytes)
     assert set(found.treatments.values()) == {"recompute", "offload"}
-    stages = _two_stages(model, 29)
+    stages = two_stages(model, 29)
     treated, last = estimate_stage(model, stages, 0, found.treatments), estimate_stage(model, stages, 1)
     part = treated.plan(8)
     cost, other = treated.simulator_cost(part), last.simulator_cost(last.plan(1))
@@ -247,13 +219,8 @@ def test_costs_of_a_treated_stage():
 def test_the_simulator_needs_no_more(seed, schedule, ahead):
     """Messages apart: how long one waits for its receiver depends on the other stages."""
     count, each, microbatches = 4 + 2 * (seed % 2), 8, 12
-    model = random_model(
-        seed,
-        count * each,
-        microbatches=microbatches,
-        equal_times=True,
-        host_bytes_per_s=(5.0, 40.0, 1e4)[seed % 3],
-    )
+    how = {"microbatches": microbatches, "equal_times": True, "host_bytes_per_s": (5.0, 40.0, 1e4)[seed % 3]}
+    model = random_model(seed, count * each, **how)
     stages = cut(model.graph, {op.name: place // each for place, op in enumerate(model.readers.ops)})
     made = registry.build(schedule, stages, tuple(range(count)), microbatches)
     in_flight = registry.in_flight(made)
@@ -272,30 +239,47 @@ def test_the_simulator_needs_no_more(seed, schedule, ahead):
     drops = any("recompute" in own.values() for own in found)
     assert any(found) and ("RECOMPUTE" in str(program)) == (ahead and drops)
     peaks = simulate(program, stages, costs, model.cluster).peaks
-    for stage, (peak, q) in enumerate(zip(peaks, in_flight, strict=True)):
-        treated = estimates[stage].treated
-        scratch = treated.ahead if ahead and treated else None
-        each_moment = moments(estimates[stage].footprint, model.options, q, scratch)
+    for estimate, peak, q in zip(estimates, peaks, in_flight, strict=True):
+        scratch = estimate.treated.ahead if ahead and estimate.treated else None
+        each_moment = moments(estimate.footprint, model.options, q, scratch)
         most = max(moment.residuals + moment.transient for moment in each_moment)
         assert peak["residuals"] + peak["transient"] <= most
 
 
 def test_unknown_or_impossible_treatments_are_refused():
     model = random_model(3, 30, host_bytes_per_s=None)
-    stages = _two_stages(model, 29)
-    name = _candidates(model, 29)[0]
-    with pytest.raises(PlanError, match="keeps no residual named"):
-        estimate_stage(model, stages, 0, {f"{name}0": "recompute"})
-    with pytest.raises(PlanError, match="no link to a host"):
-        estimate_stage(model, stages, 0, {name: "offload"})
-    frozen = next(op.name for op in model.graph.ops if op.random and op.name in _candidates(model, 29))
-    with pytest.raises(PlanError, match="random"):
-        estimate_stage(model, stages, 0, {frozen: "recompute"})
+    names = candidates(model, 29)
+    frozen = next(op.name for op in model.graph.ops if op.random and op.name in names)
+    for name, how, word in (
+        (f"{names[0]}0", "recompute", "no residual named"),
+        (names[0], "offload", "link to a host"),
+        (frozen, "recompute", "random"),
+    ):
+        with pytest.raises(PlanError, match=word):
+            estimate_stage(model, two_stages(model, 29), 0, {name: how})
 
 
-def test_an_evaluator_of_stages():
-    model = random_model(3, 30)
-    free = treat_interval(model, 0, 29, 0, in_flight=8, cap=inf)
-    evaluate = TreatedStageEvaluator(model, [0.7 * free.peak_bytes] * 8, [8] * 8)
-    assert evaluate(0, 29, 0).fits and evaluate(0, 29, 0).treatments
-    assert not TreatedStageEvaluator(model, [0.7 * free.peak_bytes] * 8, [8] * 8, ())(0, 29, 0).fits
+@settings(max_examples=30)
+@given(st.integers(0, 10**6))
+def test_where_a_schedule_copies_what_is_made_again_takes_less_than_its_copies(seed: int) -> None:
+    model = random_model(seed, 8)
+    stages, copies = two_stages(model, 7), host_copies(model, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeloom.planner.stage_cost.treated_stage.SMALL", 0)
+        treatments = offload_all(model, stages, 0)
+    assert copies is not None and set(treatments.values()) <= {"offload", "recompute"}
+    footprint = model.stage_footprint(stages, 0)
+    whole = cost_treatments(model, footprint, range(7), 0, treatments)  # refuses what cannot be made again
+    assert whole.footprint.residuals >= 0
+    for name, how in treatments.items():
+        alone = cost_treatments(model, footprint, range(7), 0, {name: "offload"})
+        if how == "recompute":
+            again = cost_treatments(model, footprint, range(7), 0, {name: "recompute"})
+            assert again.recompute_s < alone.offload_s + alone.reload_s
+
+
+def test_small_ones_stay() -> None:
+    """Random models have a few elements per value."""
+    model = random_model(3, 8)
+    named = {out.name for op in model.readers.ops[:7] for out in op.outputs}
+    assert not named & set(offload_all(model, two_stages(model, 7), 0))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from runs import capture_of, even_plan
 from torch import Tensor, nn
 
 from pipeloom import Job, Plan, verify
@@ -19,10 +20,6 @@ from pipeloom.cli import main
 from pipeloom.ir.action import B, F, Kind, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.operation import Operation, declare
-from pipeloom.ir.plan import StagePlan
-from pipeloom.ir.schedule import Schedule
-from pipeloom.ir.stages import cut
-from pipeloom.planning import capture
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases
@@ -53,28 +50,17 @@ JOB = Job(model=Net, batch=batch, name="net")
 
 
 def plan_for(recipe: Callable[[Shape], Recipe], *, stages: int = 2, microbatches: int = 4) -> Plan:
-    graph = capture(JOB, 2).graph
-    own = [op.name for op in graph.ops if not op.cheap]
-    cuts = cut(graph, {name: i * stages // len(own) for i, name in enumerate(own)})
-    made = Entry(recipe=recipe).make(
-        replace(registry.shape_of(stages, microbatches=microbatches), stages=cuts)
-    )
-    built = Schedule(
-        name="mine",
-        microbatches=microbatches,
-        placement=tuple(range(stages)),
-        rows=tuple(tuple(row) for row in made[0]),
-        pairs=made[2],
-    )
-    return Plan(
-        graph=graph.fingerprint,
-        planner="by hand",
-        stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
-        placement=built.placement,
-        schedule="mine",
-        schedule_rows=tuple(str(built).splitlines()),
-        microbatches=microbatches,
-        microbatch_size=2,
+    flat = even_plan(JOB, stages, microbatches=microbatches)
+    graph = flat.stage_graph(capture_of(JOB, 2).graph)
+    shape = replace(registry.shape_of(stages, microbatches=microbatches), stages=graph)
+    rows, _, pairs = Entry(recipe=recipe).make(shape)
+    made = replace(flat.as_schedule, rows=tuple(map(tuple, rows)), pairs=pairs)
+    return replace(flat, schedule="mine", schedule_rows=tuple(str(made).splitlines()))
+
+
+def one_f_one_b(*insert: Operation) -> Callable[[Shape], Recipe]:
+    return lambda s: Recipe(
+        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=insert
     )
 
 
@@ -131,10 +117,7 @@ def test_residuals_may_leave_and_come_back() -> None:
 
     out = declare(Operation(letters="AWAY", meaning="offload", after=F, stream="host", handler=leave))
     back = declare(Operation(letters="BACK", meaning="reload", before=B, stream="host", handler=come_back))
-    recipe = lambda s: Recipe(  # noqa: E731
-        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=(out, back)
-    )
-    assert verify(JOB, plan_for(recipe)).passed and not away
+    assert verify(JOB, plan_for(one_f_one_b(out, back))).passed and not away
 
 
 def test_ranks_exchange_data() -> None:
@@ -146,7 +129,7 @@ def test_ranks_exchange_data() -> None:
         sums.append(float(tensor))
         given = [torch.tensor([10 * context.rank + target]) for target in range(2)]
         parts.append((context.rank, [int(t) for t in context.all_to_all(given)]))
-        with pytest.raises(ScheduleError, match="1 parts for 2 partners of stage"):
+        with pytest.raises(ScheduleError, match="1 parts for 2 partners"):
             context.all_to_all(given[:1])
 
     assert verify(JOB, plan_for(with_op(exchange, meets=lambda stage: (1 - stage,)))).passed
@@ -154,10 +137,16 @@ def test_ranks_exchange_data() -> None:
     assert sorted(parts) == [(0, [0, 10])] * 4 + [(1, [1, 11])] * 4
 
 
-def test_what_meets_nobody_cannot_exchange() -> None:
-    recipe = with_op(lambda context: context.all_reduce(torch.zeros(1)))
-    with pytest.raises(ScheduleError, match="the operation on stage . exchanges data, but meets no other"):
-        verify(JOB, plan_for(recipe))
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (lambda context: context.all_reduce(torch.zeros(1)), "exchanges data, but meets no other"),
+        (lambda context: 3, ".OP. returned a int"),
+    ],
+)
+def test_a_handler_that_does_what_cannot_be_is_named(handler: Callable[..., object], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        verify(JOB, plan_for(with_op(handler)))
 
 
 def test_what_a_handler_begins_is_waited_for_where_it_is_needed() -> None:
@@ -168,31 +157,14 @@ def test_what_a_handler_begins_is_waited_for_where_it_is_needed() -> None:
         return lambda: order.append(f"wait {context.microbatch}")
 
     def look(context: OperationContext) -> None:
-        order.append(f"F {context.microbatch} is done")
+        order.append(f"done {context.microbatch}")
 
     early = Operation(letters="EARLY", meaning="prefetch", before=F, ahead=1, stream="host", handler=begin)
     seen = Operation(letters="SEEN", meaning="look", after=F, handler=look)
-    inserted = declare(early), declare(seen)
-    recipe = lambda s: Recipe(  # noqa: E731
-        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: 1, insert=inserted
-    )
+    recipe = one_f_one_b(declare(early), declare(seen))
     assert verify(JOB, plan_for(recipe, stages=1, microbatches=3)).passed
-    assert order == [
-        "begin 0",
-        "begin 1",
-        "wait 0",
-        "F 0 is done",
-        "begin 2",
-        "wait 1",
-        "F 1 is done",
-        "wait 2",
-        "F 2 is done",
-    ]
-
-
-def test_a_handler_that_returns_nonsense_is_named() -> None:
-    with pytest.raises(ScheduleError, match="the handler of .OP. returned a int"):
-        verify(JOB, plan_for(with_op(lambda context: 3)))
+    expected = "begin 0, begin 1, wait 0, done 0, begin 2, wait 1, done 1, wait 2, done 2"
+    assert ", ".join(order) == expected
 
 
 def test_pairs_run_as_written() -> None:

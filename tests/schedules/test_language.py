@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from small import built, simulated
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, Kind, W
-from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Schedule
-from pipeloom.ir.stages import StageGraph, chain, replicate
+from pipeloom.ir.stages import chain, replicate
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import placements, registry
 from pipeloom.schedules.language.patterns import phases, turns
@@ -25,11 +24,9 @@ from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import choose_recipe
 from pipeloom.schedules.list_scheduler.choose_recipe import make
-from pipeloom.simulator.simulate import simulate
+
 
 # Whole schedules in at most five lines each.
-
-
 def gpipe(s: Shape) -> Recipe:
     return Recipe(priority=lambda a: (a.kind == B, a.microbatch))
 
@@ -67,20 +64,7 @@ def shape(
     )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "chunks", "step_s", "peak"),
-    [(gpipe, 1, 33, 8), (one_f_one_b, 1, 33, 4), (interleaved, 2, 57, 5.5), (zb_h1, 1, 27, 4)],
-)
-def test_terse_programs(recipe: Callable[[Shape], Recipe], chunks: int, step_s: float, peak: float) -> None:
-    assert len(inspect.getsource(recipe).splitlines()) <= 5
-    s = registry.shape_of(4, microbatches=8, chunks=chunks)
-    made = make(s, recipe(s)).outcome
-    assert (made.step_s, max(made.peak)) == (step_s, peak)
-
-
 # In at most fifteen.
-
-
 def gis_h(s: Shape) -> Recipe:
     g = -(-s.ranks // 2)
     rows = phases(
@@ -163,26 +147,13 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
 
 
 # The traps.
-
-
 def deepest_first(s: Shape) -> Callable[[Action], object]:
     return lambda a: (a.kind == F, -s.chunk[a.stage], a.microbatch)
 
 
-def test_trap_a_limit_and_greed_block_a_v_and_it_is_said() -> None:
-    s = shape(placements.wave(4), 8)
-    greedy = Recipe(kinds="FIW", priority=deepest_first(s), in_flight=lambda rank: 4)
-    with pytest.raises(DeadlockError, match="rank 0 has 0F4 at hand but its limit is full") as caught:
-        make(s, greedy)
-    assert "limit each chunk on its own (in_flight_stage)" in str(caught.value)
-
-
 def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
     s = shape(placements.wave(4), 8)
-    per_chunk = Recipe(
-        kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3 if s.chunk[stage] == 0 else 3
-    )
-    make(s, per_chunk)
+    make(s, Recipe(kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3))
     for memory in (2, 2.5, 3, 4):
         clock = path_clock(s)
         assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).outcome.peak) <= memory
@@ -227,14 +198,10 @@ def test_a_filler_waits_for_what_is_on_its_way() -> None:
     assert "".join(a.kind for a in waits.rows[0]) == "FFIWIW"
 
 
-# Every construct.
-
-
 def test_exactly_one_order() -> None:
-    with pytest.raises(ScheduleError, match="a recipe with no order"):
-        Recipe()
-    with pytest.raises(ScheduleError, match="a recipe with priority and rows"):
-        Recipe(priority=str, rows=())
+    for orders, words in (({}, "no order"), ({"priority": str, "rows": ()}, "priority and rows")):
+        with pytest.raises(ScheduleError, match=words):
+            Recipe(**orders)
 
 
 def test_before_predicates() -> None:
@@ -264,12 +231,9 @@ def test_kinds_per_stage() -> None:
 
 
 def test_slices_go_back_where_they_came_from() -> None:
-    stages, placement = registry.default_placement("seq1f1b", 2)
-    made = registry.build("seq1f1b:slices=2", stages, placement, 4)
-    assert str(made).splitlines()[1] == "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2"
-    wrong = registry.build("1f1b", stages, placement, 4)
-    with pytest.raises(ScheduleError, match="another slice of the same micro-batch"):
-        check(replace(wrong, slices=2), stages)
+    assert str(built("seq1f1b:slices=2", 2, 4)).splitlines()[1] == "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2"
+    with pytest.raises(ScheduleError, match="another slice"):
+        check(replace(built("1f1b", 2, 4), slices=2), chain(2))
 
 
 def test_two_directions_tie_their_parameters() -> None:
@@ -280,39 +244,16 @@ def test_two_directions_tie_their_parameters() -> None:
     assert "0REDUCE" in str(lower(made, both))
 
 
-def test_bytes_limit_what_a_rank_holds() -> None:
+@pytest.mark.parametrize("limit", [12, 24])
+def test_bytes_limit_what_a_rank_holds(limit: int) -> None:
     """Residuals of 34h + 5as and 32h kept until W: the published sizes, arXiv 2401.10241."""
-    stages, placement = registry.default_placement("zb_2p", 4)
     cost = replace(equal_costs(1, residual_bytes=3)[0], carried_bytes=1)
-    tight, loose = (
-        registry.build("zb_2p", stages, placement, 16, times=times)
-        for times in (registry.Times(costs=(cost,) * 4, limit_bytes=n) for n in (12, 24))
-    )
-    for made, limit in ((tight, 12), (loose, 24)):
-        for row in made.rows:
-            held = most = 0
-            for a in row:
-                held += {F: 3, I: -2, W: -1}[a.kind]
-                most = max(most, held)
-            assert most <= limit
+    made = built("zb_2p", 4, 16, times=registry.Times(costs=(cost,) * 4, limit_bytes=limit))
+    for row in made.rows:
+        assert max(accumulate({F: 3, I: -2, W: -1}[a.kind] for a in row)) <= limit
 
 
-def test_an_unknown_option_is_refused() -> None:
-    stages, placement = registry.default_placement("zb_v", 2)
-    with pytest.raises(ScheduleError, match="no option 'groups'"):
-        registry.build("zb_v:groups=2", stages, placement, 4)
-    with pytest.raises(ScheduleError, match="cannot read option 'memory'"):
-        registry.build("zb_v:memory", stages, placement, 4)
-
-
-def simulated(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], transfer_s: float) -> float:
-    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=transfer_s)
-    cluster = Cluster(devices=(Device(name="any", memory_bytes=1),) * made.ranks, within_node=link)
-    return simulate(lower(made, stages), stages, costs, cluster).step_s
-
-
-DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-RECIPES = [n for n in registry.names() if registry.entry(n).recipe and n not in ("seq1f1b",)]
+RECIPES = [n for n in registry.names() if registry.entry(n).recipe and n != "seq1f1b"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -321,33 +262,20 @@ RECIPES = [n for n in registry.names() if registry.entry(n).recipe and n not in 
 def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject) -> None:
     """Any number of ranks and micro-batches, uneven stages: complete and free of deadlock."""
     ranks, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
-    stages, placement = registry.default_placement(name, ranks)
+    count = len(registry.default_placement(name, ranks)[1])
     second = st.sampled_from([0.5, 1.0, 1.5, 3.0])
+    times = data.draw(st.lists(st.tuples(second, second, second), min_size=count, max_size=count))
     costs = tuple(
-        StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w)
-        for f, i, w in data.draw(
-            st.lists(st.tuples(second, second, second), min_size=len(placement), max_size=len(placement))
-        )
+        StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for f, i, w in times
     )
-    registry.build(name, stages, placement, m, times=registry.Times(costs=costs))
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "zb_2p", "eager_1f1b", "async_1f1b"])
-def test_a_dag_of_stages(name: str) -> None:
-    registry.build(name, DIAMOND, (0, 1, 2, 3), 8)
-
-
-@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "hanayo"])
-def test_a_dag_with_several_stages_per_rank(name: str) -> None:
-    registry.build(name, DIAMOND, (0, 1, 1, 0), 8)
+    built(name, ranks, m, times=registry.Times(costs=costs))
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
 def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
-    stages, placement = registry.default_placement(name, 4)
+    _, placement = registry.default_placement(name, 4)
     costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
-    made = registry.build(name, stages, placement, 8, times=registry.Times(costs=costs))
-    s = replace(shape(placement, 8), costs=costs)
-    recipe = registry.entry(name).recipe
+    s, recipe = replace(shape(placement, 8), costs=costs), registry.entry(name).recipe
     assert recipe is not None
-    assert simulated(made, stages, costs, 0) == choose_recipe.best(s, recipe(s)).outcome.step_s
+    made = built(name, 4, 8, times=registry.Times(costs=costs))
+    assert simulated(made, costs).step_s == choose_recipe.best(s, recipe(s)).outcome.step_s

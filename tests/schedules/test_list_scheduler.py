@@ -1,28 +1,42 @@
-"""The list scheduler's loop: compiled and interpreted it makes the same schedules."""
+"""The list scheduler: compiled and interpreted alike, stretched schedules, few receives posted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
+from small import alike, simulated
 from timed import shape
 
+from pipeloom.checks.schedules import check
+from pipeloom.ir.errors import DeadlockError
+from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
+from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import engine, event_heap, inner_loop
+from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler.posted_receives import step_with_posted_receives
 from pipeloom.schedules.list_scheduler.recipe_problem import make_problem
+from pipeloom.schedules.list_scheduler.stretch import stretched
 from pipeloom.schedules.list_scheduler.tables import as_lists, columns_in, tables_of
+
+
+def recipes_of(name: str, s: Shape) -> list[Recipe]:
+    family = registry.entry(name).recipe
+    assert family is not None
+    made = family(s)
+    return [made] if isinstance(made, Recipe) else list(made)
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])
 @pytest.mark.parametrize("name", ["zb_2p", "zb_v", "v_min", "gis", "po", "looped_bfs", "hanayo"])
 def test_compiled_and_interpreted_make_the_same(name: str, times: tuple[float, float, float]) -> None:
     s = shape(name, 4, 12, times=times, transfer_s=0.1)
-    family = registry.entry(name).recipe
-    assert family is not None
-    given = family(s)
-    for recipe in [given] if isinstance(given, Recipe) else given:
+    for recipe in recipes_of(name, s):
         task, _ = make_problem(s, recipe)
         found = []
         for form in (inner_loop.order_all.compiled, inner_loop.order_all.interpreted):
@@ -35,27 +49,99 @@ def test_compiled_and_interpreted_make_the_same(name: str, times: tuple[float, f
                 (form(t, state, task.ranks), columns_in(task, t, state), list(map(float, state.start)))
             )
         (one, rows, starts), (two, other_rows, other_starts) = found
-        assert one == two and starts == other_starts
-        assert rows.same(other_rows)
+        assert one == two and starts == other_starts and rows.same(other_rows)
 
 
 @pytest.mark.parametrize("within", [0.0, 20.0, 80.0])
 def test_a_run_ends_once_it_is_certain_to_take_too_long(within: float) -> None:
     s = shape("v_half", 4, 12)
-    task, _ = make_problem(s, registry.entry("v_half").recipe(s)[0])  # type: ignore[misc, index]
+    task, _ = make_problem(s, recipes_of("v_half", s)[0])
     full = engine.run(task)
-    assert full is not None
-    short = engine.run(task, within)
-    assert (short is None) == (full.step_s > within)
-    assert engine.run(task, full.step_s) == full
+    assert full is not None and engine.run(task, full.step_s) == full
+    assert (engine.run(task, within) is None) == (full.step_s > within)
 
 
 def test_the_heap_gives_ranks_by_time_and_then_by_number() -> None:
-    rng = np.random.default_rng(0)
-    s = shape("zb_h1", 4, 8)
-    task, _ = make_problem(s, registry.entry("zb_h1").recipe(s)[0])  # type: ignore[misc, index]
+    rng, s = np.random.default_rng(0), shape("zb_h1", 4, 8)
+    task, _ = make_problem(s, recipes_of("zb_h1", s)[0])
     state = as_lists(tables_of(task, inf)[1])
     wanted = sorted(zip(rng.integers(0, 9, 60) / 2, rng.integers(0, 5, 60).tolist(), strict=True))
     for at in rng.permutation(60):
         event_heap.push.interpreted(state, *wanted[at])
     assert [(state.event[0], event_heap.pop.interpreted(state)) for _ in wanted] == wanted
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])
+@pytest.mark.parametrize("name", ["v_half", "v_min", "1f1b_v", "po", "hanayo", "chimera"])
+def test_a_schedule_made_longer_by_repeating_its_steady_state_is_the_one_that_is_made_anew(
+    name: str, times: tuple[float, float, float]
+) -> None:
+    few = shape(name, 4, 16, times=times)
+    many = replace(few, microbatches=31)
+    compared = 0
+    for short, recipe in zip(recipes_of(name, few), recipes_of(name, many), strict=True):
+        try:
+            made = stretched(make(few, short), few, recipe, 31)
+        except DeadlockError:
+            continue
+        if made is not None:
+            rows = made.outcome.rows
+            check(Schedule(name=name, microbatches=31, placement=few.placement, rows=rows), few.stages)
+            anew = make(many, recipe).outcome
+            assert made.outcome.step_s == pytest.approx(anew.step_s) and made.outcome.peak == anew.peak
+            compared += 1
+    assert compared
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_clock_that_repeats_gives_rows_that_can_run_in_the_time_it_says(data: st.DataObject) -> None:
+    seconds, pace = st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([1.0, 1.5, 2.0])
+    times = data.draw(st.tuples(seconds, seconds, seconds))
+    s = shape("v_half", data.draw(st.integers(2, 5)), 12, times=times)
+    clock = path_clock(s, (data.draw(pace),), (data.draw(pace),), real=data.draw(st.booleans()))
+    recipe = Recipe(kinds="FIW", clock=clock, memory=s.ranks)
+    made = stretched(make(s, recipe), s, recipe, 40)
+    if made is not None:
+        longer = replace(s, microbatches=40)
+        again = make(longer, Recipe(kinds="FIW", rows=made.outcome.rows, fill="")).outcome
+        assert again.step_s <= made.outcome.step_s + 1e-6
+        assert max(again.peak) <= s.ranks
+
+
+def test_what_is_not_the_same_for_all_micro_batches_is_not_repeated() -> None:
+    s = shape("v_half", 4, 8)
+    clock = path_clock(s)
+    late = Recipe(kinds="FIW", clock=lambda stage, kind, b: clock(stage, kind, b) + (b > 20), memory=4)
+    rows = Recipe(kinds="FIW", rows=make(s, late).outcome.rows, memory=4)
+    for recipe in (late, rows, replace(late, clock=clock, before=lambda a, b: False)):
+        assert stretched(make(s, recipe), s, recipe, 32) is None
+    tight = Recipe(kinds="FIW", clock=clock, memory=3)
+    assert stretched(make(s, replace(tight, memory=4)), s, tight, 32) is None
+
+
+@given(
+    name=st.sampled_from(["zb_2p", "zb_v", "v_min", "v_half", "gis", "po", "gis_h", "looped_bfs"]),
+    ranks=st.integers(2, 4),
+    rounds=st.integers(1, 2),
+    times=st.tuples(*[st.floats(0.2, 2.0)] * 3),
+    transfer_s=st.floats(0.01, 3.0),
+)
+def test_rows_timed_with_few_receives_posted_take_what_the_simulator_says(
+    name: str, ranks: int, rounds: int, times: tuple[float, float, float], transfer_s: float
+) -> None:
+    """The simulator knows all of a program."""
+    s = shape(name, ranks, rounds * ranks, times=times, transfer_s=transfer_s)
+    recipe = recipes_of(name, s)[0]
+    outcome = make(s, recipe).outcome
+    timed = step_with_posted_receives(make_problem(s, recipe)[0], outcome)
+    made = Schedule(name="", microbatches=rounds * ranks, placement=s.placement, rows=outcome.rows)
+    step_s = simulated(made, s.costs, s.stages, alike(ranks, latency_s=transfer_s)).step_s
+    assert timed is not None and timed[0] == pytest.approx(step_s, rel=1e-9)
+    assert timed[0] >= outcome.step_s * (1 - 1e-12) and timed[1] <= timed[0]
+
+
+def test_where_messages_take_no_time_there_is_nothing_to_look_at() -> None:
+    s = shape("looped_bfs", 3, 6)
+    (recipe,) = recipes_of("looped_bfs", s)
+    assert step_with_posted_receives(make_problem(s, recipe)[0], make(s, recipe).outcome) is None

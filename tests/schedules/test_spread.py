@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from small import built, by_hand, simulated
 
 from pipeloom.checks.schedules import check
 from pipeloom.cli import main
-from pipeloom.ir.action import Action, F
-from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.action import F, W
 from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.errors import CutError, DeadlockError, ScheduleError
+from pipeloom.ir.errors import CutError, ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain, replicate
-from pipeloom.lowering.passes import lower
 from pipeloom.planner.placement import stages_for
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.library_entry import Entry
 from pipeloom.schedules.list_scheduler.choose_recipe import make
 from pipeloom.schedules.placements import spread
-from pipeloom.schedules.registry import build, default_placement
-from pipeloom.simulator.simulate import simulate
 
 TABLE = (0, 1, (2, 3), 4)
+
+
 ENTRY = """
 from pipeloom.schedules.library_entry import Entry
 from pipeloom.schedules.language.recipe import Recipe
@@ -38,6 +38,8 @@ def order(s):
 
 experts = Entry(recipe=order, place='table', table=lambda ranks: (0, (1, 2), 3))
 """
+
+
 EXPERTS, PLACEMENT = spread(chain(4), TABLE)
 
 
@@ -47,36 +49,29 @@ def shape(costs: tuple[StageCost, ...], m: int = 4) -> Shape:
     )
 
 
-def simulated(made: Schedule, costs: tuple[StageCost, ...]) -> dict[str, float]:
-    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
-    cluster = Cluster(devices=(Device(name="any", memory_bytes=1),) * made.ranks, within_node=link)
-    return {e.action: e.start_s for e in simulate(lower(made, EXPERTS), EXPERTS, costs, cluster).events}
-
-
 def one_f_one_b(s: Shape) -> Schedule:
     recipe = Recipe(priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: (4, 3, 2, 2, 1)[r])
     rows = make(s, recipe).outcome.rows
     return Schedule(name="mine", microbatches=s.microbatches, placement=s.placement, rows=rows)
 
 
-def test_a_stage_on_two_ranks_is_two_stages() -> None:
+def begin_together(costs: tuple[StageCost, ...]) -> Schedule:
+    """Both ranks of the stage begin each F and B at once."""
+    made = one_f_one_b(shape(costs))
+    starts = {e.action: e.start_s for e in simulated(made, costs, EXPERTS).events}
+    assert all(starts[f"2{k}{b}"] == starts[f"4{k}{b}"] for k in "FB" for b in range(4))
+    return made
+
+
+def test_a_stage_on_two_ranks_is_two_stages_that_begin_together_however_late_one_of_them_is() -> None:
     assert PLACEMENT == (0, 1, 2, 4, 3) and EXPERTS.shards == ((2, 4),)
     assert EXPERTS.successors[1] == (2, 4) and EXPERTS.predecessors[3] == (2, 4)
-    made = one_f_one_b(shape(equal_costs(5)))
+    made = begin_together(equal_costs(5))
     check(made, EXPERTS)
     second, third = str(made).splitlines()[2:4]
     assert [w[1:] for w in second.split()] == [w[1:] for w in third.split()]
-    starts = simulated(made, equal_costs(5))
-    assert all(starts[f"2{k}{b}"] == starts[f"4{k}{b}"] for k in "FB" for b in range(4))
-
-
-def test_they_begin_together_however_late_one_of_them_is() -> None:
-    """Stage 2 is slow on rank 2; rank 3 waits for it before each forward and backward."""
     cost = equal_costs(1)[0]
-    slow = replace(cost, forward_s=2.0, backward_s=4.0)
-    costs = (cost, cost, slow, cost, cost)
-    starts = simulated(one_f_one_b(shape(costs)), costs)
-    assert all(starts[f"2{k}{b}"] == starts[f"4{k}{b}"] for k in "FB" for b in range(4))
+    begin_together((cost, cost, replace(cost, forward_s=2.0, backward_s=4.0), cost, cost))
 
 
 def test_shared_parameters_are_summed_and_others_are_not() -> None:
@@ -114,51 +109,38 @@ def test_wrong_tables_are_refused(table: tuple[int | tuple[int, ...], ...]) -> N
         spread(chain(3), table)
 
 
-def test_a_rank_that_leaves_its_stage_out_is_named() -> None:
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (("0F0 0B0", "1F0"), "rank 1 never runs 1B0"),
+        # Each order alone would do; but the two ranks of the stage run its micro-batches in opposite orders.
+        (("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"), "rank 0 at 0F0 needs 1F0; rank 1 at 1F1 needs 0F1"),
+        (("0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"), ""),  # W runs whenever a rank has time
+    ],
+)
+def test_rows_of_a_stage_on_two_ranks(rows: tuple[str, ...], words: str) -> None:
     graph, placement = spread(chain(1), ((0, 1),))
-    rows = parse_rows(("0F0 0B0", "1F0"))
-    with pytest.raises(ScheduleError, match="rank 1 never runs 1B0"):
-        check(Schedule(name="", microbatches=1, placement=placement, rows=rows), graph)
-
-
-def test_ranks_that_wait_for_each_other_in_a_stage_are_a_deadlock() -> None:
-    """Each order alone would do; but the two ranks of the stage run its micro-batches in opposite orders."""
-    graph, placement = spread(chain(1), ((0, 1),))
-    rows = parse_rows(("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"))
-    with pytest.raises(DeadlockError, match="rank 0 at 0F0 needs 1F0; rank 1 at 1F1 needs 0F1"):
-        check(Schedule(name="", microbatches=2, placement=placement, rows=rows), graph)
-
-
-def test_w_runs_whenever_a_rank_has_time() -> None:
-    graph, placement = spread(chain(1), ((0, 1),))
-    rows = parse_rows(("0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"))
-    check(Schedule(name="", microbatches=2, placement=placement, rows=rows), graph)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_2p", "eager_1f1b"])
-@pytest.mark.parametrize("table", [(0, 1, (2, 3)), ((0, 1), 2, 3), (0, (1, 2), 3)])
-def test_schedules_of_the_library_take_them(name: str, table: tuple[int | tuple[int, ...], ...]) -> None:
-    graph, placement = spread(chain(3), table)
-    build(name, graph, placement, 6)
+    if not words:
+        check(by_hand(*rows, placement=placement), graph)
+        return
+    with pytest.raises(ScheduleError, match=words):
+        check(by_hand(*rows, placement=placement), graph)
 
 
 def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> None:
     file = tmp_path / "experts_in_test.py"
     file.write_text(ENTRY)
     name = f"{file}:experts"
-    graph, placement = default_placement(name, 4)
-    assert "3F0" in str(build(name, graph, placement, 4)).splitlines()[2]
-    with pytest.raises(ScheduleError, match="cannot be run: its stage 1 spans ranks 1 and 2") as caught:
+    assert "3F0" in str(built(name, 4, 4)).splitlines()[2]
+    with pytest.raises(ScheduleError, match="cannot be run: its stage 1 spans ranks 1 and 2"):
         stages_for(name, 4)
-    assert "it can be checked, simulated and drawn" in str(caught.value.hint)
-    with pytest.raises(ScheduleError, match="a schedule with place='table' and no table"):
+    with pytest.raises(ScheduleError, match="no table"):
         Entry(place="table")
 
 
-def wide(m: int = 6, **limits: float | tuple[float, ...]) -> tuple[StageGraph, Shape]:
+def wide(m: int = 6, *, limit: float | tuple[float, ...]) -> tuple[StageGraph, Shape]:
     """A stage on all of 4 ranks in front of a chain, and a second one in the middle of the chain."""
-    all_ranks = (0, 1, 2, 3)
-    stages, placement = spread(chain(6), (all_ranks, 0, 1, all_ranks, 2, 3))
+    stages, placement = spread(chain(6), (tuple(range(4)), 0, 1, tuple(range(4)), 2, 3))
     light = StageCost(forward_s=1.0, backward_s=1.0, input_grad_s=0.5, weight_grad_s=0.5)
     heavy = StageCost(forward_s=1.0, backward_s=3.0, input_grad_s=1.5, weight_grad_s=1.5, residual_bytes=1)
     costs = tuple(light if stages.origin(s) in (0, 3) else heavy for s in range(len(placement)))
@@ -168,7 +150,7 @@ def wide(m: int = 6, **limits: float | tuple[float, ...]) -> tuple[StageGraph, S
         microbatches=m,
         costs=costs,
         transfer_s=lambda a, b: 0.0,
-        limit_bytes=limits.get("limit"),
+        limit_bytes=limit,
     )
     return stages, made
 
@@ -185,19 +167,17 @@ def wide(m: int = 6, **limits: float | tuple[float, ...]) -> tuple[StageGraph, S
 )
 def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -> None:
     """Each rank by itself ordered its actions, so that every such order was refused as a deadlock."""
-    stages, made = wide(limit=(4.0, 4.0, 3.0, 2.0))
+    limits = (4.0, 4.0, 3.0, 2.0)
+    stages, made = wide(limit=limits)
     outcome = make(made, recipe).outcome
     check(Schedule(name="", microbatches=6, placement=made.placement, rows=outcome.rows), stages)
-    begun = {
-        action: float(at)
-        for row, starts in zip(outcome.rows, outcome.starts, strict=True)
-        for action, at in zip(row, starts, strict=True)
-    }
-    for shards in stages.shards:
-        for kind in {a.kind for a in begun} - {"W"}:
-            for b in range(6):
-                assert len({begun[Action(s, kind, b)] for s in shards}) == 1
-    assert all(held <= most for held, most in zip(outcome.peak, (4.0, 4.0, 3.0, 2.0), strict=True))
+    begun: dict[tuple[object, ...], set[float]] = defaultdict(set)
+    for row, starts in zip(outcome.rows, outcome.starts, strict=True):
+        for a, at in zip(row, starts, strict=True):
+            if a.kind != W:
+                begun[stages.origin(a.stage), a.kind, a.microbatch].add(float(at))
+    assert all(len(times) == 1 for times in begun.values())
+    assert all(held <= most for held, most in zip(outcome.peak, limits, strict=True))
 
 
 def test_an_order_by_a_clock_holds_all_ranks_of_a_stage_together() -> None:

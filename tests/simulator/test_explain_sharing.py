@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,10 +11,12 @@ from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
-from pipeloom.ir.cluster import Link
+from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.explanation import Explanation
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import parse_program
+from pipeloom.ir.schedule import Program, parse_program
+from pipeloom.ir.stages import StageGraph
 from pipeloom.schedules.scenario import Scenario, explain as drawn_reasons, simulate_schedule
 from pipeloom.simulator.idle_time.explain import explain_idle_time
 from pipeloom.simulator.simulate import simulate
@@ -22,6 +25,12 @@ from pipeloom.viewer.reasons import sentence, sources
 
 SECOND = Link(bandwidth_bytes_per_s=4.0)
 """A message of the tests below takes one second of it."""
+
+
+def explained(
+    program: Program, stages: StageGraph, costs: Sequence[StageCost], where: Cluster
+) -> Explanation:
+    return explain_idle_time(program, simulate(program, stages, tuple(costs), where), stages, where)
 
 
 def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
@@ -56,76 +65,56 @@ def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
     assert "link" not in blind.by_reason
 
 
-def test_of_two_links_the_one_that_was_free_last_is_named() -> None:
-    """0SEND leaves the node of rank 1, 4SEND enters that of rank 3 and is longer on its way."""
-    stages = dag(5, [(0, 2), (1, 3), (4, 3)], loss_stage=3)
-    rows = (
-        "0F0 0SEND_F0>2",
-        "1F0 1SEND_F0>3",
-        "2RECV_F0<0 2F0",
-        "3RECV_F0<4 3RECV_F0<1 3F0",
-        "4F0 4SEND_F0>3",
-    )
-    program = parse_program(1, (0, 1, 2, 3, 4), rows)
-    costs = tuple(replace(equal_costs(1)[0], forward_s=s) for s in (1.0, 1.6, 1.0, 1.0, 1.5))
-    where = nodes(0, 0, 1, 2, 3, between_nodes=SECOND, node_link=SECOND)
-    timeline = simulate(program, stages, costs, where)
-    found = explain_idle_time(program, timeline, stages, where)
-    assert [(p.action, p.end_s, p.waiting) for p in found.path] == [
-        ("4F0", 1.5, ""),
-        ("4SEND_F0>3", 2.5, "1SEND_F0>3"),
-        ("1SEND_F0>3", 3.5, ""),
-        ("3F0", 4.5, ""),
-    ]
+FOUR = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0")
 
 
-def test_a_fast_link_is_held_for_less_than_a_message_takes() -> None:
-    stages = dag(4, [(0, 2), (1, 3)], loss_stage=3)
-    rows = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<1 3F0")
-    program = parse_program(1, (0, 1, 2, 3), rows)
-    where = nodes(0, 0, 1, 1, between_nodes=SECOND, node_link=Link(bandwidth_bytes_per_s=16.0))
-    timeline = simulate(program, stages, equal_costs(4), where)
-    found = explain_idle_time(program, timeline, stages, where)
-    assert [(p.action, p.start_s, p.end_s) for p in found.path] == [
-        ("0F0", 0.0, 1.0),
-        ("0SEND_F0>2", 1.0, 1.25),
-        ("1SEND_F0>3", 1.25, 2.25),
-        ("3F0", 2.25, 3.25),
-    ]
+@pytest.mark.parametrize(
+    ("edges", "rows", "seconds", "where", "path"),
+    [
+        # 0SEND leaves the node of rank 1, 4SEND enters that of rank 3 and is longer on its way.
+        (
+            [(0, 2), (1, 3), (4, 3)],
+            (*FOUR, "3RECV_F0<4 3RECV_F0<1 3F0", "4F0 4SEND_F0>3"),
+            (1.0, 1.6, 1.0, 1.0, 1.5),
+            nodes(0, 0, 1, 2, 3, between_nodes=SECOND, node_link=SECOND),
+            [("4F0", 1.5), ("4SEND_F0>3", 2.5), ("1SEND_F0>3", 3.5), ("3F0", 4.5)],
+        ),
+        # A fast link is held for less than a message takes.
+        (
+            [(0, 2), (1, 3)],
+            (*FOUR, "3RECV_F0<1 3F0"),
+            (1.0,) * 4,
+            nodes(0, 0, 1, 1, between_nodes=SECOND, node_link=Link(bandwidth_bytes_per_s=16.0)),
+            [("0F0", 1.0), ("0SEND_F0>2", 1.25), ("1SEND_F0>3", 2.25), ("3F0", 3.25)],
+        ),
+    ],
+)
+def test_of_two_links_the_one_that_was_free_last_is_named(edges, rows, seconds, where, path) -> None:
+    stages = dag(len(rows), edges, loss_stage=3)
+    costs = [replace(equal_costs(1)[0], forward_s=s) for s in seconds]
+    found = explained(parse_program(1, tuple(range(len(rows))), rows), stages, costs, where)
+    assert [(p.action, p.end_s) for p in found.path] == path
+    assert [p.waiting for p in found.path] == ["", "1SEND_F0>3", "", ""]
 
 
 def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
-    cost = StageCost(
-        forward_s=1.0,
-        backward_s=2.0,
-        input_grad_s=1.0,
-        weight_grad_s=1.0,
-        residual_bytes=8,
-        offloaded_bytes=8,
-        offload_s=1.0,
-        reload_s=1.0,
-    )
+    copied = {"residual_bytes": 8, "offloaded_bytes": 8, "offload_s": 1.0, "reload_s": 1.0}
+    cost = replace(equal_costs(1)[0], **copied)
     row = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
     program = parse_program(1, (0, 1), tuple(row.format(stage) for stage in (0, 1)))
-    costs = (cost, replace(cost, forward_s=1.25))
-    where = on_switches("a", "a", a=Link(bandwidth_bytes_per_s=4.0))  # 2 s a copy
-    timeline = simulate(program, dag(2, []), costs, where)
-    found = explain_idle_time(program, timeline, dag(2, []), where)
+    where = on_switches("a", "a", a=SECOND)  # 2 s a copy
+    found = explained(program, dag(2, []), (cost, replace(cost, forward_s=1.25)), where)
     waits = [i for i in found.idle if i.rank == 1]
     assert [(i.reason, i.start_s, i.end_s, i.waiting, i.root) for i in waits] == [
         ("link", 1.25, 3.0, "1OFFLOAD0", "0OFFLOAD0"),
         ("copy", 3.0, 7.0, "", "0OFFLOAD0"),
     ]
-    assert sentence(waits[0]) == (
-        "rank 1 waits for 1RELOAD0 of rank 1: 1OFFLOAD0 waits for a shared link, which 0OFFLOAD0 of rank 0 "
-        "holds"
-    )
+    assert "1OFFLOAD0 waits for a shared link, which 0OFFLOAD0 of rank 0 holds" in sentence(waits[0])
 
 
 def test_a_message_that_waits_for_a_sum_names_it() -> None:
-    program, stages, costs = sum_beside_a_message()
     where = nodes(0, 0, 1, 2, between_nodes=SECOND, node_link=SECOND)
-    found = explain_idle_time(program, simulate(program, stages, costs, where), stages, where)
+    found = explained(*sum_beside_a_message(), where)
     held = [(p.kind, p.action, p.start_s, p.end_s) for p in found.path if p.waiting == "1SEND_F0>3"]
     assert held == [("reduce", "0REDUCE", 3.0, 5.0)]
 

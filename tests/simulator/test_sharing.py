@@ -8,17 +8,25 @@ from random import Random
 import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
-from residuals import treated, uneven
-from shared_links import INSTANT, nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
+from shared_links import (
+    INSTANT,
+    nodes,
+    on_switches,
+    random_cluster,
+    sum_beside_a_message,
+    treated,
+    treated_case,
+    uneven,
+)
 from slow_simulator import Slow
+from small import built, simulated
 
 from pipeloom.checks.schedules import check_program
 from pipeloom.ir import kernels
 from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
-from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
@@ -30,90 +38,70 @@ def times(timeline: Timeline, *streams: str) -> dict[str, tuple[float, float]]:
     return {e.action: (e.start_s, e.end_s) for e in timeline.events if e.stream in streams}
 
 
-def test_messages_out_of_one_node_follow_each_other() -> None:
-    """Ranks 0 and 1 send 4 bytes each to a node of their own, over one network link of 4 bytes/s."""
-    stages = dag(4, [(0, 2), (1, 3)], loss_stage=3)
-    rows = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<1 3F0")
-    program = parse_program(1, (0, 1, 2, 3), rows)
-    costs = (*(replace(equal_costs(1)[0], forward_s=s) for s in (1.5, 1.0)), *equal_costs(2))
-    link = Link(bandwidth_bytes_per_s=4.0)
-    apart = simulate(program, stages, costs, nodes(0, 0, 1, 2, between_nodes=link))
-    assert times(apart, "send") == {"0SEND_F0>2": (1.5, 2.5), "1SEND_F0>3": (1.0, 2.0)}
-    shared = simulate(program, stages, costs, nodes(0, 0, 1, 2, between_nodes=link, node_link=link))
-    assert times(shared, "send") == {"1SEND_F0>3": (1.0, 2.0), "0SEND_F0>2": (2.0, 3.0)}
-    into = simulate(program, stages, costs, nodes(0, 1, 2, 2, between_nodes=link, node_link=link))
-    assert times(into, "send") == times(shared, "send")
-    own = simulate(program, stages, costs, nodes(0, 1, 2, 3, between_nodes=link, node_link=link))
-    assert times(own, "send") == times(apart, "send")
+LINK, FAST = Link(bandwidth_bytes_per_s=4.0), Link(bandwidth_bytes_per_s=16.0)
+"""A message of the tests below takes one second of LINK."""
+
+TO_EACH = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<1 3F0")
 
 
-def test_a_fast_shared_link_carries_several_slow_ones() -> None:
-    """Each pair of ranks takes 1 s; the node's link, four times as fast, 0.25 s of its time."""
+@pytest.mark.parametrize(
+    ("on", "shared", "first", "second"),
+    [
+        # Ranks 0 and 1 send 4 bytes each over one network link; rank 1 is ready first.
+        ((0, 0, 1, 2), None, (1.0, 2.0), (1.5, 2.5)),
+        ((0, 0, 1, 2), LINK, (1.0, 2.0), (2.0, 3.0)),  # out of one node
+        ((0, 1, 2, 2), LINK, (1.0, 2.0), (2.0, 3.0)),  # into one
+        ((0, 1, 2, 3), LINK, (1.0, 2.0), (1.5, 2.5)),  # each has its own
+        # The node's link, four times as fast as a message, is held for 0.25 s.
+        ((0, 0, 1, 1), FAST, (1.0, 2.0), (1.5, 2.5)),
+    ],
+)
+def test_messages_out_of_one_node_follow_each_other(on, shared, first, second) -> None:
     stages = dag(4, [(0, 2), (1, 3)], loss_stage=3)
-    rows = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<1 3F0")
-    program = parse_program(1, (0, 1, 2, 3), rows)
-    slow, fast = Link(bandwidth_bytes_per_s=4.0), Link(bandwidth_bytes_per_s=16.0)
-    where = nodes(0, 0, 1, 1, between_nodes=slow, node_link=fast)
-    timeline = simulate(program, stages, equal_costs(4), where)
-    assert times(timeline, "send") == {"0SEND_F0>2": (1.0, 2.0), "1SEND_F0>3": (1.25, 2.25)}
+    program = parse_program(1, (0, 1, 2, 3), TO_EACH)
+    costs = tuple(replace(EQUAL, forward_s=s) for s in (1.5, 1.0, 1.0, 1.0))
+    timeline = simulate(program, stages, costs, nodes(*on, between_nodes=LINK, node_link=shared))
+    assert times(timeline, "send") == {"1SEND_F0>3": first, "0SEND_F0>2": second}
+
+
+EQUAL = equal_costs(1)[0]
 
 
 def test_messages_in_and_out_do_not_meet() -> None:
     stages = dag(4, [(0, 2), (3, 1)], loss_stage=1)
     rows = ("0F0 0SEND_F0>2", "1RECV_F0<3 1F0", "2RECV_F0<0 2F0", "3F0 3SEND_F0>1")
     program = parse_program(1, (0, 1, 2, 3), rows)
-    link = Link(bandwidth_bytes_per_s=4.0)
-    timeline = simulate(program, stages, equal_costs(4), nodes(0, 0, 1, 1, node_link=link))
+    timeline = simulate(program, stages, equal_costs(4), nodes(0, 0, 1, 1, node_link=LINK))
     assert times(timeline, "send") == {"0SEND_F0>2": (1.0, 2.0), "3SEND_F0>1": (1.0, 2.0)}
 
 
 def test_a_group_across_nodes_has_links_of_its_own() -> None:
-    link = Link(bandwidth_bytes_per_s=4.0)
     devices = tuple(Device(name="any", memory_bytes=1, node=n, group="rack") for n in (0, 1))
-    where = Cluster(devices=devices, within_node=link, node_link=link, groups={"rack": INSTANT})
-    program = lower(registry.build("gpipe", chain(2), (0, 1), 1), chain(2))
-    assert simulate(program, chain(2), equal_costs(2), where).step_s == 6.0
+    where = Cluster(devices=devices, within_node=LINK, node_link=LINK, groups={"rack": INSTANT})
+    assert simulated(built("gpipe", 2, 1), where=where).step_s == 6.0
 
 
-COST = StageCost(
-    forward_s=1.0,
-    backward_s=2.0,
-    input_grad_s=1.0,
-    weight_grad_s=1.0,
-    residual_bytes=8,
-    offloaded_bytes=8,
-    offload_s=1.0,
-    reload_s=1.0,
-)
 ROW = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
 
 
-def test_copies_of_devices_on_one_switch_follow_each_other() -> None:
-    program = parse_program(1, (0, 1), tuple(ROW.format(stage) for stage in (0, 1)))
-    uplink = Link(bandwidth_bytes_per_s=4.0)  # 2 s a copy
-    costs = (COST, replace(COST, forward_s=1.25))
-    shared = simulate(program, dag(2, []), costs, on_switches("a", "a", a=uplink))
-    assert times(shared, "d2h", "h2d") == {
-        "0OFFLOAD0": (1.0, 3.0),
-        "1OFFLOAD0": (3.0, 5.0),
-        "0RELOAD0": (3.0, 5.0),
-        "1RELOAD0": (5.0, 7.0),
-    }
-    assert times(shared, "compute")["1B0"] == (7.0, 9.0)
-    apart = simulate(program, dag(2, []), costs, on_switches("a", "b", a=uplink, b=uplink))
-    assert times(apart, "d2h", "h2d") == {
-        "0OFFLOAD0": (1.0, 3.0),
-        "1OFFLOAD0": (1.25, 3.25),
-        "0RELOAD0": (3.0, 5.0),
-        "1RELOAD0": (3.25, 5.25),
-    }
+COST = replace(EQUAL, residual_bytes=8, offloaded_bytes=8, offload_s=1.0, reload_s=1.0)
 
 
-def test_a_fast_uplink_lets_copies_overlap() -> None:
+@pytest.mark.parametrize(
+    ("switches", "uplink", "copies"),
+    [
+        ("aa", LINK, [(1.0, 3.0), (3.0, 5.0), (3.0, 5.0), (5.0, 7.0)]),  # 2 s a copy
+        ("ab", LINK, [(1.0, 3.0), (1.25, 3.25), (3.0, 5.0), (3.25, 5.25)]),
+        ("aa", FAST, [(1.0, 2.0), (1.5, 2.5), (2.0, 3.0), (2.5, 3.5)]),  # which lets copies overlap
+    ],
+)
+def test_copies_of_devices_on_one_switch_follow_each_other(switches, uplink, copies) -> None:
     program = parse_program(1, (0, 1), tuple(ROW.format(stage) for stage in (0, 1)))
-    costs = (COST, replace(COST, forward_s=1.25))
-    shared = simulate(program, dag(2, []), costs, on_switches("a", "a", a=Link(bandwidth_bytes_per_s=16.0)))
-    assert times(shared, "d2h") == {"0OFFLOAD0": (1.0, 2.0), "1OFFLOAD0": (1.5, 2.5)}
+    where = on_switches(*switches, **dict.fromkeys(switches, uplink))
+    timeline = simulate(program, dag(2, []), (COST, replace(COST, forward_s=1.25)), where)
+    found = times(timeline, "compute", "d2h", "h2d")
+    assert [found[a] for a in ("0OFFLOAD0", "1OFFLOAD0", "0RELOAD0", "1RELOAD0")] == copies
+    assert found["1B0"][0] == copies[-1][1]
 
 
 def test_a_step_waits_for_copies_that_have_not_begun() -> None:
@@ -124,16 +112,23 @@ def test_a_step_waits_for_copies_that_have_not_begun() -> None:
     costs = (replace(COST, forward_s=0.5), replace(COST, recompute_s=0.5))
     timeline = simulate(program, dag(2, []), costs, on_switches("a", "a", a=Link(bandwidth_bytes_per_s=2.0)))
     found = times(timeline, "compute", "d2h", "h2d")
-    assert found["1OFFLOAD0"] == (4.5, 8.5)
-    assert found["1RELOAD0"] == (8.5, 12.5)
-    assert found["1RECOMPUTE0"] == (12.5, 13.0)
-    assert found["1STEP"] == (15.0, 15.0)
+    late = [found[a] for a in ("1OFFLOAD0", "1RELOAD0", "1RECOMPUTE0", "1STEP")]
+    assert late == [(4.5, 8.5), (8.5, 12.5), (12.5, 13.0), (15.0, 15.0)]
 
 
-def test_sums_over_ranks_take_the_links_of_nodes_into_account() -> None:
-    slow = Link(bandwidth_bytes_per_s=1.0)
-    assert all_reduce_s(8, (0, 1), nodes(0, 1, node_link=slow)) == 8.0
-    assert all_reduce_s(8, (0, 1), nodes(0, 1, 1, node_link=slow)) == 8.0
+@pytest.mark.parametrize(
+    ("size", "on", "seconds"),
+    [
+        (8, (0, 1), 2.0),
+        (8, (0, 1, 1), 2.0),
+        # A ring is not faster than the links of the nodes that it crosses.
+        (16, (0, 0, 1, 1), 6.0),
+        (16, (0, 1, 0, 1), 12.0),
+    ],
+)
+def test_sums_over_ranks_take_the_links_of_nodes_into_account(size, on, seconds) -> None:
+    ranks = tuple(range(len(on) if size == 16 else 2))
+    assert all_reduce_s(size, ranks, nodes(*on, node_link=LINK)) == seconds
 
 
 def sum_times(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -141,57 +136,36 @@ def sum_times(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_sums_of_different_ranks_follow_each_other_on_the_link_of_their_nodes() -> None:
-    """x is tied between ranks 0 and 2, y between 1 and 3; each pair is on two nodes."""
+    """x is tied between ranks 0 and 2, y between 1 and 3; each pair is on two nodes, two passes on halves."""
     stages = dag(4, [], params={0: ("x",), 2: ("x",), 1: ("y",), 3: ("y",)})
-    rows = tuple(f"{s}F0 {s}B0 {s}REDUCE {s}STEP" for s in range(4))
-    program = parse_program(1, (0, 1, 2, 3), rows)
+    program = parse_program(1, (0, 1, 2, 3), tuple(f"{s}F0 {s}B0 {s}REDUCE {s}STEP" for s in range(4)))
     check_program(program, stages)
-    costs = tuple(
-        replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8, "y": 8}) for s in (1.0, 1.5, 1.0, 1.25)
-    )
-    link = Link(bandwidth_bytes_per_s=4.0)  # each of the two passes on two halves
-    apart = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=link))
+    costs = tuple(replace(EQUAL, forward_s=s, tied_bytes={"x": 8, "y": 8}) for s in (1.0, 1.5, 1.0, 1.25))
+    apart = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=LINK))
     assert sum_times(apart)["1REDUCE"] == (3.5, 5.5)
-    shared = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=link, node_link=link))
-    assert sum_times(shared) == {
-        "0REDUCE": (3.0, 5.0),
-        "2REDUCE": (3.0, 5.0),
-        "3REDUCE": (3.25, 7.0),
-        "1REDUCE": (3.5, 7.0),
-    }
+    shared = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=LINK, node_link=LINK))
+    begins = {"0REDUCE": (3.0, 5.0), "2REDUCE": (3.0, 5.0), "3REDUCE": (3.25, 7.0), "1REDUCE": (3.5, 7.0)}
+    assert sum_times(shared) == begins
     assert times(shared, "compute")["3STEP"] == (7.0, 7.0)
 
 
-def test_sums_for_owners_take_half_as_long() -> None:
+@pytest.mark.parametrize("shared", [None, LINK])
+def test_sums_for_owners_take_half_as_long(shared: Link | None) -> None:
     """Each of two replicas gets the sums of its own part of what they share. y is read by others too."""
     stages = dag(4, [], params={0: ("a", "b", "y"), 1: ("a", "b", "y"), 2: ("y",), 3: ("y",)})
-    rows = tuple(f"{s}F0 {s}B0 {s}REDUCE {s}STEP" for s in range(4))
-    program = parse_program(1, (0, 1, 2, 3), rows)
-    cost = replace(equal_costs(1)[0], tied_bytes={"a": 8, "b": 8, "y": 8})
-    link = Link(bandwidth_bytes_per_s=4.0)
-    for shared in (None, link):
-        where = nodes(0, 1, 2, 3, between_nodes=link, node_link=shared)
-        whole = simulate(program, stages, (cost,) * 4, where)
-        halved = simulate(program, stages, (replace(cost, for_owners=frozenset("ab")),) * 4, where)
-        assert sum_times(whole)["0REDUCE"] == (3.0, 3.0 + 4.0 + 3.0)
-        assert sum_times(halved)["0REDUCE"] == (3.0, 3.0 + 2.0 + 3.0)
+    program = parse_program(1, (0, 1, 2, 3), tuple(f"{s}F0 {s}B0 {s}REDUCE {s}STEP" for s in range(4)))
+    where = nodes(0, 1, 2, 3, between_nodes=LINK, node_link=shared)
+    for owners, seconds in ((frozenset(), 4.0 + 3.0), (frozenset("ab"), 2.0 + 3.0)):
+        cost = replace(EQUAL, tied_bytes={"a": 8, "b": 8, "y": 8}, for_owners=owners)
+        assert sum_times(simulate(program, stages, (cost,) * 4, where))["0REDUCE"] == (3.0, 3.0 + seconds)
 
 
 def test_a_message_waits_for_a_sum_that_holds_its_nodes_link() -> None:
     program, stages, costs = sum_beside_a_message()
     check_program(program, stages)
-    link = Link(bandwidth_bytes_per_s=4.0)
-    where = nodes(0, 0, 1, 2, between_nodes=link, node_link=link)
-    timeline = simulate(program, stages, costs, where)
+    timeline = simulate(program, stages, costs, nodes(0, 0, 1, 2, between_nodes=LINK, node_link=LINK))
     assert sum_times(timeline)["0REDUCE"] == (3.0, 5.0)
     assert times(timeline, "send")["1SEND_F0>3"] == (5.0, 6.0)  # the sum's bytes take 2 s of each link
-
-
-def test_a_ring_is_not_faster_than_the_links_of_the_nodes_that_it_crosses() -> None:
-    link = Link(bandwidth_bytes_per_s=4.0)
-    one_way, zigzag = nodes(0, 0, 1, 1, node_link=link), nodes(0, 1, 0, 1, node_link=link)
-    assert all_reduce_s(16, (0, 1, 2, 3), one_way) == 6.0
-    assert all_reduce_s(16, (0, 1, 2, 3), zigzag) == 12.0
 
 
 @settings(max_examples=80, deadline=None)

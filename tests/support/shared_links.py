@@ -1,4 +1,4 @@
-"""Clusters whose ranks share links, and programs to run on them."""
+"""Random programs that offload and recompute, random costs, and clusters whose ranks share links."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 
 from edits import Case
-from residuals import treated, uneven
 
+from pipeloom.ir.action import Action, B, F, I, Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
@@ -54,6 +54,48 @@ def random_cluster(ranks: int, dice: Random) -> Cluster:
         groups={"g": link(80)},
         switches={name: link(60) for name in sorted(names)},
         node_link=link(20) if dice.random() < 0.8 else None,
+    )
+
+
+def treated(program: Program, dice: Random, *, valid: bool = True) -> Program:
+    """A program with actions on residuals at random places; if not `valid`, now and then at wrong ones."""
+    rows = []
+    for row in program.rows:
+        made = list(row)
+        backs = [a for a in row if isinstance(a, Action) and a.kind in (B, I)]
+        for back in backs:
+            kinds = dice.choice(
+                ((), ("RECOMPUTE",), ("OFFLOAD", "RELOAD"), ("OFFLOAD", "RELOAD", "RECOMPUTE"))
+            )
+            low = made.index(replace(back, kind=F)) + 1
+            for kind in kinds:
+                at = dice.randint(low, made.index(back))
+                if not valid and dice.random() < 0.05:
+                    at = dice.randint(0, len(made))
+                made.insert(at, replace(back, kind=Kind(kind)))
+                low = at + 1 if valid else min(at + 1, made.index(back))
+        rows.append(tuple(made))
+    return replace(program, rows=tuple(rows))
+
+
+def uneven(stages: int, dice: Random) -> tuple[StageCost, ...]:
+    """Random times: no two events of different ranks come at the same time by chance."""
+    return tuple(
+        StageCost(
+            forward_s=1 + dice.random(),
+            backward_s=2 + dice.random(),
+            input_grad_s=1 + dice.random(),
+            weight_grad_s=dice.random(),
+            step_s=dice.random(),
+            residual_bytes=100,
+            carried_bytes=10,
+            offloaded_bytes=dice.randint(0, 50),
+            recomputed_bytes=dice.randint(0, 50),
+            offload_s=3 * dice.random(),
+            reload_s=3 * dice.random(),
+            recompute_s=dice.random(),
+        )
+        for _ in range(stages)
     )
 
 

@@ -36,3 +36,16 @@ def made_for(name: str, s: Shape) -> ScheduledRecipe:
     recipe = registry.entry(name).recipe
     assert recipe is not None
     return fastest(s, recipe)
+
+
+def one(p: int) -> float:
+    """What p ranks hold, in micro-batches: a peak of 1F1B; half and a third of it, as V schedules have."""
+    return p
+
+
+def half(p: int) -> float:
+    return p // 2 + 1
+
+
+def third(p: int) -> float:
+    return (p + 4) // 3
