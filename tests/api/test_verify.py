@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import odd_code
-import odd_models
 import pytest
 import torch
+from odd.case import job
+from odd.decisions import LeavesOutByPython
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Plan, verify
@@ -146,8 +146,8 @@ def test_recurrent_models_are_compared_with_the_module_itself(dropout: float) ->
 
 def test_the_verdict_says_where_a_model_is_compared_with_its_own_graph() -> None:
     """Python's random numbers: the pipeline seeds them by place."""
-    job = odd_models.job(odd_code.LeavesOutByPython)
-    result = verify(job, plan_for(job, 2))
+    draws = job(LeavesOutByPython)
+    result = verify(draws, plan_for(draws, 2))
     result.require()
     assert (
         result.reference == "its own captured graph, uncut, since the forward draws Python's random numbers"
