@@ -1,5 +1,5 @@
-"""Slips in calls and on the command line: they ended in a traceback or in another library's error, or went on as
-if nothing were wrong."""
+"""Slips in calls and on the command line: they ended in a traceback or in another library's error, or went on
+as if nothing were wrong."""
 
 import json
 from collections.abc import Callable

@@ -28,15 +28,11 @@ def params(cases: Iterable[Case]) -> list[object]:
 def runs() -> Iterator[object]:
     """Each case, cut and way to run it; one of each case is quick."""
     for case in CASES:
-        ways = ["split", "gpipe"] if case.split else ["gpipe"]
-        if case.captured == "one graph":
-            ways += ["recompute"] if case.recompute else []
-        else:
-            ways.append("1f1b")
+        ways = ["split"] if case.split else []
+        ways += ["gpipe", "1f1b" if case.between else "recompute"]
         for at, cut in enumerate(case.cuts):
             for way in ways if not case.words else []:
-                slow = case.slow or at or way != ways[0]
-                marks = [pytest.mark.slow] if slow else []
+                marks = [pytest.mark.slow] if case.slow or at or way != ways[0] else []
                 yield pytest.param(case, cut, way, id=f"{case}-{cut}-{way}", marks=marks)
 
 
@@ -108,12 +104,10 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(case: Case) -> None:
 def test_how_an_odd_model_is_captured(case: Case) -> None:
     """As one graph, or between its modules, with the reason and the line of the model where it stands."""
     reason = capture_of(case.double, ROWS).graph.fallback
-    if case.captured == "one graph":
-        assert not reason
-    else:
-        assert re.search(case.captured.removeprefix("between modules: "), reason), reason
-        if ".py" in case.captured:
-            assert names_a_line_of(case, reason)
+    assert bool(reason) == bool(case.between), reason
+    assert re.search(case.between, reason), reason
+    if ".py" in case.between:
+        assert names_a_line_of(case, reason)
 
 
 @pytest.mark.parametrize("case", params(case for case in CASES if case.expect == "random"))

@@ -23,6 +23,8 @@ WIDTH = 8
 CLASSES = 5
 WORDS = 11
 
+ANYWHERE = ("anywhere",)
+
 Batch = dict[str, Tensor]
 MakeBatch = Callable[[int, int], Batch]
 
@@ -139,11 +141,10 @@ class Case:
         itself uncut, and to plain PyTorch in evaluation mode unless "random, in evaluation too"; or
         "refused: WORDS", a regular expression for the message, which has to name a line of the model, too.
     hint: words of the hint of a refusal.
-    captured: "one graph", or "between modules: WORDS", a regular expression for the reason.
+    between: if it is cut between its modules, a regular expression for the reason; else it is one graph.
     cuts: where it is cut, the first one for the quick tests: into so many stages of about as many ops (one
         op at least), "anywhere": into two stages at each place in turn, or "around" each single op.
     slow: the first cut, too, is for the slow tests.  split: whether its backward can be split.
-    recompute: whether it has residuals that can be made again, where it is one graph.
     evaluated: whether evaluation mode, too, can be cut there.
     remembers: whether its modules keep numbers of Python, so that no two runs may share a capture.
     """
@@ -153,7 +154,7 @@ class Case:
     _: KW_ONLY
     expect: str = "equal"
     hint: str = ""
-    captured: str = "one graph"
+    between: str = ""
     name: str = ""
     batch: MakeBatch = vectors
     loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
@@ -162,7 +163,6 @@ class Case:
     cuts: tuple[int | str, ...] = (3, 2)
     slow: bool = False
     split: bool = True
-    recompute: bool = True
     evaluated: bool = True
     remembers: bool = False
 
@@ -177,14 +177,8 @@ class Case:
     @cached_property
     def job(self) -> Job:
         """The same object each time, so that captures are shared."""
-        return job(
-            self.model,
-            self.batch,
-            loss=self.loss,
-            weight=self.weight,
-            optimizer=self.optimizer,
-            name=self.title,
-        )
+        given = {"loss": self.loss, "weight": self.weight, "optimizer": self.optimizer}
+        return job(self.model, self.batch, name=self.title, **given)
 
     @cached_property
     def double(self) -> Job:

@@ -4,7 +4,7 @@ between their modules, and a cut must not break what the forward does there."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .case import (
+    ANYWHERE,
     CLASSES,
     WIDTH,
     WORDS,
@@ -265,17 +266,13 @@ class EvaluatesDifferently(Between):
         return h + self.extra(h) if self.training else h
 
 
-class LeavesEarly(Stack):
+class LeavesEarly(Between):
     def run(self, h: Tensor) -> Tensor:
         for block in self.blocks:
             h = block(h)
             if h.std() > 1.3:
                 break
         return h
-
-
-class LeavesEarlyBetween(LeavesEarly, Between):
-    pass
 
 
 class PlainTensors(Between):
@@ -513,121 +510,88 @@ def scripted() -> nn.Module:
     return model
 
 
-def _between(model: Callable[[], nn.Module], was: str, why: str = "data", **more: Any) -> Case:
-    return Case(model, was, captured=f"between modules: {why}", **more)
-
-
-_line = r"decisions\.py:\d+\)"
+CUTS = (3, 2, 1, 4)
+LINE = r"decisions\.py:\d+\)"
+NAMES = "a parameter named like a batch entry: one was taken for the other"
+TEXT, SCALE = normal(text=(4,), audio=(4,)), normal(x=(4,), scale=(4,))
 
 CASES = [
-    _between(BranchInBlock, "every block decides on data", name="branch in blocks", cuts=(3, 2, 1, 4)),
-    _between(
-        BranchBetween,
-        "the model's own forward decides what it does, and which module it calls",
-        name="branch between blocks",
-        cuts=(3, 2, 1, 4),
-    ),
-    _between(
-        ItemLoop, "how often a block runs depends on data", name="loops by item", cuts=(3, 2, 1, 4), slow=True
-    ),
-    _between(
-        MixtureOfExperts,
-        "experts are routed to in Python, and leave a loss in an attribute",
-        name="experts",
-        cuts=(3, 2, 1, 4),
-    ),
-    _between(
+    Case(BranchInBlock, "every block decides on data", name="branch in blocks", between="data", cuts=CUTS),
+    Case(BranchBetween, "decides what it calls", name="branch between blocks", between="data", cuts=CUTS),
+    Case(ItemLoop, "loops by data", name="loops by item", between="data", cuts=CUTS, slow=True),
+    Case(MixtureOfExperts, "routes in Python, and leaves a loss", name="experts", between="data", cuts=CUTS),
+    Case(
         TiedWords,
         "input and output embedding are one parameter, read between modules too",
         name="tied in glue",
+        between="data",
         batch=words,
         loss=words_loss,
-        cuts=(3, 2, 1, 4),
+        cuts=CUTS,
         slow=True,
     ),
-    _between(
+    Case(
         TiedHead,
         "a parameter in two modules, and rows that count differently",
         name="tied modules",
+        between="data",
         batch=words,
         loss=words_loss,
         weight=lambda batch: (batch["labels"] > 2).sum(),
-        cuts=(3, 2, 1, 4),
+        cuts=CUTS,
         slow=True,
     ),
-    _between(
-        Skipping,
-        "a value passes over stages, one gets no gradient, a module is called twice",
-        name="skips",
-        cuts=(3, 2, 1, 4),
-    ),
-    _between(
+    Case(Skipping, "values pass over stages, one without gradient", name="skips", between="data", cuts=CUTS),
+    Case(
         Normed,
-        "convolutions with BatchNorm and ReLU in place, and a branch on data",
+        "BatchNorm and ReLU in place",
         name="batch norm",
+        between="data",
         batch=images,
-        cuts=(3, 2, 1, 4),
+        cuts=CUTS,
         slow=True,
     ),
-    _between(Dropping, "dropout, and layers left out as PyTorch draws", expect="random", cuts=(2, 4)),
-    _between(Dataclasses, "modules return dataclasses", slow=True),
-    _between(Nested, "keyword arguments, nested results, numbers and None among them"),
-    _between(EvaluatesDifferently, "in evaluation modules return something else, and one is not called"),
-    _between(LeavesEarly, "layers behind a decision are not run", cuts=(2, 3), slow=True),
-    _between(LeavesEarlyBetween, "layers behind a decision are not run", slow=True),
-    _between(PlainTensors, "tensors that are neither parameters nor buffers, and NumPy"),
-    _between(UsesNumpy, "NumPy in the forward", why="", slow=True),
+    Case(Dropping, "layers left out as PyTorch draws", expect="random", between="data", cuts=(2, 4)),
+    Case(Dataclasses, "modules return dataclasses", between="data", slow=True),
+    Case(Nested, "keyword arguments, nested results, numbers and None among them", between="data"),
+    Case(EvaluatesDifferently, "modules return something else in evaluation mode", between="data"),
+    Case(LeavesEarly, "layers behind a decision are not run", between="data", cuts=(2, 3), slow=True),
+    Case(PlainTensors, "tensors that are neither parameters nor buffers, and NumPy", between="data"),
+    Case(UsesNumpy, "NumPy in the forward", between="numpy", slow=True),
     Case(InPlace, "changes tensors that modules gave, and views of them", slow=True),
-    _between(InPlaceBetween, "changes tensors that modules gave, and views of them", slow=True),
-    _between(ThroughViews, "no cut can be made where a tensor is read after it was changed through a view"),
-    _between(LeftInAList, "modules leave tensors where no other stage can see them", slow=True),
-    _between(RoutesBetween, "sizes between modules depend on data", slow=True),
-    _between(Branches, "two branches without order between them", slow=True),
-    _between(PartlyFrozen, "no gradient flows through the first half"),
-    _between(NoModules, "all parameters are the model's own: one stage", cuts=(1,)),
-    _between(LeavesOut, "layers left out as PyTorch draws", expect="random", cuts=(2, 4), slow=True),
-    _between(
-        LeavesOutByPython, "layers left out as Python draws", why="", expect="random", cuts=(4, 2), slow=True
+    Case(InPlaceBetween, "changes what modules gave, and views of it", between="data", slow=True),
+    Case(ThroughViews, "no cut may be where a tensor is changed through a view", between="data"),
+    Case(LeftInAList, "modules leave tensors where no other stage sees them", between="data", slow=True),
+    Case(RoutesBetween, "sizes between modules depend on data", between="data", slow=True),
+    Case(Branches, "two branches without order between them", between="data", slow=True),
+    Case(PartlyFrozen, "no gradient flows through the first half", between="data"),
+    Case(NoModules, "all parameters are the model's own: one stage", between="data", cuts=(1,)),
+    Case(LeavesOut, "layers left out by PyTorch", expect="random", between="data", cuts=(2, 4), slow=True),
+    Case(
+        LeavesOutByPython, "by Python's random numbers", expect="random", between=".", cuts=(4, 2), slow=True
     ),
-    _between(LayerDrop, "Python's random numbers, though nothing is left out", why="", slow=True),
-    _between(
+    Case(LayerDrop, "Python's random numbers, nothing left out", between="random numbers", slow=True),
+    Case(
         OutputsOnly,
         "`.item()` in the loss ended in a traceback of torch's",
         name="number read in the loss",
-        why=_line,
+        between=LINE,
         loss=scaled_loss,
         cuts=(2, 3),
     ),
-    _between(Scaled, "what export refuses did not say where it stands", why=_line, slow=True),
-    _between(
-        Positions,
-        "sizes that nothing is decided on ended in a traceback",
-        why=_line,
-        cuts=(2, 3),
-    ),
-    _between(Decides, "what export refuses did not say where it stands", why=_line, slow=True),
+    Case(Scaled, "what export refuses did not say where it stands", between=LINE, slow=True),
+    Case(Positions, "sizes that nothing is decided on ended in a traceback", between=LINE, cuts=(2, 3)),
+    Case(Decides, "what export refuses did not say where it stands", between=LINE, slow=True),
     Case(Looks, "a number that is only looked at was an obstacle"),
-    _between(
+    Case(
         Prefixed,
         "parameters behind a tensor in an object that a module gets were not trained, without a word",
+        between="data",
         cuts=(3, "anywhere"),
     ),
-    _between(
-        Encoders,
-        "submodules called as what they read: one was taken for the other",
-        batch=normal(text=(4,), audio=(4,)),
-        cuts=("anywhere",),
-        slow=True,
-    ),
-    _between(
-        NamedLikeAnEntry,
-        "a parameter called as a batch entry: one was taken for the other",
-        why="",
-        batch=normal(x=(4,), scale=(4,)),
-        cuts=("anywhere",),
-        slow=True,
-    ),
-    _between(scripted, "a part in TorchScript", name="TorchScript part", why="", slow=True),
+    Case(Encoders, "submodules named like entries", between="data", batch=TEXT, cuts=ANYWHERE, slow=True),
+    Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
+    Case(scripted, "a part in TorchScript", name="TorchScript part", between=".", slow=True),
 ]
 JOBS = {str(case): case.job for case in CASES[:8]}
 """The first few, which are of all kinds."""

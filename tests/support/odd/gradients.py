@@ -12,7 +12,7 @@ import zoo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .case import CLASSES, WIDTH, Between, Block, Case, Stack
+from .case import ANYWHERE, CLASSES, WIDTH, Between, Block, Case, Stack
 
 
 def tripled(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -162,10 +162,6 @@ class CheckpointedOldWay(Checkpointed, Between):
     reentrant = True
 
 
-class CheckpointedOldWayPlain(Checkpointed):
-    reentrant = True
-
-
 class CheckpointedInside(Stack):
     class block(nn.Module):
         def __init__(self) -> None:
@@ -251,100 +247,44 @@ class Sorted(nn.Module):
         return values.gather(1, keys.argsort(1)).square().mean()
 
 
-_hooked = partial(Case, slow=False, captured="between modules: ")
+DROPPED = "the hook was dropped without a word"
+LOST = "a reentrant checkpoint around several modules lost the gradients of all of them, without a word"
+OWN, INTO = "torch.autograd.Function", "into the forward of a module"
 
 CASES = [
-    Case(
-        HookOnParameter,
-        "a hook put on in the constructor was dropped without a word",
-        expect=r"refused: blocks\.1\.norm\.weight, by register_hook \(",
-        hint="torch.autograd.Function",
-    ),
+    Case(HookOnParameter, DROPPED, expect=r"refused: blocks\.1\.norm\.weight, by register_hook \(", hint=OWN),
     Case(
         HookAfterAccumulating,
-        "a hook put on in the constructor was dropped without a word",
+        DROPPED,
         expect=r"refused: blocks\.1\.norm\.weight, by register_post_accumulate_grad_hook \(",
-        hint="torch.autograd.Function",
+        hint=OWN,
     ),
-    Case(
-        hook_on_a_finished_model,
-        "a hook put on a finished model was dropped without a word",
-        expect=r"refused: head\.weight, by register_hook \(",
-        hint="torch.autograd.Function",
-    ),
+    Case(hook_on_a_finished_model, DROPPED, expect=r"refused: head\.weight, by register_hook \(", hint=OWN),
     Case(
         hook_by_a_constructor_that_reads_data,
-        "a hook of a constructor that cannot run on fake tensors was dropped without a word",
+        DROPPED,
         expect=r"refused: head\.weight, by register_hook \(",
-        hint="torch.autograd.Function",
+        hint=OWN,
     ),
     Case(ForwardHooks, "hooks ran twice at each boundary"),
-    _hooked(FullBackwardHook, "hooks failed with an error of torch"),
-    _hooked(FullBackwardHookInside, "hooks failed with an error of torch"),
-    _hooked(FullBackwardPreHook, "hooks failed with an error of torch"),
-    _hooked(OldBackwardHook, "hooks failed with an error of torch"),
-    _hooked(HookOnTensorInside, "a hook on a tensor was lost in export"),
-    _hooked(SavedTensorsHooks, "hooks on what is saved for the backward were dropped"),
-    Case(
-        HookOnTensor,
-        "a hook on a tensor between modules ran on each rank that has the tensor",
-        expect="refused: calls register_hook on a tensor between modules",
-        hint="into the forward of a module",
-    ),
-    Case(
-        HookOnNode,
-        "a hook on a node of the graph was dropped without a word",
-        expect="refused: calls grad_fn on a tensor between modules",
-        hint="into the forward of a module",
-    ),
-    Case(
-        HookOnSeveral,
-        "a hook on several tensors was dropped without a word",
-        expect="refused: calls grad_fn on a tensor between modules",
-        hint="into the forward of a module",
-    ),
-    Case(
-        OwnGradient,
-        "the gradient of the user's own function was lost in export",
-        captured="between modules: Signed",
-    ),
-    Case(
-        OwnGradientBetween,
-        "an autograd function of the user's between modules",
-        captured="between modules: data",
-        slow=True,
-    ),
+    Case(FullBackwardHook, "an error of torch", between="full_backward_hook"),
+    Case(FullBackwardHookInside, "an error of torch", between="full_backward_hook"),
+    Case(FullBackwardPreHook, "an error of torch", between="full_backward_pre_hook"),
+    Case(OldBackwardHook, "an error of torch", between="backward_hook"),
+    Case(HookOnTensorInside, "a hook on a tensor was lost in export", between="a hook on a tensor"),
+    Case(SavedTensorsHooks, DROPPED, between="saved_tensors_hooks"),
+    Case(HookOnTensor, "it ran on each rank", expect="refused: calls register_hook on a tensor", hint=INTO),
+    Case(HookOnNode, DROPPED, expect="refused: calls grad_fn on a tensor between modules", hint=INTO),
+    Case(HookOnSeveral, DROPPED, expect="refused: calls grad_fn on a tensor between modules", hint=INTO),
+    Case(OwnGradient, "the gradient of the user's own function was lost in export", between="Signed"),
+    Case(OwnGradientBetween, "an autograd function between modules", between="data", slow=True),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
     Case(Checkpointed, "checkpoints that export can capture", slow=True),
-    Case(CheckpointedBetween, "checkpoints around modules", captured="between modules: data"),
-    Case(
-        CheckpointedOldWay,
-        "a reentrant checkpoint trains, and its backward cannot be split",
-        captured="between modules: ",
-        split=False,
-    ),
-    Case(
-        CheckpointedOldWayPlain,
-        "a reentrant checkpoint trains, and its backward cannot be split",
-        captured="between modules: ",
-        split=False,
-        slow=True,
-    ),
-    Case(CheckpointedInside, "checkpoints inside modules", captured="between modules: ", slow=True),
-    Case(
-        CheckpointAround,
-        "a reentrant checkpoint around several modules lost the gradients of all of them, without a word",
-        captured="between modules: ",
-        cuts=(2, 4),
-        split=False,
-    ),
-    Case(
-        CheckpointAroundInputs,
-        "a reentrant checkpoint around several modules lost the gradients of all of them, without a word",
-        captured="between modules: ",
-        cuts=(4, 2),
-        split=False,
-    ),
+    Case(CheckpointedBetween, "checkpoints around modules", between="data"),
+    Case(CheckpointedOldWay, "a reentrant checkpoint", between="CheckpointFunction", split=False),
+    Case(CheckpointedInside, "checkpoints inside modules", between="data", slow=True),
+    Case(CheckpointAround, LOST, between="CheckpointFunction", cuts=(2, 4), split=False),
+    Case(CheckpointAroundInputs, LOST, between="CheckpointFunction", cuts=(4, 2), split=False),
     *(
         Case(
             model,
@@ -356,24 +296,13 @@ CASES = [
     ),
     Case(
         SparseEmbedding,
-        "an embedding with sparse gradients was exported, and tracing its backward ended in a traceback",
-        captured=r"between modules: has sparse gradients, in aten\.embedding\.default",
+        "it was exported, and tracing its backward ended in a traceback",
+        between=r"has sparse gradients, in aten\.embedding\.default",
         batch=zoo.token_batch,
         cuts=(2, 3),
     ),
-    Case(
-        SparseBag,
-        "sparse gradients of a bag of embeddings",
-        captured="between modules: sparse gradients",
-        batch=zoo.token_batch,
-        slow=True,
-    ),
-    Case(
-        Sorted,
-        "a value has a gradient, but its readers in other stages take none of it: KeyError",
-        cuts=("anywhere",),
-        slow=True,
-    ),
+    Case(SparseBag, "sparse gradients", between="sparse gradients", batch=zoo.token_batch, slow=True),
+    Case(Sorted, "a value has a gradient, its readers give none: KeyError", cuts=ANYWHERE, slow=True),
     Case(
         zoo.NoGradBranch,
         "a tied parameter without gradient got one of zeros: weight decay shrank it; and a stage that only "

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from .case import CLASSES, WIDTH, Case, Stack, images, normal, series
+from .case import ANYWHERE, CLASSES, WIDTH, Case, Stack, images, normal, series
 
 
 class NamedLikeOps(nn.Module):
@@ -301,77 +301,38 @@ def parametrised(how: Callable[..., nn.Module]) -> nn.Module:
     return model
 
 
-_names = "values had the names of parameters or entries: a stage that got both took one for the other"
-_modes = "evaluation was the training graph with the flags of known calls turned off"
-_attention = normal(x=(LENGTH, ATTENTION))
-_products = "products copy operands that do not lie in one piece"
+NAMES = "values had the names of parameters or entries: a stage that got both took one for the other"
+KERNELS = "kernels lay what they make otherwise than the fake ones that stages are traced with"
+PRODUCTS = "products copy operands that do not lie in one piece"
+MODES = "evaluation was the training graph with the flags of known calls turned off"
+CHANGES = "the forward of a parametrisation changes buffers, in training mode only"
+ROWS_OF_HEADS = normal(x=(LENGTH, ATTENTION))
 
 CASES = [
-    Case(NamedLikeOps, _names, batch=normal(x=(4,)), cuts=("anywhere",)),
-    Case(EntriesNamedLikeOps, _names, batch=normal(sin=(4,), linear=(4,)), cuts=("anywhere",), slow=True),
-    Case(
-        Conjugates,
-        "PyTorch marks conjugates instead of making them: they could not be sent",
-        batch=normal(x=(4,)),
-        cuts=("anywhere",),
-        slow=True,
-    ),
+    Case(NamedLikeOps, NAMES, batch=normal(x=(4,)), cuts=ANYWHERE),
+    Case(EntriesNamedLikeOps, NAMES, batch=normal(sin=(4,), linear=(4,)), cuts=ANYWHERE, slow=True),
+    Case(Conjugates, "marked conjugates could not be sent", batch=normal(x=(4,)), cuts=ANYWHERE, slow=True),
+    Case(ChannelsOfASeries, KERNELS, batch=normal(x=(5, 4)), cuts=ANYWHERE, slow=True),
+    Case(Rolled, KERNELS, batch=normal(x=(5, 4)), cuts=ANYWHERE, slow=True),
+    Case(TurnedParameters, "traced as if they were not turned", batch=images, cuts=(3, "anywhere")),
+    Case(TurnedValues, "arrived otherwise", batch=normal(x=(6, 8)), cuts=("around", "anywhere"), slow=True),
     *(
-        Case(
-            model,
-            "kernels lay what they make otherwise than the fake ones that stages are traced with",
-            batch=normal(x=(5, 4)),
-            cuts=("anywhere",),
-            slow=True,
-        )
-        for model in (ChannelsOfASeries, Rolled)
-    ),
-    Case(
-        TurnedParameters,
-        "stages were traced with parameters and buffers that lie as their dimensions are numbered",
-        batch=images,
-        cuts=(3, "anywhere"),
-    ),
-    Case(
-        TurnedValues,
-        "values arrived as their dimensions are numbered, not as they lay",
-        batch=normal(x=(6, 8)),
-        cuts=("around", "anywhere"),
-        slow=True,
-    ),
-    *(
-        Case(model, _products, batch=_attention, cuts=(3, "anywhere"), slow=model is not SharedHead)
+        Case(model, PRODUCTS, batch=ROWS_OF_HEADS, cuts=(3, "anywhere"), slow=model is not SharedHead)
         for model in (Attention, SharedHead, Einsum, Mixer, Encoder)
     ),
-    Case(DroppingEncoder, _products, batch=_attention, expect="random", slow=True),
-    Case(
-        AssignsAPart,
-        "an assignment to a part of a tensor becomes `aten.copy`, which has no derivative",
-        cuts=(2, 1),
-    ),
+    Case(DroppingEncoder, PRODUCTS, batch=ROWS_OF_HEADS, expect="random", slow=True),
+    Case(AssignsAPart, "assignments to parts become `aten.copy`, which has no derivative", cuts=(2, 1)),
     Case(PlainAttributes, "tensors that are plain attributes were fake at run time", cuts=(2, 1), slow=True),
     Case(CountsRows, "the constant of the first size of micro-batches was used for all", slow=True),
     Case(AllLayersJoined, "all layers' results are joined", slow=True),
     Case(Fourier, "complex values between stages", slow=True),
-    Case(AsksForTheMode, _modes, cuts=(2, 1)),
-    Case(FrozenStatistics, _modes, cuts=(2, 1), slow=True),
-    Case(StochasticDepth, _modes, expect="random", cuts=(2, 4)),
-    Case(DropoutOfChannels, _modes, expect="random", cuts=(2, 4), slow=True),
-    Case(AlphaDropout, _modes, expect="random", cuts=(2, 4), slow=True),
-    Case(
-        RecurrentDropout,
-        _modes,
-        expect="random",
-        captured="between modules: dropout between the layers",
-        cuts=(2, 4),
-        slow=True,
-    ),
-    Case(
-        Noisy,
-        "a stage without gradients drew from the generator as it was",
-        expect="random, in evaluation too",
-        cuts=(99, 2),
-    ),
+    Case(AsksForTheMode, MODES, cuts=(2, 1)),
+    Case(FrozenStatistics, MODES, cuts=(2, 1), slow=True),
+    Case(StochasticDepth, MODES, expect="random", cuts=(2, 4)),
+    Case(DropoutOfChannels, MODES, expect="random", cuts=(2, 4), slow=True),
+    Case(AlphaDropout, MODES, expect="random", cuts=(2, 4), slow=True),
+    Case(RecurrentDropout, MODES, expect="random", between="dropout between", cuts=(2, 4), slow=True),
+    Case(Noisy, "drew without a seed", expect="random, in evaluation too", cuts=(99, 2)),
     Case(partial(Recurrent, nn.LSTM), "PyTorch's own layer", name="LSTM", batch=series, slow=True),
     Case(
         partial(Recurrent, nn.GRU, bidirectional=True),
@@ -382,13 +343,7 @@ CASES = [
     ),
     Case(EncoderStack, "PyTorch's own layers", name="nn.TransformerEncoder", batch=series, slow=True),
     *(
-        Case(
-            partial(parametrised, how),
-            "a parametrisation of PyTorch's: buffers that its forward changes, in training mode only",
-            name=name,
-            cuts=(2, 3),
-            slow=name != "spectral norm",
-        )
+        Case(partial(parametrised, how), CHANGES, name=name, cuts=(2, 3), slow=name != "spectral norm")
         for name, how in {
             "weight norm": parametrizations.weight_norm,
             "spectral norm": parametrizations.spectral_norm,
