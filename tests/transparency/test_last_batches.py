@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import zoo
+from odd.case import job
+from odd.values import CountsRows
 from runs import assert_same, capture_of, even, even_plan, pipelined, plain, plan_for
 
 from pipeloom import Job
@@ -32,6 +34,13 @@ def test_a_last_batch_is_trained_on() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
 def test_a_last_batch_of_a_library_s_model(name: str) -> None:
     check(zoo.job(name), even_plan(zoo.job(name), 3, microbatches=3))
+
+
+@pytest.mark.slow
+def test_a_constant_that_depends_on_the_size() -> None:
+    """The constant of the first size was used for all."""
+    counts = job(CountsRows)
+    check(counts, even_plan(counts, 2, microbatches=3))
 
 
 @pytest.mark.slow

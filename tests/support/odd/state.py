@@ -317,7 +317,7 @@ CASES = [
     Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),
-    Case(NormTwice, "a BatchNorm used twice in one stage", cuts=(1,), slow=True),
+    Case(NormTwice, "a BatchNorm used twice in one stage", cuts=(2, 1), slow=True),
     Case(Copies, "of two buffers set from one value one was not updated, and one was stale", cuts=(2, 1)),
     Case(InstanceNorm, "a call that changes buffers, though its schema denies it", cuts=(1, 2)),
     Case(WeightInPlace, "what tracing had left behind was taken for the model's own", cuts=(2, 3)),
