@@ -50,7 +50,7 @@ def batches(case: Case) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, t
 
 
 def places(case: Case, cut: int | str) -> Iterator[dict[str, int]]:
-    """Op -> stage, for each of the cuts of that name."""
+    """Op -> stage, for each of the cuts of that name that leave together what must stay together."""
     captured = capture_of(case.double, ROWS)
     count = sum(not op.cheap for op in captured.graph.ops)
     if isinstance(cut, int):
@@ -58,7 +58,9 @@ def places(case: Case, cut: int | str) -> Iterator[dict[str, int]]:
         return
     for place in range(1, count):
         around = (place, place + 1) if cut == "around" and place + 1 < count else (place,)
-        yield split_at(captured, *around)
+        stage_of = split_at(captured, *around)
+        if all(len({stage_of[op] for op in group}) == 1 for group in captured.graph.together.values()):
+            yield stage_of
 
 
 def numbers(case: Case, cut: int, way: str, **options: object) -> Numbers:
