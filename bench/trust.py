@@ -33,7 +33,9 @@ from trust_zoo import import_torchvision
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent / "tests" / "support"))
-from runs import Numbers, capture_of, difference, even_plan, pipelined, plain  # noqa: E402
+from odd.case import differences  # noqa: E402
+from runs import Numbers, capture_of, even_plan, pipelined, plain  # noqa: E402
+from zoo import in_double  # noqa: E402
 
 from pipeloom import Job  # noqa: E402
 from pipeloom.ir.errors import PipeloomError  # noqa: E402
@@ -41,17 +43,17 @@ from pipeloom.ir.errors import PipeloomError  # noqa: E402
 PAGE = ROOT.parent / "docs" / "trust.md"
 
 LIBRARIES = {
-    "transformers": "transformers_models",
-    "timm": "timm_models",
-    "torchvision": "torchvision_models",
-    "peft": "peft_models",
-    "torch_geometric": "graph_models",
-    "diffusers": "diffusers_models",
-    "segmentation_models_pytorch": "segmentation_models",
-    "x_transformers": "x_transformers_models",
-    "plain modules": "odd_modules",
+    "transformers": "trust_zoo.transformers_models",
+    "timm": "trust_zoo.timm_models",
+    "torchvision": "trust_zoo.torchvision_models",
+    "peft": "trust_zoo.peft_models",
+    "torch_geometric": "trust_zoo.graph_models",
+    "diffusers": "trust_zoo.diffusers_models",
+    "segmentation_models_pytorch": "trust_zoo.segmentation_models",
+    "x_transformers": "trust_zoo.x_transformers_models",
+    "plain modules": "odd",
 }
-"""Library -> file of `trust_zoo`."""
+"""Library -> the module with its models. The plain modules are the zoo of the tests, `tests/support/odd`."""
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
 MICROBATCHES, ROWS = 3, 2
@@ -122,23 +124,14 @@ def compared(job: Job, expected: Numbers, known: Verdict) -> Verdict:
     plan = even_plan(job, known.stages, microbatches=MICROBATCHES, microbatch_size=ROWS)
     train, evaluate = batches(job)
     found = pipelined(job, plan, train, evaluate=evaluate, timeout_s=120.0, compare=False)
-    # Parameters that nothing trains and the forward changes are buffers to pipeloom.
-    state, named = found.parameters | found.buffers, dict(job.model().named_buffers())
-    kept = {name: t for name, t in expected.buffers.items() if name in named}  # not what a forward registers
-    wanted = expected.parameters | kept
-    differences = {
-        "losses": apart(found.losses, expected.losses),
-        "evaluation": apart(found.evaluated, expected.evaluated),
-        "gradients": difference(found.gradients, dense(expected.gradients))[0],
-        "parameters and buffers": difference({n: t for n, t in state.items() if n in wanted}, wanted)[0],
-    }
-    worst = max(differences, key=lambda name: differences[name])
-    right = differences[worst] <= TOLERANCE[known.dtype]
+    apart = differences(job, found, expected)
+    worst = max(apart, key=lambda name: apart[name])
+    right = apart[worst] <= TOLERANCE[known.dtype]
     return replace(
         known,
         verdict="equal" if right else "wrong",
-        largest=differences[worst],
-        says="" if right else f"{worst} differ by {differences[worst]:.2g}",
+        largest=apart[worst],
+        says="" if right else f"{worst} differ by {apart[worst]:.2g}",
     )
 
 
@@ -146,16 +139,7 @@ def models_of(library: str) -> Any:
     """The file of the zoo. Raises: ImportError if the library is not here."""
     with suppress(ImportError):
         import_torchvision()  # some of the others import it, and it may need help
-    return importlib.import_module(f"trust_zoo.{LIBRARIES[library]}")
-
-
-def apart(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of two rows of losses."""
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
-
-
-def dense(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
+    return importlib.import_module(LIBRARIES[library])
 
 
 def batches(job: Job) -> tuple[list[Any], list[Any]]:
@@ -168,13 +152,6 @@ def eager(job: Job) -> Numbers:
     train, evaluate = batches(job)
     with torch.random.fork_rng():
         return plain(job, train, MICROBATCHES, evaluate=evaluate)
-
-
-def in_double(job: Job) -> Job:
-    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-        return {n: t.double() if t.is_floating_point() else t for n, t in job.batch(seed, rows).items()}
-
-    return replace(job, model=lambda: job.model().double(), batch=batch)
 
 
 def quiet() -> None:

@@ -1,5 +1,5 @@
-"""Models of other libraries and plain modules with odd code, tiny and with random weights: what
-`bench/trust.py` trains. A file per library has `MODELS`, name -> a function that makes the job."""
+"""Models of other libraries, tiny and with random weights: what `bench/trust.py` trains. A file per library
+has `MODELS`, name -> a function that makes the job."""
 
 from __future__ import annotations
 

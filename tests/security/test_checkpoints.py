@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,13 @@ def ran(tmp_path: Path) -> Path:
     return tmp_path / "ran"
 
 
-def a_state() -> TrainState:
+WITH_MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+
+
+def a_state(optimizer_of: Any = WITH_MOMENTUM) -> TrainState:
     torch.manual_seed(0)
     parameters = dict(nn.Linear(4, 2).named_parameters())
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    optimizer = optimizer_of(parameters.values(), lr=0.1)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -109,6 +113,26 @@ def test_a_table_that_leads_elsewhere_is_refused(tmp_path: Path, change: dict, m
     table["model.weight"] |= change
     put(path, "tensors.json", json.dumps(table).encode())
     refused(path, message)
+
+
+def test_a_table_that_has_lost_an_entry_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """It ended in torch's own KeyError."""
+    path = save(tmp_path, a_state(torch.optim.AdamW))
+    table = json.loads((path / "tensors.json").read_text())
+    del table["optimizer.weight.step"]
+    put(path, "tensors.json", json.dumps(table).encode())
+    with pytest.raises(CheckpointError, match="AdamW cannot take its state"):
+        checkpoint.load(tmp_path, a_state(torch.optim.AdamW), group=None)
+
+
+def test_a_long_word_does_not_fill_the_message(tmp_path: Path) -> None:
+    index = save(tmp_path, a_state()) / "index.json"
+    known = json.loads(index.read_text())
+    known["model"]["bias"][1] = 5000 * "9"
+    index.write_text(json.dumps(known))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, a_state(), group=None)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "..", ".", "a/b"])

@@ -1,4 +1,4 @@
-"""A small model whose subclasses change one thing, and how far its pipelines are from plain PyTorch."""
+"""Small models whose subclasses change one thing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from runs import difference, even_plan, pipelined, plain
 from torch import Tensor, nn
 
 from pipeloom import Job
@@ -46,21 +45,6 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
         return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
 
     return Job(model=model, batch=vectors, optimizer=sgd, name=model.__name__)
-
-
-def distance(
-    model: Callable[[], nn.Module], *, stages: int = 3, steps: int = 3, split: bool = False
-) -> float:
-    """The largest relative difference of losses, gradients, parameters and buffers after a few steps."""
-    job = job_of(model)
-    batches = [job.batch(seed, 8) for seed in range(steps)]
-    found = pipelined(job, even_plan(job, stages, microbatches=4, split=split), batches)
-    expected = plain(job, batches, 4)
-    losses = max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True))
-    state = found.parameters | found.buffers, expected.parameters | expected.buffers
-    ours = {name: t for name, t in state[0].items() if name in state[1]}
-    pairs = (found.gradients, expected.gradients), (ours, state[1])
-    return max(losses, *(difference(ours, theirs)[0] for ours, theirs in pairs))
 
 
 def two_linears() -> Job:

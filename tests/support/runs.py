@@ -242,7 +242,7 @@ def plain(
     losses, norms, gradients = [], [], {}
     for batch in batches:
         losses.append(_accumulate(job, model, batch, microbatches, autocast))
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad.to_dense().clone() for n, p in model.named_parameters() if p.grad is not None}
         norms.append(
             None
             if clip_norm is None

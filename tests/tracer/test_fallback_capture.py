@@ -3,12 +3,20 @@
 import logging
 from dataclasses import replace
 
-import odd_code
-import odd_models
 import pytest
 import torch
 import torch.nn.functional as F
-from odd_models import CLASSES, JOBS, WIDTH, job
+from odd.case import CLASSES, WIDTH, Block, job
+from odd.decisions import (
+    JOBS,
+    Branches,
+    BranchInBlock,
+    Dropping,
+    LeavesOutByPython,
+    LeftInAList,
+    PartlyFrozen,
+    PlainTensors,
+)
 from runs import capture_of
 from torch import Tensor, nn
 
@@ -86,7 +94,7 @@ head: mix/0 y -> =loss"""
 
 def test_independent_branches_stay_independent() -> None:
     assert (
-        picture(capture_of(job(odd_code.Branches)).graph)
+        picture(capture_of(job(Branches)).graph)
         == """\
 a: x -> a
 b: x -> b
@@ -119,18 +127,18 @@ def test_buffers_and_random_modules_are_marked() -> None:
         "body.4": ("body.4.running_mean", "body.4.running_var", "body.4.num_batches_tracked"),
         "body.5": ("seen",),
     }
-    random = [op.name for op in capture_of(job(odd_models.Dropping)).graph.ops if op.random]
+    random = [op.name for op in capture_of(job(Dropping)).graph.ops if op.random]
     assert random == ["layers.0.1", "layers.1.1", "layers.3.1"]  # a third layer was left out
 
 
 def test_plain_tensors_are_buffers_without_a_place_in_checkpoints() -> None:
-    graph = capture_of(job(odd_code.PlainTensors)).graph
+    graph = capture_of(job(PlainTensors)).graph
     kept = {b.name: b.persistent for b in graph.buffers}
     assert kept == {"mask": False, "slope": False, "table.0": False, "table.1": False}
 
 
 def test_parameters_that_get_no_gradient_are_not_trained() -> None:
-    graph = capture_of(job(odd_code.PartlyFrozen)).graph
+    graph = capture_of(job(PartlyFrozen)).graph
     trained = {p.name.split(".")[0] + p.name.split(".")[1] for p in graph.parameters if p.trainable}
     assert trained == {"blocks2", "headweight", "headbias"}
 
@@ -167,7 +175,7 @@ def test_planners_work_on_modules() -> None:
 
 def test_lists_of_modules_fix_the_cut() -> None:
     lists = [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3", "head"]]
-    graph = capture(job(odd_models.BranchInBlock, modules=lists), 2).graph
+    graph = capture(job(BranchInBlock, modules=lists), 2).graph
     assert (
         picture(graph)
         == """\
@@ -179,7 +187,7 @@ blocks.3+head: blocks.2 y -> =loss"""
 
 
 def test_modules_outside_all_lists_run_where_they_are_called() -> None:
-    graph = capture(job(odd_models.BranchInBlock, modules=[["blocks.1"], ["head"]]), 2).graph
+    graph = capture(job(BranchInBlock, modules=[["blocks.1"], ["head"]]), 2).graph
     assert {p.split(".")[1] for p in graph.op["blocks.1"].params} == {"0", "1", "2", "3"}
 
 
@@ -197,7 +205,7 @@ def test_modules_outside_all_lists_run_where_they_are_called() -> None:
     ],
 )
 def test_lists_that_cannot_be(lists: list[list[str]], message: str) -> None:
-    class Model(odd_models.BranchInBlock):
+    class Model(BranchInBlock):
         def __init__(self) -> None:
             super().__init__()
             self.unused = nn.Linear(2, 2)
@@ -210,7 +218,7 @@ def test_lists_that_cannot_be(lists: list[list[str]], message: str) -> None:
 def test_lists_that_tear_apart_what_other_stages_cannot_see() -> None:
     lists = [["inlet", "blocks.0"], ["blocks.1", "blocks.2", "head"]]
     with pytest.raises(CutError) as caught:
-        capture(job(odd_code.LeftInAList, modules=lists), 2)
+        capture(job(LeftInAList, modules=lists), 2)
     assert caught.value.message == (
         "Job.modules puts blocks.0 and blocks.1 into two stages, but the forward uses a tensor that blocks.0 "
         "neither returns nor keeps as an attribute"
@@ -288,8 +296,8 @@ def test_a_model_that_never_looks_at_data_is_recorded_on_fake_tensors() -> None:
 def test_random_numbers_of_python_are_not_frozen() -> None:
     """Export would leave out the same layers in every step."""
 
-    class Exportable(odd_code.LeavesOutByPython):
-        block = odd_models.Block
+    class Exportable(LeavesOutByPython):
+        block = Block
 
     graph = capture(job(Exportable), 2).graph
     assert graph.fallback == "the forward of Exportable draws random numbers that export would freeze"

@@ -5,11 +5,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import odd_code
-import odd_models
 import pytest
 import torch
-from odd_models import JOBS, job
+from odd.case import Between, Deciding, job
+from odd.decisions import JOBS, Dropping, LeavesOut
 from runs import capture_of, even, even_plan, pipelined
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -118,7 +117,7 @@ def test_nothing_given_is_changed_and_nothing_made_is_shared(name: str) -> None:
 
 
 def test_evaluation_leaves_every_module_in_its_mode() -> None:
-    class Mixed(odd_models.Dropping):
+    class Mixed(Dropping):
         def __init__(self) -> None:
             super().__init__()
             self.layers[1].eval()
@@ -134,7 +133,7 @@ def test_evaluation_leaves_every_module_in_its_mode() -> None:
 
 
 def test_random_numbers_come_from_the_seed_alone() -> None:
-    made = job(odd_code.LeavesOut)
+    made = job(LeavesOut)
     functions, state = stages_of(made, 2)
     loss = functions[1].loss or ""
     torch.manual_seed(1)
@@ -144,10 +143,10 @@ def test_random_numbers_come_from_the_seed_alone() -> None:
     assert losses[0] == losses[1] and len(set(losses)) == 3
 
 
-class Shortens(odd_code.Stack):
+class Shortens(Between):
     """The size of what a module returns depends on data."""
 
-    class block(odd_models.BranchInBlock.Deciding):
+    class block(Deciding):
         def forward(self, x: Tensor) -> Tensor:
             rows = 1 + int(x[0, 0].abs().item() * 1000) % x.shape[0]
             return super().forward(x)[:rows]
@@ -159,10 +158,10 @@ class Shortens(odd_code.Stack):
         return h.mean(0, keepdim=True).expand(size, -1)
 
 
-class Secretive(odd_code.Stack):
+class Secretive(Between):
     """Which block is called depends on what a module remembers."""
 
-    class block(odd_models.BranchInBlock.Deciding):
+    class block(Deciding):
         second = False
 
         def __init__(self) -> None:
@@ -202,8 +201,8 @@ def test_an_object_that_is_not_sent_says_whose_it_is() -> None:
         def __init__(self, hidden: Tensor) -> None:
             self.hidden = hidden
 
-    class Objects(odd_code.Stack):
-        class block(odd_models.BranchInBlock.Deciding):
+    class Objects(Between):
+        class block(Deciding):
             def forward(self, x: Tensor) -> Holder:
                 return Holder(super().forward(x))
 
@@ -229,7 +228,7 @@ def test_too_many_decisions_for_the_plan() -> None:
 def test_a_tensor_changed_before_its_backward_is_noticed() -> None:
     """Hooks on saved tensors switch PyTorch's own check off."""
 
-    class Careless(odd_code.Stack):
+    class Careless(Between):
         def run(self, h: Tensor) -> Tensor:
             h = self.blocks[0](h).sigmoid()
             kept = self.blocks[1](h)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-import odd_models
 import pytest
 import zoo
+from odd.decisions import BranchInBlock, MixtureOfExperts
 from torch import nn
 
 from pipeloom.ir.errors import CutError
@@ -63,7 +63,7 @@ def test_hugging_face_models_are_cut_between_their_layers(name: str, expected: l
 
 
 def test_lists_may_name_containers() -> None:
-    model = odd_models.BranchInBlock()
+    model = BranchInBlock()
     assert listed_units(model, [["blocks"], ["head"]]) == (
         ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
         ("head",),
@@ -91,11 +91,11 @@ WRONG = {
 @pytest.mark.parametrize(("message", "lists"), WRONG.items())
 def test_wrong_lists_are_refused(message: str, lists: Sequence[Sequence[str]]) -> None:
     with pytest.raises(CutError) as caught:
-        listed_units(odd_models.BranchInBlock(), lists)
+        listed_units(BranchInBlock(), lists)
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("make", [odd_models.BranchInBlock, odd_models.MixtureOfExperts, small])
+@pytest.mark.parametrize("make", [BranchInBlock, MixtureOfExperts, small])
 def test_units_are_disjoint(make: Callable[[], nn.Module]) -> None:
     model = make()
     inside = [id(m) for unit in derive_units(model) for m in model.get_submodule(unit).modules()]

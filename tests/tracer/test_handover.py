@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import odd_models
 import pytest
 import torch
 import zoo
+from odd.decisions import JOBS as ODD
 from runs import even_plan, threads
 from torch import nn
 
@@ -132,7 +132,7 @@ def test_what_a_rank_takes_over_early_is_neither_taken_over_nor_traced_again(
 
 def test_models_that_each_rank_captures() -> None:
     """Those that are cut between their modules."""
-    assert hand_over(capture(odd_models.JOBS["branch in blocks"], 2)) is None
+    assert hand_over(capture(ODD["branch in blocks"], 2)) is None
 
 
 def test_another_model_in_the_rank_is_refused() -> None:

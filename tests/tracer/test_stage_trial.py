@@ -4,12 +4,10 @@ import logging
 import random
 from collections.abc import Callable
 
-import odd_models
 import pytest
 import torch
 import torch.nn.functional as F
-from odd_code import Stack
-from odd_models import Block, job
+from odd.case import WIDTH, Between, Block, job
 from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
 
@@ -17,7 +15,7 @@ from pipeloom.ir.errors import CutError
 from pipeloom.tracer.capture import capture
 
 
-class Objects(Stack):
+class Objects(Between):
     """Modules hand on what only the rank that runs them has: an object with tensors in it."""
 
     block = Block
@@ -43,7 +41,7 @@ class Objects(Stack):
         return self.blocks[2](h) + torch.add(h, held.tensor)  # line of Objects
 
 
-class LeavesOutAll(Stack):
+class LeavesOutAll(Between):
     """Mostly no block is called; what they returned is joined at the end, as encoders with LayerDrop do."""
 
     block = Block
@@ -93,7 +91,7 @@ def test_a_model_without_modules_to_cut_says_where_it_computes() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(odd_models.WIDTH))
+            self.weight = nn.Parameter(torch.ones(WIDTH))
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             h = x * self.weight

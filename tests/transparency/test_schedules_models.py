@@ -3,7 +3,7 @@
 import pytest
 import zoo
 from every_schedule import plan_of
-from odd_models import JOBS
+from odd.decisions import JOBS
 from runs import assert_same, pipelined, plain, shared_captures
 
 from pipeloom import Options, verify

@@ -1,0 +1,84 @@
+"""Pipelines that cannot be built end cleanly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import runs
+import zoo
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import PeerError
+from pipeloom.runtime.transports.local_channel import LocalChannel
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, sys, threading
+    from dataclasses import replace
+    import runs, zoo
+    from pipeloom import Pipeline
+    from pipeloom.ir.errors import PipeloomError
+    from pipeloom.runtime.launch.launch import launch
+
+    def work(caps):
+        job = zoo.job("skips")
+        plan = replace(runs.even_plan(job, 2, microbatches=2), caps=caps)
+        try:
+            Pipeline(job, plan)
+        except PipeloomError as error:
+            print(os.environ["RANK"], type(error).__name__)
+        print("left:", [t.name for t in threading.enumerate() if t.name.startswith("pipeloom")])
+
+    if __name__ == "__main__":
+        sys.exit(launch(work, 2, args=((1, 1),)))
+    """
+)
+
+
+@pytest.mark.slow
+def test_no_thread_is_left_and_the_end_is_clean(tmp_path: Path) -> None:
+    """A pipeline that several ranks could not build left its side threads behind, and the process,
+    although its script had handled the error, was aborted when it ended."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join([str(Path(runs.__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        "0 MemoryCapError",
+        "[rank 1] 1 MemoryCapError",
+        "[rank 1] left: []",
+        "left: []",
+    ]
+
+
+def test_the_other_ranks_are_told_why() -> None:
+    job = zoo.job("skips")
+    plan = runs.even_plan(job, 2, microbatches=2)
+
+    def rank(index: int, channel: LocalChannel) -> str:
+        def scheduler(optimizer: object) -> None:
+            raise ValueError("the user's own mistake")
+
+        if index == 0:
+            with pytest.raises(ValueError, match="own mistake"):
+                Pipeline(job, plan, options=Options(scheduler=scheduler), channel=channel)
+            return ""
+        with pytest.raises(PeerError) as caught, Pipeline(job, plan, channel=channel) as pipeline:
+            pipeline.step(job.batch(0, 4))
+        return str(caught.value)
+
+    with runs.shared_captures():
+        _, told = runs.threads(2, rank, timeout_s=60.0)
+    assert told.startswith("rank 0 failed: ValueError: the user's own mistake")

@@ -1,0 +1,597 @@
+"""Models whose forward decides on data, or does in Python what torch.export cannot trace. Most are cut
+between their modules, and a cut must not break what the forward does there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .case import (
+    ANYWHERE,
+    CLASSES,
+    WIDTH,
+    WORDS,
+    Between,
+    Block,
+    Case,
+    Deciding,
+    Stack,
+    images,
+    normal,
+    words,
+    words_loss,
+)
+
+
+class BranchInBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Deciding() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(self.head(x), y)}
+
+
+class BranchBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.positive = Block()
+        self.negative = Block()
+        self.last = Block()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        if h.sum() > 0:
+            h = -h
+            h = self.positive(h)
+        else:
+            h = self.negative(h)
+        h = self.last(h)
+        if h.mean() > 0.1:
+            h = h * 0.5
+        return {"loss": F.cross_entropy(self.head(h), y)}
+
+
+class ItemLoop(nn.Module):
+    class Repeating(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(int(x.abs().sum().item()) % 3 + 1):
+                x = super().forward(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Repeating() for _ in range(3))
+        self.tail = Block()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        for _ in range(int(x.abs().sum().item()) % 3):
+            x = self.tail(x)
+        while x.norm() > 4:
+            x = x / 2
+        return {"loss": F.cross_entropy(self.head(x), y)}
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.balance = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        best = shares.argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            chosen = (best == index).nonzero().squeeze(-1)
+            if len(chosen):
+                out[chosen] = expert(x[chosen]) * shares[chosen, index, None]
+        self.balance = shares.mean(0).square().sum()
+        return x + out
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.single = Experts()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.single(x)
+        loss = F.cross_entropy(self.head(x), y)
+        for layer in (*self.layers, self.single):
+            loss = loss + 0.1 * layer.balance
+        return {"loss": loss}
+
+
+class TiedWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.position = nn.Parameter(torch.randn(6, WIDTH) * 0.1)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.blocks = nn.ModuleList(Deciding() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position
+        for block in self.blocks:
+            x = x + block(x) * self.scale[0]
+        return F.linear(self.norm(x), self.embed.weight) * self.scale[1]
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Deciding() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Deciding() for _ in range(3))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        early = self.inlet(x)
+        order = early.detach().argsort(-1)
+        h = self.shared(early)
+        half = early * 0.5
+        for block in self.blocks:
+            h = block(h)
+        h = self.shared(h).gather(-1, order)
+        return {"loss": F.cross_entropy(self.head(self.mix(h, early) + half), y)}
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+        )
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.body(x)
+        if self.training:
+            self.seen += 1
+        if self.seen.item() % 2:
+            h = h * 1.1
+        h = h + 1.0
+        h += h.mean()
+        return {"loss": F.cross_entropy(self.head(h.mean((-1, -2))), y)}
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = F.dropout(x, 0.1, self.training)
+        for layer in self.layers:
+            if self.training and torch.rand([]) < 0.3:
+                continue
+            x = layer(x)
+        x = F.dropout(x, 0.1, self.training)
+        return {"loss": F.cross_entropy(self.head(x), y)}
+
+
+@dataclass
+class Result:
+    hidden: Tensor
+    count: int
+
+
+class Dataclasses(Between):
+    class block(Deciding):
+        def forward(self, x: Tensor) -> Result:  # type: ignore[override]
+            return Result(super().forward(x), 2)
+
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            result = block(h)
+            h = result.hidden / result.count
+        return h
+
+
+class Nested(Between):
+    class block(Deciding):
+        def forward(self, x: Tensor, more: Tensor | None = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+            h = super().forward(x) * scale
+            more = h.mean() if more is None else more + h.mean()
+            return h, {"more": more, "count": 3, "nothing": None}
+
+    def run(self, h: Tensor) -> Tensor:
+        more = None
+        for block in self.blocks:
+            h, others = block(h, more, scale=0.9)
+            more = others["more"]
+            h = h * others["count"] / 3
+        return h + more
+
+
+class EvaluatesDifferently(Between):
+    class block(Deciding):
+        def forward(self, x: Tensor) -> Any:
+            h = super().forward(x)
+            return (h, h.mean()) if self.training else (h, None)
+
+    def prepare(self) -> None:
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h, more = block(h)
+            if more is not None:
+                h = h + more
+        return h + self.extra(h) if self.training else h
+
+
+class LeavesEarly(Between):
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+            if h.std() > 1.3:
+                break
+        return h
+
+
+class PlainTensors(Between):
+    def prepare(self) -> None:
+        self.slope = torch.arange(WIDTH) / WIDTH
+        self.table = [torch.ones(WIDTH), torch.randn(WIDTH)]
+        self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+
+    def run(self, h: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            h = block(h) * self.mask + self.table[1] * self.slope
+            largest = h.detach().abs().max(0).values.numpy()
+            h = h / torch.from_numpy(largest.copy()).clamp(min=1)
+            h = h + torch.zeros_like(h).fill_(index) + torch.arange(h.shape[1], device=h.device)
+        return h
+
+
+class UsesNumpy(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        return h * float(np.abs(h.detach().numpy()).mean())
+
+
+class InPlace(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            more = block(h)
+            h = h + 0
+            h += more
+            h[:, index] = h[:, index] * 0.5
+            h[:, index].mul_(0.5)
+        return h
+
+
+class InPlaceBetween(InPlace, Between):
+    pass
+
+
+class ThroughViews(Between):
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        h = h + 0
+        h.view(-1)[:3].mul_(0.5)
+        return self.blocks[2](self.blocks[1](h) + h)
+
+
+class LeftInAList(Between):
+    class block(Deciding):
+        left: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            self.left.append(h.mean())
+            return h
+
+    def run(self, h: Tensor) -> Tensor:
+        left = self.blocks[0].left
+        left.clear()
+        h = self.blocks[1](self.blocks[0](h))
+        h = h + sum(left)
+        return self.blocks[2](h)
+
+
+class RoutesBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = Block()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        shares = self.router(h).softmax(-1)
+        best = shares.argmax(-1)
+        out = torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            chosen = (best == index).nonzero().squeeze(-1)
+            if len(chosen):
+                out[chosen] = expert(h[chosen]) * shares[chosen, index, None]
+        return {"loss": F.cross_entropy(self.head(self.last(h + out)), y)}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Deciding()
+        self.b = Deciding()
+        self.c = Deciding()
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        left = self.a(x)
+        right = self.c(self.b(x * 2))
+        return {"loss": F.cross_entropy(self.head(torch.cat([left, right], -1)), y)}
+
+
+class PartlyFrozen(Between):
+    def prepare(self) -> None:
+        self.blocks[0].requires_grad_(False)
+
+    def run(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.blocks[1](self.blocks[0](h))
+        return self.blocks[2](h)
+
+
+class NoModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = x @ self.weight
+        if h.sum() > 0:
+            h = h * 2
+        return {"loss": F.cross_entropy(h, y)}
+
+
+class LeavesOut(Between):
+    def run(self, h: Tensor) -> Tensor:
+        h = F.dropout(h, 0.1, self.training)
+        for block in self.blocks:
+            if self.training and torch.rand([]) < 0.4:
+                continue
+            h = F.dropout(block(h), 0.1, self.training)
+        return h
+
+
+class LeavesOutByPython(Between):
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.training and random.random() < 0.4:
+                continue
+            h = block(h)
+        return h
+
+
+class LayerDrop(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.training and random.random() < 1e-12:
+                continue
+            h = block(h)
+        return h
+
+
+class OutputsOnly(Stack):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.run(self.inlet(x)))
+
+
+def scaled_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(outputs, batch["y"])
+    return loss * (1 + loss.item())
+
+
+class Scaled(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h) * h.abs().mean().item()
+
+
+class Positions(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h) + (h > 0).nonzero().sum()
+
+
+class Decides(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h) if h.sum() > 0 else h
+
+
+class Looks(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        h.detach().sum().item()
+        return super().run(h)
+
+
+class Cache:
+    def __init__(self, keys: Tensor) -> None:
+        self.layers = [{"keys": keys}]
+
+
+class Reads(nn.Module):
+    def forward(self, h: Tensor, cache: Cache) -> Tensor:
+        return h + cache.layers[0]["keys"]
+
+
+class Prefixed(Stack):
+    def prepare(self) -> None:
+        self.prefix = nn.Linear(WIDTH, WIDTH)
+        self.reads = Reads()
+
+    def run(self, h: Tensor) -> Tensor:
+        cache = Cache(self.prefix(h) * 2)
+        h = self.blocks[1](self.blocks[0](h))
+        if h.sum() > 1e9:
+            h = -h
+        return self.blocks[2](self.reads(h, cache))
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.into(x * 2 if float(x.detach().sum()) > 1e9 else x)
+
+
+class Encoders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.audio, self.both = Undecided(), Undecided(), Undecided()
+
+    def forward(self, text: Tensor, audio: Tensor) -> Tensor:
+        seen = self.text(text) * self.audio(audio)
+        return (self.both(seen + text) + audio).square().mean()
+
+
+class NamedLikeAnEntry(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.second((self.first(x * self.scale) * scale).sin()).square().mean()
+
+
+def scripted() -> nn.Module:
+    model = Stack()
+    model.blocks[1] = torch.jit.script(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    return model
+
+
+CUTS = (3, 2, 1, 4)
+LINE = r"decisions\.py:\d+\)"
+NAMES = "a parameter named like a batch entry: one was taken for the other"
+TEXT, SCALE = normal(text=(4,), audio=(4,)), normal(x=(4,), scale=(4,))
+
+CASES = [
+    Case(BranchInBlock, "every block decides on data", name="branch in blocks", between="data", cuts=CUTS),
+    Case(BranchBetween, "decides what it calls", name="branch between blocks", between="data", cuts=CUTS),
+    Case(ItemLoop, "loops by data", name="loops by item", between="data", cuts=CUTS, slow=True),
+    Case(MixtureOfExperts, "routes in Python, and leaves a loss", name="experts", between="data", cuts=CUTS),
+    Case(
+        TiedWords,
+        "input and output embedding are one parameter, read between modules too",
+        name="tied in glue",
+        between="data",
+        batch=words,
+        loss=words_loss,
+        cuts=CUTS,
+        slow=True,
+    ),
+    Case(
+        TiedHead,
+        "a parameter in two modules, and rows that count differently",
+        name="tied modules",
+        between="data",
+        batch=words,
+        loss=words_loss,
+        weight=lambda batch: (batch["labels"] > 2).sum(),
+        cuts=CUTS,
+        slow=True,
+    ),
+    Case(Skipping, "values pass over stages, one without gradient", name="skips", between="data", cuts=CUTS),
+    Case(
+        Normed,
+        "BatchNorm and ReLU in place",
+        name="batch norm",
+        between="data",
+        batch=images,
+        cuts=CUTS,
+        slow=True,
+    ),
+    Case(Dropping, "layers left out as PyTorch draws", expect="random", between="data", cuts=(2, 4)),
+    Case(Dataclasses, "modules return dataclasses", between="data", slow=True),
+    Case(Nested, "keyword arguments, nested results, numbers and None among them", between="data"),
+    Case(EvaluatesDifferently, "modules return something else in evaluation mode", between="data"),
+    Case(LeavesEarly, "layers behind a decision are not run", between="data", cuts=(2, 3), slow=True),
+    Case(PlainTensors, "tensors that are neither parameters nor buffers, and NumPy", between="data"),
+    Case(UsesNumpy, "NumPy in the forward", between="numpy", slow=True),
+    Case(InPlace, "changes tensors that modules gave, and views of them", slow=True),
+    Case(InPlaceBetween, "changes what modules gave, and views of it", between="data", slow=True),
+    Case(ThroughViews, "no cut may be where a tensor is changed through a view", between="data"),
+    Case(LeftInAList, "modules leave tensors where no other stage sees them", between="data", slow=True),
+    Case(RoutesBetween, "sizes between modules depend on data", between="data", slow=True),
+    Case(Branches, "two branches without order between them", between="data", slow=True),
+    Case(PartlyFrozen, "no gradient flows through the first half", between="data"),
+    Case(NoModules, "all parameters are the model's own: one stage", between="data", cuts=(1,)),
+    Case(LeavesOut, "layers left out by PyTorch", expect="random", between="data", cuts=(2, 4), slow=True),
+    Case(
+        LeavesOutByPython, "by Python's random numbers", expect="random", between=".", cuts=(4, 2), slow=True
+    ),
+    Case(LayerDrop, "Python's random numbers, nothing left out", between="random numbers", slow=True),
+    Case(
+        OutputsOnly,
+        "`.item()` in the loss ended in a traceback of torch's",
+        name="number read in the loss",
+        between=LINE,
+        loss=scaled_loss,
+        cuts=(2, 3),
+    ),
+    Case(Scaled, "what export refuses did not say where it stands", between=LINE, slow=True),
+    Case(Positions, "sizes that nothing is decided on ended in a traceback", between=LINE, cuts=(2, 3)),
+    Case(Decides, "what export refuses did not say where it stands", between=LINE, slow=True),
+    Case(Looks, "a number that is only looked at was an obstacle"),
+    Case(
+        Prefixed,
+        "parameters behind a tensor in an object that a module gets were not trained, without a word",
+        between="data",
+        cuts=(3, "anywhere"),
+    ),
+    Case(Encoders, "submodules named like entries", between="data", batch=TEXT, cuts=ANYWHERE, slow=True),
+    Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
+    Case(scripted, "a part in TorchScript", name="TorchScript part", between=".", slow=True),
+]
+JOBS = {str(case): case.job for case in CASES[:8]}
+"""The first few, which are of all kinds."""

@@ -1,0 +1,325 @@
+"""Models whose forward changes what outlives it: counters, buffers, averages, settings."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .case import CLASSES, WIDTH, Block, Case, Stack
+
+
+class Counts(Stack):
+    def prepare(self) -> None:
+        self.steps = 0
+
+    def run(self, h: Tensor) -> Tensor:
+        self.steps += 1
+        return super().run(h) * self.steps
+
+
+class CountsToAThreshold(Counts):
+    """The first calls give the same graph."""
+
+    def run(self, h: Tensor) -> Tensor:
+        self.steps += 1
+        return Stack.run(self, h) * (2 if self.steps > 1000 else 1)
+
+
+class Remembers(Stack):
+    def prepare(self) -> None:
+        self.seen: list[int] = []
+
+    def run(self, h: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().run(h) * len(self.seen)
+
+
+class DrawsItself(Stack):
+    def prepare(self) -> None:
+        self.generator = random.Random(0)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h) * self.generator.random()
+
+
+class CountsInABuffer(Stack):
+    """What the refusal says to do."""
+
+    def prepare(self) -> None:
+        self.register_buffer("steps", torch.zeros(()))
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return super().run(h) * self.steps
+
+
+class CountsForTheRecord(Stack):
+    """Nothing reads the counter, and scratch is made anew: neither matters."""
+
+    def prepare(self) -> None:
+        self.steps, self.last = 0, []
+
+    def run(self, h: Tensor) -> Tensor:
+        self.steps += 1
+        self.last = []
+        self.last.append(h.mean())
+        return super().run(h) + self.last[0]
+
+
+class CountsInside(Stack):
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = 0
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(h) * self.steps
+
+
+class StartsOtherwise(Stack):
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ready = False
+
+        def forward(self, h: Tensor) -> Tensor:
+            h = super().forward(h)
+            if not self.ready:
+                self.ready, h = True, h * 3
+            return h
+
+
+class SetsItUp(Stack):
+    """The first call settles something in an object of settings, as classifiers of transformers do."""
+
+    def prepare(self) -> None:
+        self.settings = SimpleNamespace(kind=None)
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.settings.kind is None:
+            self.settings.kind = "twice"
+        h = super().run(h)
+        return h * 2 if self.settings.kind == "twice" else h
+
+
+class SetsItUpAndDecides(SetsItUp):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h) if h.sum() > -1e9 else h
+
+
+class Averages(Stack):
+    """A teacher follows a student."""
+
+    def prepare(self) -> None:
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mean, param in zip(self.teacher.parameters(), self.inlet.parameters(), strict=True):
+                    mean.mul_(0.9).add_(param * 0.1)
+        h = super().run(h)
+        return self.inlet(h) + self.teacher(h)
+
+
+class AveragesData(Averages):
+    def run(self, h: Tensor) -> Tensor:
+        for mean, param in zip(self.teacher.parameters(), self.inlet.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(param.data * 0.1)
+        return self.inlet(h) + self.teacher(h)
+
+
+class AveragesAnew(Averages):
+    def run(self, h: Tensor) -> Tensor:
+        for mean, param in zip(self.teacher.parameters(), self.inlet.parameters(), strict=True):
+            mean.data = mean.data * 0.9 + param.data * 0.1
+        return self.inlet(h) + self.teacher(h)
+
+
+class Teacher(Stack):
+    def prepare(self) -> None:
+        self.teacher = deepcopy(self.blocks[0]).requires_grad_(False)
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mine, theirs in zip(self.teacher.parameters(), self.blocks[0].parameters(), strict=True):
+                    mine.lerp_(theirs, 0.1)
+        target = self.teacher(h)
+        return super().run(h) + target
+
+
+class SmallEmbeddings(Stack):
+    def prepare(self) -> None:
+        self.words = nn.Embedding(CLASSES, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(x + self.words(y), y)
+
+
+class Shrinks(Stack):
+    class block(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.norm.weight.mul_(0.9)
+            return super().forward(h)
+
+
+class ShrinksData(Stack):
+    class block(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            self.norm.weight.data.mul_(0.9)
+            return super().forward(h)
+
+
+class ReplacesData(Stack):
+    class block(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            self.norm.weight.data = self.norm.weight.data * 0.9
+            return super().forward(h)
+
+
+class MeanInPlace(Stack):
+    def prepare(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        if self.training:
+            self.mean += h.detach().mean(0)
+        return h + self.mean.sum()
+
+
+class MeanAnew(MeanInPlace):
+    def run(self, h: Tensor) -> Tensor:
+        h = Stack.run(self, h)
+        if self.training:
+            self.mean = 0.5 * self.mean + h.detach().mean(0)
+        return h + self.mean.sum()
+
+
+class MeanInAnAttribute(MeanAnew):
+    def prepare(self) -> None:
+        self.mean = torch.zeros(WIDTH)
+
+
+class MeanInAList(Stack):
+    def prepare(self) -> None:
+        self.past = [torch.zeros(WIDTH)]
+
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h) + self.past[0]
+        if self.training:
+            self.past[0] = h.detach().mean(0)
+        return h
+
+
+class NormTwice(nn.Module):
+    """One BatchNorm used before and after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(self.norm(x)))).square().mean()
+
+
+class Copies(Stack):
+    """Buffers that both take over one value, and are read by nothing."""
+
+    def prepare(self) -> None:
+        for name in "ab":
+            self.register_buffer(name, torch.zeros(2, WIDTH))
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        self.a.copy_(h.detach())
+        self.b.copy_(h.detach())
+        return h
+
+
+class InstanceNorm(Stack):
+    def prepare(self) -> None:
+        self.norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(self.norm(h.view(-1, 2, 4)).flatten(1))
+
+
+class WeightInPlace(Stack):
+    """As weight normalisation by hand does."""
+
+    def prepare(self) -> None:
+        self.direction = nn.Parameter(torch.randn(CLASSES, WIDTH))
+        del self.head.weight
+
+    def run(self, h: Tensor) -> Tensor:
+        self.head.weight = F.normalize(self.direction, dim=-1)
+        return super().run(h)
+
+
+class RegistersABuffer(Stack):
+    """A cache, as of ALiBi in x_transformers."""
+
+    def prepare(self) -> None:
+        self.register_buffer("bias", None, persistent=False)
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", torch.arange(WIDTH), persistent=False)
+        return super().run(h) + self.bias
+
+
+DIFFER = "averaged parameters differed between ranks, without a word"
+EARLIER = "the backward of an earlier micro-batch saw changed parameters"
+STEP = "Job.optimizer"
+
+CASES = [
+    *(
+        Case(
+            model,
+            "counters in attributes were frozen by tracing, without a word",
+            expect=rf"refused: the model \({model.__name__}\) changes its attribute {attribute} \(",
+            hint="register_buffer",
+        )
+        for model, attribute in (
+            (Counts, "steps"),
+            (CountsToAThreshold, "steps"),
+            (Remembers, "seen"),
+            (DrawsItself, "generator"),
+        )
+    ),
+    Case(CountsInABuffer, "what the refusal of a counter says to do", evaluated=False),
+    Case(CountsForTheRecord, "a counter that nothing reads is no obstacle"),
+    Case(CountsInside, "counters were frozen by tracing", between="attribute steps", remembers=True),
+    Case(StartsOtherwise, "the first call is another one", between="attribute ready", remembers=True),
+    Case(SetsItUp, "what the first call settles is no obstacle"),
+    Case(SetsItUpAndDecides, "what the first call settles is no obstacle", between="data"),
+    Case(Averages, "a teacher that the forward averages was another one on each rank", evaluated=False),
+    Case(Teacher, "a moving average of parameters, in training mode only", cuts=(2,), slow=True),
+    Case(SmallEmbeddings, "the forward normalises rows", between="changes its parameter"),
+    Case(AveragesData, DIFFER, expect="refused: changes the parameter teacher.*between modules", hint=STEP),
+    Case(AveragesAnew, DIFFER, expect="refused: in the place of the parameter teacher.weight", hint=STEP),
+    Case(Shrinks, EARLIER, expect="refused: blocks.0.norm.weight .*while the backward", hint=STEP),
+    Case(ShrinksData, EARLIER, expect="refused: blocks.0.norm.weight .*while the backward", hint=STEP),
+    Case(ReplacesData, EARLIER, expect="refused: in the place of the parameter blocks.0.norm", hint=STEP),
+    Case(MeanInPlace, "a running mean that is changed in place", slow=True),
+    Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
+    Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
+    Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),
+    Case(NormTwice, "a BatchNorm used twice in one stage", cuts=(2, 1), slow=True),
+    Case(Copies, "of two buffers set from one value one was not updated, and one was stale", cuts=(2, 1)),
+    Case(InstanceNorm, "a call that changes buffers, though its schema denies it", cuts=(1, 2)),
+    Case(WeightInPlace, "what tracing had left behind was taken for the model's own", cuts=(2, 3)),
+    Case(RegistersABuffer, "buffers that the forward registers ended in a KeyError", cuts=(2, 3)),
+]

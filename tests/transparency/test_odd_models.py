@@ -1,0 +1,125 @@
+"""The zoo of odd models (`tests/support/odd`): each trains as in plain PyTorch, or is refused by name."""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import pytest
+import torch
+from cuts import split_at
+from odd import CASES
+from odd.case import Case, differences
+from runs import Numbers, capture_of, even, pipelined, plain, plan_for, treated_plan
+
+from pipeloom.ir.errors import CaptureError
+from pipeloom.tracer.capture import capture
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning"),
+]
+MICROBATCHES, ROWS = 4, 2
+
+
+def params(cases: Iterable[Case]) -> list[object]:
+    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.slow else []) for case in cases]
+
+
+def runs() -> Iterator[object]:
+    """Each case, cut and way to run it; one of each case is quick."""
+    for case in CASES:
+        ways = ["split"] if case.split else []
+        ways += ["gpipe", "1f1b" if case.between else "recompute"]
+        for at, cut in enumerate(case.cuts):
+            for way in ways if not case.words else []:
+                marks = [pytest.mark.slow] if case.slow or at or way != ways[0] else []
+                yield pytest.param(case, cut, way, id=f"{case}-{cut}-{way}", marks=marks)
+
+
+@cache
+def expected_of(case: Case) -> Numbers:
+    if case.expect.startswith("random"):
+        return numbers(case, 1, "1f1b")
+    train, evaluate = batches(case)
+    return plain(case.double, train, MICROBATCHES, evaluate=evaluate)
+
+
+def batches(case: Case) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    made = [case.double.batch(seed, MICROBATCHES * ROWS) for seed in range(3)]
+    return made[:2], made[2:] if case.evaluated else []
+
+
+def places(case: Case, cut: int | str) -> Iterator[dict[str, int]]:
+    """Op -> stage, for each of the cuts of that name that leave together what must stay together."""
+    captured = capture_of(case.double, ROWS)
+    count = sum(not op.cheap for op in captured.graph.ops)
+    if isinstance(cut, int):
+        yield even(captured.graph, min(cut, count))
+        return
+    for place in range(1, count):
+        around = (place, place + 1) if cut == "around" and place + 1 < count else (place,)
+        stage_of = split_at(captured, *around)
+        if all(len({stage_of[op] for op in group}) == 1 for group in captured.graph.together.values()):
+            yield stage_of
+
+
+def numbers(case: Case, cut: int, way: str, **options: object) -> Numbers:
+    (stage_of,) = places(case, cut)
+    return run(case, stage_of, way, **options)
+
+
+def run(case: Case, stage_of: dict[str, int], way: str, **options: object) -> Numbers:
+    schedule = "gpipe" if way == "gpipe" else "1f1b"
+    job = case.anew() if case.remembers else case.double
+    captured = capture_of(job, ROWS)
+    plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, schedule=schedule, split=way == "split")
+    if way == "recompute":
+        plan = treated_plan(job, plan, "recompute")
+    train, evaluate = batches(case)
+    return pipelined(job, plan, train, evaluate=evaluate, **options)
+
+
+@pytest.mark.parametrize(("case", "cut", "way"), list(runs()))
+def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way: str) -> None:
+    """Losses, gradients, parameters, buffers and evaluation losses of two steps, in float64."""
+    expected = expected_of(case)
+    for stage_of in places(case, cut):
+        found = run(case, stage_of, way)
+        apart = differences(case.double, found, expected)
+        assert max(apart.values()) <= 1e-9, (apart, stage_of)
+
+
+def names_a_line_of(case: Case, text: str) -> bool:
+    return any(case.has_line(file, int(line)) for file, line in re.findall(r"(odd/\w+\.py):(\d+)", text))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.words], ids=str)
+def test_a_model_that_cannot_be_cut_is_refused_by_name(case: Case) -> None:
+    """The message says what, the line of the model where it stands, and the hint what to do."""
+    with pytest.raises(CaptureError, match=case.words) as caught:
+        capture(case.job, ROWS)
+    assert case.hint in str(caught.value.hint)
+    assert names_a_line_of(case, caught.value.message)
+
+
+@pytest.mark.parametrize("case", params(case for case in CASES if not case.words))
+def test_how_an_odd_model_is_captured(case: Case) -> None:
+    """As one graph, or between its modules, with the reason and the line of the model where it stands."""
+    reason = capture_of(case.double, ROWS).graph.fallback
+    assert bool(reason) == bool(case.between), reason
+    assert re.search(case.between, reason), reason
+    if ".py" in case.between:
+        assert names_a_line_of(case, reason)
+
+
+@pytest.mark.parametrize("case", params(case for case in CASES if case.expect == "random"))
+def test_a_model_that_draws_is_evaluated_as_in_plain_pytorch(case: Case) -> None:
+    """And draws other numbers with another seed."""
+    stage_of = next(places(case, case.cuts[0]))
+    plan = plan_for(capture_of(case.double, ROWS), stage_of, microbatches=MICROBATCHES)
+    train, evaluate = batches(case)
+    expected = plain(case.double, [], MICROBATCHES, evaluate=evaluate)
+    found = pipelined(case.double, plan, [], evaluate=evaluate)
+    assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-9)
+    again = [pipelined(case.double, plan, train, seed=seed).losses for seed in (0, 1)]
+    assert again[0] != again[1]
