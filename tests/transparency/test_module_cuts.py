@@ -29,19 +29,10 @@ def check(
     assert_same(found, plain(job, batches[:2], 4, evaluate=batches[2:]), tolerance=TOLERANCE)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", JOBS)
-def test_two_stages_whole_backward(name: str) -> None:
-    check(JOBS[name], 2, "gpipe")
+QUICK = [f"{name}-{how}" for name in list(JOBS)[::3] for how in ("2-gpipe-whole", "3-1f1b-split")]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", JOBS)
-def test_three_stages_split_backward(name: str) -> None:
-    check(JOBS[name], 3, "1f1b", split=True)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -107,7 +98,7 @@ def test_a_model_without_modules_trains_in_one_stage() -> None:
 def test_reentrant_checkpoints_train_but_cannot_be_split() -> None:
     job = odd_models.job(odd_code.CheckpointedOldWay)
     check(job, 3, "1f1b")
-    with pytest.raises(CutError, match="reentrant activation checkpointing cannot compute input gradients"):
+    with pytest.raises(CutError, match="reentrant"):
         check(job, 3, "1f1b", split=True)
 
 
@@ -141,21 +132,11 @@ def test_compiled_modules() -> None:
     assert_same(found, plain(job, batches, 4), tolerance=1e-4)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["t5", "convnet"])
-def test_models_that_export_can_capture(name: str) -> None:
-    """Cutting between modules does not depend on why export failed: any model can be cut so."""
-    by_modules(name, 2)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled("t5-2")
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_all_models_that_export_can_capture(name: str, stages: int) -> None:
-    by_modules(name, stages)
-
-
-def by_modules(name: str, stages: int) -> None:
+def test_models_that_export_can_capture(name: str, stages: int) -> None:
+    """Cutting between modules does not depend on why export failed: any model can be cut so."""
     job = replace(zoo.job(name), name=f"{name} by modules")
     with patch("pipeloom.tracer.capture.export_program", side_effect=CaptureError("not asked")):
         ops = len(capture_of(job).graph.ops)
