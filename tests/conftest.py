@@ -11,16 +11,19 @@ import runs
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sampled(n)` only n cases, evenly spread, are quick; the others are slow."""
+    """Of a test marked `sampled(n)` n cases, evenly spread, are quick and the others are slow; of one marked
+    `sampled("a", "b")` the cases with these ids are quick."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one_test in cases.values():
-        count = of_one_test[0].get_closest_marker("sampled").args[0]
-        quick = {index * len(of_one_test) // count for index in range(count)}
-        for index, item in enumerate(of_one_test):
-            if index not in quick:
+        chosen = of_one_test[0].get_closest_marker("sampled").args
+        quick = set(chosen)
+        if isinstance(chosen[0], int):
+            quick = {of_one_test[i * len(of_one_test) // chosen[0]].callspec.id for i in range(chosen[0])}
+        for item in of_one_test:
+            if item.callspec.id not in quick:
                 item.add_marker("slow")
 
 
@@ -32,3 +35,10 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with runs.shared_captures():
         yield
+
+
+@pytest.fixture
+def quick_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that predict a step, and do not look at its times."""
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from processes import until
 from two_machines import INTERFACE, CannotIsolate, TwoMachines, two_machines
 
 from pipeloom.clusters.names import cpu_cluster
@@ -97,13 +98,6 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
         except ProcessLookupError:
             pass
         process.wait()
-
-
-def until(true: Callable[[], object], limit_s: float = 300.0) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def ranks_left(machine: str) -> list[str]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import products
 import pytest
+import runs
 import torch
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
-from pipeloom.ir.plan import StagePlan
-from pipeloom.ir.stages import cut
-from pipeloom.planning import capture
-from pipeloom.schedules import registry
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512
 
@@ -19,19 +16,8 @@ JOB = products.job(WIDTH)
 
 
 def two_stages_on_one_rank() -> Plan:
-    graph = capture(JOB, ROWS).graph
-    own = [op.name for op in graph.ops if not op.cheap]
-    stages = cut(graph, {name: i * 2 // len(own) for i, name in enumerate(own)})
-    built = registry.build("gpipe", stages, (0, 0), MICROBATCHES)
-    return Plan(
-        graph=graph.fingerprint,
-        planner="by hand",
-        placement=(0, 0),
-        schedule="gpipe",
-        stages=tuple(StagePlan(ops=s.ops) for s in stages.stages),
-        schedule_rows=tuple(str(built).splitlines()),
-        microbatches=MICROBATCHES,
-        microbatch_size=ROWS,
+    return runs.even_plan(
+        JOB, 2, microbatches=MICROBATCHES, microbatch_size=ROWS, schedule="gpipe", placement=(0, 0)
     )
 
 

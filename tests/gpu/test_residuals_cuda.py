@@ -6,17 +6,13 @@ from dataclasses import replace
 
 import products
 import pytest
+import runs
 import torch
 
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
-from pipeloom.ir.plan import StagePlan
-from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event
-from pipeloom.planning import capture
 from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
-from pipeloom.schedules import registry
-from pipeloom.tracer.stage.trace import stage_residuals
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""
@@ -26,25 +22,8 @@ JOB = products.job(WIDTH)
 
 def plan_of(treatments: tuple[Treatment, ...]) -> Plan:
     """One stage, all micro-batches in flight; residuals get the treatments in turn."""
-    captured = capture(JOB, ROWS)
-    graph = captured.graph
-    stages = cut(graph, {op.name: 0 for op in graph.ops if not op.cheap})
-    policy: dict[str, Treatment] = {}
-    for index, (name, residual) in enumerate(stage_residuals(captured, stages, 0).items()):
-        given = treatments[index % len(treatments)]
-        policy[name] = "offload" if given == "recompute" and residual.obstacle else given
-    built = registry.build("gpipe", stages, (0,), MICROBATCHES)
-    return Plan(
-        graph=graph.fingerprint,
-        planner="by hand",
-        placement=(0,),
-        schedule="gpipe",
-        stages=tuple(StagePlan(ops=s.ops) for s in stages.stages),
-        schedule_rows=tuple(str(built).splitlines()),
-        microbatches=MICROBATCHES,
-        microbatch_size=ROWS,
-        memory=MemoryPolicy(stages=(policy,)),
-    )
+    plan = runs.even_plan(JOB, 1, microbatches=MICROBATCHES, microbatch_size=ROWS, schedule="gpipe")
+    return runs.treated_plan(JOB, plan, *treatments)
 
 
 WAYS: list[tuple[Treatment, ...]] = [("offload",), ("recompute",), ("offload", "recompute", "keep")]

@@ -1,4 +1,5 @@
-"""What the processes of test_dist_channel.py run. As a script under torchrun: `dist_targets.py NAME`."""
+"""What the processes of test_dist_channel.py run: as a script `dist_targets.py NAME`, and
+`dist_targets.py NAME RANKS ARGUMENTS` to launch so many of them."""
 
 import os
 import signal
@@ -11,8 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_ranks import checkpoints
+from processes import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,8 +26,8 @@ from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.planning import plan
 from pipeloom.runtime.checkpoint import files
-from pipeloom.runtime.failure.watch import Watch
 from pipeloom.runtime.launch.connect import connect, watch_ranks
+from pipeloom.runtime.launch.launch import launch
 from pipeloom.runtime.messages import Message
 from pipeloom.runtime.posted_channel import PostedChannel
 from pipeloom.runtime.transports.dist_channel import DistChannel
@@ -49,7 +53,7 @@ def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[
         yield DistChannel(group, watch, device=CPU, timeout_s=timeout_s)
 
 
-def exchange() -> None:
+def exchange(folder: str) -> None:
     """Several things that need real processes, one after the other, as each start takes seconds."""
     world = connect(CPU)
     rank = world.rank()
@@ -64,6 +68,7 @@ def exchange() -> None:
     _meshes(world)
     _directed_groups(world)
     _control_data(world)
+    checkpoints(Path(folder))
     print("all well")
 
 
@@ -113,7 +118,7 @@ def _large_messages(channel: PostedChannel) -> None:
         assert channel.idle_bytes <= 3 * value.bytes + 4096, "three buffers served four messages"
     channel.all_gather_object(None)
     if channel.rank == 0:
-        _until_freed(channel)
+        until(lambda: _is_free(channel))  # before the end of the step
     channel.end()
     assert channel.sending_bytes == 0
 
@@ -137,11 +142,9 @@ def _finished_when_asked(channel: PostedChannel) -> None:
     channel.end()
 
 
-def _until_freed(channel: PostedChannel) -> None:
-    end = time.monotonic() + 300
-    while channel.sending_bytes:
-        assert time.monotonic() < end, "the sent tensors were not freed before the end of the step"
-        channel.begin([])  # every call looks for finished sends
+def _is_free(channel: PostedChannel) -> bool:
+    channel.begin([])  # every call looks for finished sends
+    return channel.sending_bytes == 0
 
 
 def _sums_and_objects(channel: PostedChannel) -> None:
@@ -172,12 +175,8 @@ def _refusals(channel: PostedChannel) -> None:
     other = (channel.rank + 1) % 3
     channel.begin([])
     for wrong in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
-        try:
+        with pytest.raises(CommunicationError, match=r"float32\[3\]"):
             channel.send(number(channel.rank, other), [wrong])
-        except CommunicationError as error:
-            assert "but the plan says float32[3]" in str(error)
-        else:
-            raise AssertionError("a tensor that differs from the plan was sent")
     channel.end()
 
 
@@ -208,12 +207,8 @@ def _meshes(world: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "pp"))
     assert connect(CPU, group=mesh).size() == 3
     assert connect(CPU, group=world) is world
-    try:
+    with pytest.raises(ConfigError, match="'pp'"):
         connect(CPU, group=init_device_mesh("cpu", (3,), mesh_dim_names=("dp",)))
-    except ConfigError as error:
-        assert "none is called 'pp'" in str(error)
-    else:
-        raise AssertionError("a mesh without pp was accepted")
 
 
 def _directed_groups(world: dist.ProcessGroup) -> None:
@@ -254,16 +249,14 @@ def fail_while_others_wait() -> None:
             raise ValueError("boom")
         if channel.rank == 2:
             time.sleep(600)
-        try:
+        with pytest.raises(PeerError, match=r'raise ValueError\("boom"\)'):
             channel.all_reduce(torch.ones(3))
-        except PeerError as error:
-            assert 'raise ValueError("boom")' in str(error)
-            print("rank 0 knows why")
-            raise
+        print("rank 0 knows why")
+        channel.watch.check()
 
 
-def exchange_then_fail() -> None:
-    exchange()
+def exchange_then_fail(folder: str) -> None:
+    exchange(folder)
     fail_while_others_wait()
 
 
@@ -316,8 +309,7 @@ def frozen() -> None:
         watch.status = f"{watch.rank}F0"
         if watch.rank == stopped:
             # Until all others know what it does, as they would in a run.
-            while any(s is None or s.doing != f"{r}F0" for r, s in enumerate(watch._board.statuses())):
-                time.sleep(0.05)
+            until(lambda: all(s and s.doing == f"{r}F0" for r, s in enumerate(watch._board.statuses())))
             time.sleep(1.5)
             os.kill(os.getpid(), signal.SIGSTOP)
         source = (watch.rank + 1) % watch.ranks
@@ -342,14 +334,13 @@ def deadlock() -> None:
         wanted = number([1, 0, 0][channel.rank], channel.rank)
         channel.begin([wanted])
         watch.status = f"{channel.rank}F0"
-        while watch.rank == 0 and not _others_wait(watch):
-            time.sleep(0.05)
+        if watch.rank == 0:
+            until(lambda: all(state and state.waits_for for state in watch._board.statuses()[1:]))
         channel.receive(wanted)
 
 
-def _others_wait(watch: Watch) -> bool:
-    return all(state is not None and state.waits_for for state in watch._board.statuses()[1:])
-
-
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    target, *ranks = sys.argv[1:]
+    if ranks:
+        sys.exit(launch(globals()[target], int(ranks[0]), args=tuple(ranks[1:])))
+    globals()[target]()

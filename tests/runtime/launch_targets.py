@@ -77,11 +77,6 @@ def fail_late() -> None:
         atexit.register(os._exit, 5)
 
 
-def kill_itself() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 class _Unloadable:
     """A target whose unpickling fails."""
 

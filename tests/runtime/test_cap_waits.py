@@ -1,11 +1,11 @@
-"""A rank waits for copies to end where its program says so, in a rehearsal as in a step.
-
-Disks here are as slow as can be: a copy ends when somebody waits for it.
-"""
+"""Waiting for room under a cap: until copies end where the program says so, in a rehearsal as in a step, and
+until sends do. Disks are as slow as can be here: a copy ends when somebody waits for it. As with NCCL, the
+wait for a transfer ends before the transfer does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,28 @@ import pytest
 import runs
 from deep import ACTIVATION, ROWS, TANH
 from ledgers import sends_are_through_at_once
+from torch import Tensor
 
 from pipeloom import Options, Pipeline
 from pipeloom.forecast import by_stage
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
-from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import cut
+from pipeloom.runtime import posted_channel
 from pipeloom.runtime.calibration.rehearsal import ActionTimes, Rehearsal
 from pipeloom.runtime.offload.file_tier import FileTier
 from pipeloom.runtime.offload.tier import AsyncCopy
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalTransport
+from pipeloom.runtime.transports.transport import PendingTransfer
 from pipeloom.simulator.simulate import simulate
 from pipeloom.tracer.stage.trace import stage_residuals
 
 COUNT = 6
 
 
-@pytest.fixture(autouse=True)
-def one_capture() -> Iterator[None]:
-    with runs.shared_captures():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch, quick_rehearsals: None) -> None:
     """Copies follow each other: the end of one is the end of those before it."""
-    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
     order: dict[int, list[AsyncCopy]] = {}
     ended: set[int] = set()
     start_offload, offload_done = FileTier.start_offload, FileTier.offload_done
@@ -76,15 +69,13 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def offloading(stages: int) -> tuple[Plan, int]:
     """A plan that offloads everything, and the bytes of one micro-batch on the first stage."""
-    captured = runs.capture_of(TANH, ROWS)
     plan = runs.even_plan(TANH, stages, microbatches=COUNT, microbatch_size=ROWS, schedule="gpipe")
-    parts = cut(captured.graph, runs.even(captured.graph, stages))
-    residuals = [stage_residuals(captured, parts, s) for s in range(stages)]
-    policy = MemoryPolicy(stages=tuple(dict.fromkeys(found, "offload") for found in residuals))
-    return replace(plan, memory=policy), sum(r.bytes for r in residuals[0].values())
+    captured = runs.capture_of(TANH, ROWS)
+    residuals = stage_residuals(captured, plan.stage_graph(captured.graph), 0)
+    return runs.treated_plan(TANH, plan, "offload"), sum(r.bytes for r in residuals.values())
 
 
-def test_slow_copies_cost_time_but_no_room(tmp_path: Path) -> None:
+def test_slow_copies_cost_time_but_no_room(tmp_path: Path, slow_disk: None) -> None:
     """However slow the disk is, a rank holds what the simulator says of a step in which copies never end."""
     plan, size = offloading(1)
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
@@ -118,45 +109,97 @@ def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeloom.forecast.measure_link", lambda *_: link)
 
 
-@pytest.mark.usefixtures("even_pace")
+@pytest.mark.usefixtures("slow_disk", "even_pace")
 def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
     plan, size = offloading(2)
 
-    def expected(rank: int, channel: LocalChannel) -> list[int]:
-        with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
-            forecast, costs = pipeline.forecast(), {}
-            for each in channel.all_gather_object(forecast.memory()):
-                costs |= each
-            slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for cost in by_stage(costs))
-            where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
-            predicted = simulate(forecast.program, forecast.variant.stages, slow, where)
-            return [predicted.peak_bytes(r) for r in range(2)]
+    def expected(pipeline: Pipeline) -> list[int]:
+        forecast, costs = pipeline.forecast(), {}
+        for each in pipeline.channel.all_gather_object(forecast.memory()):
+            costs |= each
+        slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for cost in by_stage(costs))
+        where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
+        predicted = simulate(forecast.program, forecast.variant.stages, slow, where)
+        return [predicted.peak_bytes(r) for r in range(2)]
 
-    def rank(index: int, channel: LocalChannel) -> tuple[int, int, int]:
-        capped = replace(plan, caps=caps)
-        with Pipeline(TANH, capped, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
-            pipeline.step(TANH.batch(0, ROWS * COUNT))
-            predicted = pipeline.rehearse()
-            rehearsals = pipeline.rehearsals
-            assert rehearsals is not None
-            pipeline.step(TANH.batch(1, ROWS * COUNT))
-            walked = rehearsals._rehearsal.ledger.peak
-            return predicted.peak_bytes(index), walked, pipeline.ledger.peak
+    def rank(pipeline: Pipeline) -> tuple[int, int, int]:
+        pipeline.step(TANH.batch(0, ROWS * COUNT))
+        predicted = pipeline.rehearse()
+        rehearsals = pipeline.rehearsals
+        assert rehearsals is not None
+        pipeline.step(TANH.batch(1, ROWS * COUNT))
+        walked = rehearsals._rehearsal.ledger.peak
+        return predicted.peak_bytes(pipeline.rank), walked, pipeline.ledger.peak
 
     assert size > 4 * ACTIVATION
     with sends_are_through_at_once():
-        caps = tuple(peak + size // 8 for peak in runs.threads(2, expected)[0])
-        for cap, peaks in zip(caps, runs.threads(2, rank), strict=True):
+        peaks = runs.each_rank(TANH, plan, expected, offload_dir=tmp_path)[0]
+        caps = tuple(peak + size // 8 for peak in peaks)
+        capped = replace(plan, caps=caps)
+        for cap, peaks in zip(caps, runs.each_rank(TANH, capped, rank, offload_dir=tmp_path), strict=True):
             assert max(peaks) <= cap, (peaks, cap)
 
 
-def test_what_nothing_makes_room_for_is_refused_before_it_runs(tmp_path: Path) -> None:
+def test_what_nothing_makes_room_for_is_refused_before_it_runs(tmp_path: Path, slow_disk: None) -> None:
     plan, _ = offloading(1)
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         pipeline.step(TANH.batch(0, ROWS * COUNT))
         cap = pipeline.ledger.cap_bytes = pipeline.ledger.total + 1000
         with pytest.raises(MemoryCapError) as caught:
             pipeline.step(TANH.batch(1, ROWS * COUNT))
-        assert caught.value.message.startswith("rank 0 needs ") and " for 0F0 and holds " in str(caught.value)
-        assert "no message under way would make room" in caught.value.message
+        assert all(part in caught.value.message for part in ("rank 0 needs ", " for 0F0 ", "no message"))
         assert pipeline.ledger.total <= cap
+
+
+class OnStream:
+    """A send that only a stream waits for. looked: set once somebody has looked often whether it ended."""
+
+    def __init__(self, transfer: PendingTransfer, looked: threading.Event) -> None:
+        self._transfer = transfer
+        self._looked = looked
+        self._looks = 0
+
+    def done(self) -> bool:
+        self._looks += 1
+        if self._looks == 1000:
+            self._looked.set()
+        return self._transfer.done()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at once."""
+
+
+def test_each_send_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver takes nothing before the sender has waited long."""
+    looked = threading.Event()
+    send, receive = LocalTransport.send, LocalTransport.receive
+    plan = runs.even_plan(TANH, 2, microbatches=COUNT, microbatch_size=ROWS, schedule="gpipe")
+    batches = [TANH.batch(step, ROWS * COUNT) for step in range(2)]
+
+    def lowest(pipeline: Pipeline) -> int:
+        for batch in batches:
+            pipeline.step(batch)
+        return pipeline.ledger.peak
+
+    def late(self: LocalTransport, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
+        assert self.rank == 0 or looked.wait(300)
+        return receive(self, buffer, source, index)
+
+    def on_stream(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
+        return OnStream(send(self, buffer, target, index), looked)
+
+    def tight(pipeline: Pipeline) -> int:
+        pipeline.step(batches[0])
+        if pipeline.rank == 0:
+            pipeline.ledger.cap_bytes = cap
+            monkeypatch.setattr(LocalTransport, "receive", late)
+            monkeypatch.setattr(LocalTransport, "send", on_stream)
+        pipeline.channel.all_gather_object(None)
+        pipeline.step(batches[1])
+        return [action for _, action, *_ in pipeline.recorder.marks].count("ROOM")
+
+    monkeypatch.setattr(posted_channel, "SMALL_BYTES", 0)
+    with sends_are_through_at_once():
+        cap = runs.each_rank(TANH, plan, lowest)[0] + ACTIVATION // 2
+    waits = runs.each_rank(TANH, plan, tight)[0]
+    assert looked.is_set() and 0 < waits <= COUNT, waits

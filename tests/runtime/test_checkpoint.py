@@ -3,12 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_ranks import flip_a_bit
+from processes import output
 from safetensors import safe_open
 from safetensors.torch import load_model
 from torch import nn
@@ -90,11 +91,8 @@ def test_hyper_parameters_come_back_per_parameter(tmp_path: Path) -> None:
     ]
     assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
 
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(tmp_path, state_of(model, adamw(model)), group=None)
-    assert caught.value.message == (
-        "0.weight and 0.bias are in one optimizer group, but were saved with weight_decay 0.3 and 0.01"
-    )
+    said = refused(checkpoint.load, tmp_path, state_of(model, adamw(model)), group=None)
+    assert "0.weight and 0.bias" in said and "weight_decay 0.3 and 0.01" in said
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
@@ -177,18 +175,12 @@ for moment in range(100):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [pytest.param(1, 2, id="next-step"), pytest.param(1, 1, id="same-step-again", marks=pytest.mark.slow)],
+    [(1, 2), pytest.param(1, 1, id="same step again", marks=pytest.mark.slow)],
 )
 def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, first: int, second: int) -> None:
     """kill -9 at each place in turn where a save touches the disk; what is there always loads."""
-    done = subprocess.run(
-        [sys.executable, "-c", CRASH, str(tmp_path), str(first), str(second)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    moments = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    lines = output("-c", CRASH, tmp_path, first, second).splitlines()
+    moments = [tuple(map(int, line.split())) for line in lines]
     assert len(moments) > 8, "the save was never killed"
     assert {code for _, _, code in moments[:-1]} == {-signal.SIGKILL}
     assert moments[0][1] == first and moments[-1][1:] == (2, 0)
@@ -213,104 +205,87 @@ except CheckpointError as error:
     print(error)
 print(checkpoint.load(folder, state, group=None)[0], sorted(p.name for p in folder.iterdir()))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    message, hint, then = done.stdout.splitlines()
-    assert message.startswith(f"cannot write checkpoint {tmp_path}/step-00000002: ")
-    assert hint == "hint: is the disk full? checkpoints that were complete before are untouched"
+    message, hint, then = output("-c", code, tmp_path).splitlines()
+    assert f"{tmp_path}/step-00000002" in message and "disk full" in hint
     assert then == "1 ['latest', 'step-00000001']"
 
 
-def damaged(tmp_path: Path, harm: str) -> tuple[Path, TrainState]:
-    state = state_of(make_model())
-    path = save(tmp_path, state)
-    data = path / "__0_0.distcp"
-    if harm == "truncated":
-        os.truncate(data, data.stat().st_size // 2)
-    elif harm == "flipped":
-        content = bytearray(data.read_bytes())
-        content[len(content) // 2] ^= 1
-        data.write_bytes(content)
-    elif harm == "gone":
-        data.unlink()
-    elif harm == "metadata":
-        (path / "tensors.json").write_bytes(b"x" * (path / "tensors.json").stat().st_size)
-    elif harm == "index":
-        os.truncate(path / "index.json", 20)
-    elif harm == "schema":
-        index = json.loads((path / "index.json").read_text())
-        (path / "index.json").write_text(json.dumps(index | {"schema": 99}))
-    return path, state
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def other_schema(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": 99}))
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("name", "harm", "word"),
     [
-        ("truncated", "is corrupt: __0_0.distcp has"),
-        ("flipped", "is corrupt: the bytes of __0_0.distcp have changed since it was saved"),
-        ("gone", "is incomplete: __0_0.distcp: No such file or directory"),
-        ("metadata", "is corrupt: the bytes of tensors.json have changed since it was saved"),
-        ("index", "is corrupt: index.json: Expecting ':' delimiter"),
-        ("schema", "has schema 99, this pipeloom reads 2"),
+        ("__0_0.distcp", cut_short, "corrupt"),
+        ("__0_0.distcp", flip_a_bit, "corrupt"),
+        ("__0_0.distcp", Path.unlink, "incomplete"),
+        ("tensors.json", flip_a_bit, "corrupt"),
+        ("index.json", cut_short, "corrupt"),
+        ("index.json", other_schema, "schema 99"),
     ],
 )
-def test_damage_is_named_and_nothing_is_overwritten(tmp_path: Path, harm: str, message: str) -> None:
-    path, state = damaged(tmp_path, harm)
+def test_damage_is_named_and_nothing_is_overwritten(
+    tmp_path: Path, name: str, harm: Callable[[Path], object], word: str
+) -> None:
+    state = state_of(make_model())
+    path = save(tmp_path, state)
+    harm(path / name)
     before = {name: tensor.clone() for name, tensor in state.model.items()}
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=word) as caught:
         checkpoint.load(tmp_path, state, group=None)
-    assert caught.value.message.startswith(f"checkpoint {path} {message}")
-    assert "\n" not in caught.value.message and caught.value.hint
+    assert caught.value.message.startswith(f"checkpoint {path} ") and caught.value.hint
+    assert "\n" not in caught.value.message and (name in caught.value.message or word == "schema 99")
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.items())
+
+
+def refused(call: Callable[..., object], *given: object, **how: object) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call(*given, **how)
+    return caught.value.message
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     state = state_of(make_model())
-    with pytest.raises(CheckpointError, match="checkpoint directory .*/nowhere does not exist"):
-        checkpoint.load(tmp_path / "nowhere", state, group=None)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        checkpoint.load(tmp_path, state, group=None)
+    assert "nowhere does not exist" in refused(checkpoint.load, tmp_path / "nowhere", state, group=None)
+    assert "no complete checkpoint" in refused(checkpoint.load, tmp_path, state, group=None)
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Sequential(*make_model(), nn.Linear(1, 1)), "no tensor 3.weight"),
+        (lambda: make_model()[:1], "1.bias and 6 more"),
+        (lambda: make_model(width=9), "[9, 4] float32, the checkpoint has [8, 4] float32"),
+        (lambda: make_model().double(), "[8, 4] float64, the checkpoint has [8, 4] float32"),
+    ],
+)
+def test_another_model_is_refused(tmp_path: Path, model: Callable[[], nn.Module], words: str) -> None:
     save(tmp_path, state_of(make_model()))
-    bigger = nn.Sequential(*make_model(), nn.Linear(1, 1))
-    with pytest.raises(CheckpointError, match=r"^the checkpoint has no tensor 3.weight\n"):
-        checkpoint.load(tmp_path, state_of(bigger), group=None)
-    with pytest.raises(CheckpointError, match=r"holds 1.bias and 6 more, which the model does not have"):
-        checkpoint.load(tmp_path, state_of(make_model()[:1]), group=None)
-    with pytest.raises(CheckpointError, match=r"\[9, 4\] float32, the checkpoint has \[8, 4\] float32"):
-        checkpoint.load(tmp_path, state_of(make_model(width=9)), group=None)
-    with pytest.raises(CheckpointError, match=r"\[8, 4\] float64, the checkpoint has \[8, 4\] float32"):
-        checkpoint.load(tmp_path, state_of(make_model().double()), group=None)
+    assert words in refused(checkpoint.load, tmp_path, state_of(model()), group=None)
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = make_model()
-    save(tmp_path / "sgd", state_of(model, momentum(model)))
-    with pytest.raises(CheckpointError, match="0.weight is trained with AdamW, the checkpoint was saved w"):
-        checkpoint.load(tmp_path / "sgd", state_of(model, adamw(model)), group=None)
-    save(tmp_path / "none", state_of(model))
-    with pytest.raises(CheckpointError, match="the checkpoint was saved with no optimizer"):
-        checkpoint.load(tmp_path / "none", state_of(model, adamw(model)), group=None)
+    for folder, optimizers, word in (("sgd", [momentum(model)], "AdamW"), ("none", [], "no optimizer")):
+        save(tmp_path / folder, state_of(model, *optimizers))
+        assert word in refused(checkpoint.load, tmp_path / folder, state_of(model, adamw(model)), group=None)
 
 
 def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
     model = make_model()
-    with pytest.raises(CheckpointError, match="extra cannot be written as JSON: Object of type Tensor"):
-        save(tmp_path, state_of(model), seed=torch.zeros(1))
+    assert "extra cannot" in refused(save, tmp_path, state_of(model), seed=torch.zeros(1))
     optimizer = adamw(model)
     optimizer.state[model[0].weight]["history"] = [torch.zeros(1)]
-    with pytest.raises(CheckpointError, match="optimizer state 'history' of 0.weight is a list"):
-        save(tmp_path, state_of(model, optimizer))
+    assert "'history' of 0.weight" in refused(save, tmp_path, state_of(model, optimizer))
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2, 3))])
-    with pytest.raises(CheckpointError, match=r"the optimizer holds a \[2, 3\] tensor that is not"):
-        save(tmp_path, state_of(model, stranger))
-    with pytest.raises(CheckpointError, match="cannot write a checkpoint in .*: Not a directory"):
-        (tmp_path / "file").write_text("")
-        save(tmp_path / "file" / "inside", state_of(model))
+    assert "[2, 3]" in refused(save, tmp_path, state_of(model, stranger))
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refused(save, tmp_path / "file" / "inside", state_of(model))
 
 
 def test_plain_optimizer_state_comes_back(tmp_path: Path) -> None:
@@ -350,5 +325,5 @@ def test_export_is_one_file_that_safetensors_loads(tmp_path: Path) -> None:
     other = Tied()
     load_model(other, str(file))
     assert torch.equal(other.head.weight, model.embed.weight)
-    with pytest.raises(CheckpointError, match="cannot write .*/nowhere/model.safetensors"):
-        checkpoint.export_safetensors(tmp_path / "run", tmp_path / "nowhere" / "model.safetensors")
+    nowhere = tmp_path / "nowhere" / "model.safetensors"
+    assert str(nowhere) in refused(checkpoint.export_safetensors, tmp_path / "run", nowhere)

@@ -1,94 +1,42 @@
 """The channel between real processes, and how they end together. Each test costs a start of torch."""
 
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from checkpoint_ranks import assert_one_process_loads
+from processes import ends_of, run, start, start_ranks
 
-HERE = Path(__file__).parent
-TARGETS = HERE / "dist_targets.py"
-
-LAUNCHER = """
-import json, sys
-from pipeloom.runtime.launch.launch import launch
-import dist_targets
-sys.exit(launch(getattr(dist_targets, sys.argv[1]), int(sys.argv[2])))
-"""
+TARGETS = Path(__file__).with_name("dist_targets.py")
 
 
-def finished(command: list[str]) -> tuple[int, str, str]:
-    """Exit status, output and errors. What hangs is not waited for."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=500)  # below the 600 s of a rank that only sleeps
-        finally:
-            process.kill()
-    return process.returncode, out, err
-
-
-def launched(target: str, ranks: int) -> tuple[int, str, str]:
-    return finished([sys.executable, "-c", LAUNCHER, target, str(ranks)])
-
-
-def test_messages_sums_objects_groups_and_meshes_then_one_ranks_exception_ends_all() -> None:
+def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_all(tmp_path: Path) -> None:
     """With its traceback once; also one that waits, and one that is stuck where no exception reaches it."""
-    status, out, err = launched("exchange_then_fail", 3)
+    status, out, err = run(TARGETS, "exchange_then_fail", 3, tmp_path)
     assert {"[rank 1] all well", "[rank 2] all well", "all well"} <= set(out.splitlines())
     assert status == 1
     assert "rank 0 knows why" in out
     assert err.count("Traceback") == err.count('raise ValueError("boom")') == 1
     assert err.startswith("rank 1 failed:\nTraceback")
     assert "Warning" not in err and "terminate" not in err
+    assert_one_process_loads(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others() -> None:
-    status, _, err = launched("killed", 2)
-    assert status == 128 + 9
-    assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
-
-
-@pytest.mark.slow
-def test_a_rank_killed_while_a_checkpoint_is_written_is_named_and_no_survivor() -> None:
-    status, _, err = launched("killed_while_saving", 3)
-    assert err == "rank 2 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+@pytest.mark.parametrize(("target", "ranks"), [("killed", 2), ("killed_while_saving", 3)])
+def test_a_killed_rank_ends_the_others_and_no_survivor_is_named(target: str, ranks: int) -> None:
+    status, _, err = run(TARGETS, target, ranks)
+    assert err == f"rank {ranks - 1} was killed by SIGKILL (perhaps the machine ran out of memory)\n"
     assert status == 128 + 9
 
 
-def without_launcher(target: str, **variables: str) -> list[subprocess.Popen[str]]:
-    """Three ranks that nobody looks after, as on three machines; rank 0 serves the store."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"},
-        **variables,
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, str(TARGETS), target],
-            env=env | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-
-
-def said_by(ranks: list[subprocess.Popen[str]], survivors: set[int]) -> dict[int, str]:
-    """What the survivors write before they end; nobody else is waited for."""
+def said_without_launcher(target: str, survivors: set[int], **env: str) -> dict[int, str]:
+    """What they write before they end of three ranks that nobody looks after; rank 0 serves the store."""
+    ranks = start_ranks(3, TARGETS, target, env=env)
     try:
-        return {rank: ranks[rank].communicate(timeout=300)[1] for rank in survivors}
+        return {rank: ends_of(ranks[rank])[0][2] for rank in survivors}
     finally:
         for process in ranks:
             process.kill()
@@ -98,7 +46,7 @@ def said_by(ranks: list[subprocess.Popen[str]], survivors: set[int]) -> dict[int
 @pytest.mark.slow
 def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors() -> None:
     """Nobody else says so here. The survivors told of gloo's error, each as its own failure."""
-    said = said_by(without_launcher("killed_while_saving"), {0, 1})
+    said = said_without_launcher("killed_while_saving", {0, 1})
     for text in said.values():
         first = next(line for line in text.splitlines() if "failed" in line)
         assert re.match(
@@ -111,7 +59,7 @@ def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors()
 
 @pytest.mark.slow
 def test_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
-    status, _, err = launched("deadlock", 3)
+    status, _, err = run(TARGETS, "deadlock", 3)
     assert status == 1
     assert err.count("Traceback") == 1
     seconds = r"for \d+\.\d s\n"
@@ -143,28 +91,23 @@ def expected_waits(frozen: int) -> list[str]:
     return rows
 
 
-FROZEN = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_a_frozen_rank_ends_all_with_the_table(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frozen", range(3))
+def test_a_frozen_rank_ends_all_with_the_table(frozen: int) -> None:
     """Rank 0, too, which served the store: the others waited for the store for ever, with no table."""
-    monkeypatch.setenv("FROZEN", str(frozen))
-    monkeypatch.setenv("LOST_S", "4")
-    start = time.monotonic()
-    status, _, err = launched("frozen", 3)
+    begin = time.monotonic()
+    status, _, err = run(TARGETS, "frozen", 3, env={"FROZEN": str(frozen), "LOST_S": "4"})
     assert status != 0
     assert err.startswith(f"rank {frozen} failed: no sign of life for 4 s: it was killed or is frozen, or ")
     assert waits_in_table(err) == expected_waits(frozen), err
-    assert time.monotonic() - start < 400, "it had to be killed"
+    assert time.monotonic() - begin < 400, "it had to be killed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", range(3))
 def test_without_a_launcher_too_a_frozen_rank_ends_all(frozen: int) -> None:
     """Rank 0 serves the store. Nobody kills the frozen one: the others end all the same."""
-    said = said_by(without_launcher("frozen", FROZEN=str(frozen), LOST_S="4"), {0, 1, 2} - {frozen})
+    said = said_without_launcher("frozen", {0, 1, 2} - {frozen}, FROZEN=str(frozen), LOST_S="4")
     whole = "".join(said.values())
     if frozen == 0:
         reason = "rank 0 failed: the store that joins the ranks, which it serves, has not answered for 4 s"
@@ -175,39 +118,28 @@ def test_without_a_launcher_too_a_frozen_rank_ends_all(frozen: int) -> None:
     assert whole.count("rank  does  waits for") >= 1 and "Traceback" not in whole
 
 
-def under_torchrun(target: str, ranks: int) -> tuple[int, str, str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return finished([*run, str(TARGETS), target])
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @pytest.mark.slow
-def test_under_torchrun_an_exception_ends_all_with_its_traceback_once() -> None:
-    status, _, err = under_torchrun("fail_while_others_wait", 3)
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("fail_while_others_wait", 'raise ValueError("boom")'), ("deadlock", "they wait for each other")],
+)
+def test_under_torchrun_what_ends_all_is_said_once(target: str, words: str) -> None:
+    status, _, err = run(*TORCHRUN, 3, TARGETS, target)
     assert status != 0
-    assert err.count('raise ValueError("boom")') == 1
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
-    status, _, err = under_torchrun("deadlock", 3)
-    assert status != 0
-    assert err.count("they wait for each other") == 1
+    assert err.count(words) == 1
 
 
 @pytest.mark.slow
 def test_under_torchrun_ctrl_c_ends_ranks_that_wait() -> None:
     """torchrun passes the signal on, and kills only what has not ended by itself some time later."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*run, str(TARGETS), "wait"], env=env, stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "begun\n"
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=500)  # ends with the last process that writes here
-        finally:
-            process.kill()
+    process = start(*TORCHRUN, 2, TARGETS, "wait")
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+    finally:
+        (_, _, err), *_ = ends_of(process)  # ends with the last process that writes here
     assert "SIGKILL" not in err

@@ -1,21 +1,23 @@
-"""A script that closes nothing ends well, keeps what it has in its globals, and tells what it ended with."""
+"""A script that closes nothing ends well, keeps what it has in its globals, and tells what it ended with.
+Ctrl-C ends a wait that Python's own handling cannot reach."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
+import signal
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from weakref import WeakSet
 
 import pytest
 import runs
 import zoo
+from processes import ends_of, start_ranks
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import CommunicationError
+from pipeloom.runtime.failure.ctrl_c import CtrlC
 from pipeloom.runtime.failure.noticeboard import local_boards
 from pipeloom.runtime.failure.watch import Watch, shorten_peer_errors
 from pipeloom.runtime.launch import connect
@@ -55,38 +57,18 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def ends_of(kind: str) -> list[tuple[int, str, str]]:
-    """Status, output and errors of both ranks of the script, started as a launcher would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    paths = [str(Path(runs.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, kind],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=300) for process in started]
-    return [(process.returncode, *texts) for process, texts in zip(started, said, strict=True)]
-
-
+@pytest.mark.sampled("ours-1")
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
-@pytest.mark.parametrize("times", [1, pytest.param(3, id="3 in a row", marks=pytest.mark.slow)])
 def test_it_ends_with_status_0_and_keeps_its_globals(kind: str, times: int) -> None:
     for _ in range(times):
-        for status, output, errors in ends_of(kind):
+        for status, output, errors in ends_of(*start_ranks(2, "-c", SCRIPT, kind)):
             assert (status, errors) == (0, "")
             assert output.splitlines() == ["initialised: True", "at exit:", "threads:"]
 
 
 def test_what_it_ends_with_is_told_to_the_others() -> None:
-    waiting, failed = ends_of("fails")
+    waiting, failed = ends_of(*start_ranks(2, "-c", SCRIPT, "fails"))
     assert failed[0] == 1 and failed[2].count("Traceback") == 1 and "no such luck" in failed[2]
     assert waiting[0] == 1 and "rank 1 failed: ValueError: no such luck" in waiting[2]
 
@@ -157,3 +139,58 @@ def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
     threads = pipeline.tier._threads  # type: ignore[union-attr]
     connect._leave_ranks()
     assert threads and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_blocked_wait_is_interrupted() -> None:
+    interrupted = threading.Event()
+    ctrl_c = CtrlC(lambda: True, interrupted.set)
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert interrupted.wait(300)
+    ctrl_c.stop()
+    assert signal.set_wakeup_fd(-1) == -1, "the descriptor is given back"
+
+
+def test_a_thread_that_runs_python_code_needs_no_help() -> None:
+    interrupted = threading.Event()
+    ctrl_c = CtrlC(lambda: False, interrupted.set)
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    ctrl_c.stop()  # its thread has ended then
+    assert not interrupted.is_set()
+
+
+def test_a_handler_of_the_users_is_left_alone() -> None:
+    interrupted = threading.Event()
+    ctrl_c = CtrlC(lambda: True, interrupted.set)
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        ctrl_c.start()
+        signal.raise_signal(signal.SIGINT)
+        ctrl_c.stop()  # its thread has ended then
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not interrupted.is_set()
+
+
+def test_a_wake_up_descriptor_in_use_is_left_alone() -> None:
+    first = CtrlC(lambda: True, lambda: None)
+    first.start()
+    second = CtrlC(lambda: True, lambda: None)
+    second.start()
+    second.stop()
+    before = signal.set_wakeup_fd(-1)
+    assert before != -1, "the first one still has it"
+    signal.set_wakeup_fd(before)
+    first.stop()
+
+
+def test_other_threads_start_nothing() -> None:
+    ctrl_c = CtrlC(lambda: True, lambda: None)
+    thread = threading.Thread(target=ctrl_c.start)
+    thread.start()
+    thread.join()
+    ctrl_c.stop()
+    assert signal.set_wakeup_fd(-1) == -1

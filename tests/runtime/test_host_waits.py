@@ -10,12 +10,11 @@ import torch
 from deep import ROWS, TANH
 from delayed import job_of, steady_plan
 from pretended_cuda import CUDA, pretended_cuda
-from runs import even_plan, shared_captures, threads
+from runs import each_rank, even_plan
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.transports.local_channel import LocalChannel
 
 CLIP = 0.001
 
@@ -39,19 +38,18 @@ def waits_of_last_step(job: Job, plan: Plan, accumulate: int = 1) -> list[str]:
             found.append((pipeline.step(batch), pipeline.report.grad_norm))
         return found
 
-    with shared_captures():
-        with Pipeline(job, plan, options=Options(**options)) as pipeline:
-            expected = losses_and_norms(pipeline, [])
-        with (
-            pretended_cuda() as cuda,
-            Pipeline(job, plan, options=Options(device="cuda", **options)) as pipeline,
-        ):
-            assert {p.device for p in pipeline.weights.params.values()} == {CUDA}
-            assert losses_and_norms(pipeline, cuda.waits) == expected
-            waits = list(cuda.waits)
-            cuda.waits.clear()
-            pipeline.evaluate(batches[0])
-            assert len(cuda.waits) == 1, cuda.waits
+    with Pipeline(job, plan, options=Options(**options)) as pipeline:
+        expected = losses_and_norms(pipeline, [])
+    with (
+        pretended_cuda() as cuda,
+        Pipeline(job, plan, options=Options(device="cuda", **options)) as pipeline,
+    ):
+        assert {p.device for p in pipeline.weights.params.values()} == {CUDA}
+        assert losses_and_norms(pipeline, cuda.waits) == expected
+        waits = list(cuda.waits)
+        cuda.waits.clear()
+        pipeline.evaluate(batches[0])
+        assert len(cuda.waits) == 1, cuda.waits
     print(*waits, sep="\n")
     return waits
 
@@ -70,14 +68,11 @@ def test_without_a_flush_each_row_waits_once() -> None:
 def test_a_rank_takes_only_inputs_that_it_reads() -> None:
     """The first stage reads x and the last one y; both were copied to both devices."""
 
-    def inputs(rank: int, channel: LocalChannel) -> list[set[str]]:
-        options = Options(compare=False)
-        with Pipeline(TANH, two_stages(2, (0, 1)), options=options, channel=channel) as pipeline:
-            parts = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
-            return [set(part.inputs) for part in parts]
+    def inputs(pipeline: Pipeline) -> list[set[str]]:
+        parts = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
+        return [set(part.inputs) for part in parts]
 
-    with shared_captures():
-        assert threads(2, inputs) == [[{"x"}] * 2, [{"y"}] * 2]
+    assert each_rank(TANH, two_stages(2, (0, 1)), inputs, compare=False) == [[{"x"}] * 2, [{"y"}] * 2]
 
 
 @pytest.mark.parametrize(

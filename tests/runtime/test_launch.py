@@ -6,12 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from processes import run, start, until
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.runtime.launch.launch import StartedRanks, launch
@@ -26,39 +26,23 @@ import launch_targets
 sys.exit(launch(getattr(launch_targets, sys.argv[1]), **json.loads(sys.argv[2])))
 """
 
-Start = Callable[..., subprocess.Popen[str]]
+Launch = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Start the launcher in a process of its own, in a session of its own."""
+def launched() -> Iterator[Launch]:
+    """Start the launcher in a process and a session of its own."""
     started: list[subprocess.Popen[str]] = []
 
     def run(target: str, *args: object, ranks: int = 2, **options: object) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(HERE), *sys.path])
         call = json.dumps({"ranks": ranks, "args": args, **options})
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, target, call],
-            env={**os.environ, "PYTHONPATH": path},
-            text=True,
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        started.append(process)
-        return process
+        started.append(start("-c", LAUNCHER, target, call, start_new_session=True))
+        return started[-1]
 
     yield run
     for process in started:
         process.kill()
         process.communicate()
-
-
-def until(true: Callable[[], object], limit_s: float = 300.0) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def pids(folder: Path, count: int) -> list[int]:
@@ -80,8 +64,8 @@ def alive(pid: int) -> bool:
     return status.strip() != "" and not status.startswith("Z")
 
 
-def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(start: Start) -> None:
-    process = start("environment")
+def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(launched: Launch) -> None:
+    process = launched("environment")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0
     assert sorted(out.splitlines()) == [
@@ -92,10 +76,10 @@ def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(start: Start) ->
 
 
 def test_further_variables_and_the_callers_own_are_kept(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    out, _ = start("environment", ranks=1, env={"EXTRA": "more"}).communicate(timeout=300)
+    out, _ = launched("environment", ranks=1, env={"EXTRA": "more"}).communicate(timeout=300)
     assert out == "0 0 1 127.0.0.1 3 more False\n"
 
 
@@ -108,10 +92,10 @@ def test_further_variables_and_the_callers_own_are_kept(
     ],
 )
 def test_ranks_ask_for_huge_pages_unless_the_caller_has_decided(
-    start: Start, monkeypatch: pytest.MonkeyPatch, own: str, seen: str
+    launched: Launch, monkeypatch: pytest.MonkeyPatch, own: str, seen: str
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", own)
-    out, _ = start("tunables", ranks=1).communicate(timeout=300)
+    out, _ = launched("tunables", ranks=1).communicate(timeout=300)
     assert out == f"{seen}\n"
 
 
@@ -124,17 +108,14 @@ def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
         "def work(mine): print(type(mine) is Mine, __name__)\n"
         "if __name__ == '__main__': sys.exit(launch(work, 2, args=(Mine(),)))\n"
     )
-    path = os.pathsep.join(sys.path)
-    run = subprocess.run(
-        [sys.executable, script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-    assert sorted(run.stdout.splitlines()) == ["True __mp_main__", "[rank 1] True __mp_main__"]
+    status, out, err = run(script)
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == ["True __mp_main__", "[rank 1] True __mp_main__"]
 
 
-def test_a_failing_rank_ends_all_ranks(start: Start, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_all_ranks(launched: Launch, tmp_path: Path) -> None:
     """Also ranks that do not listen, and what they started."""
-    process = start("fail_on_1", str(tmp_path), grace_s=0.5)
+    process = launched("fail_on_1", str(tmp_path), grace_s=0.5)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert err.startswith("rank 1 failed:\nTraceback (most recent call last):\n")
@@ -149,16 +130,10 @@ def test_a_failure_ends_all_ranks_within_ten_seconds() -> None:
     assert GRACE_S + TERM_S + POLL_S < 9
 
 
-def test_a_killed_rank_is_named(start: Start) -> None:
-    process = start("kill_itself")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
-
-
 def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
     """It told them nothing, so they get less time than after a failure: that would be 600 s here."""
-    script = (
+    script = tmp_path / "killed.py"
+    script.write_text(
         "import os, signal, sys, time\n"
         "from pipeloom.runtime.launch import processes\n"
         "from pipeloom.runtime.launch.launch import launch\n"
@@ -168,33 +143,30 @@ def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
         "    processes.GRACE_S = 600\n"
         "    sys.exit(launch(work, 2))\n"
     )
-    (tmp_path / "killed.py").write_text(script)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, tmp_path / "killed.py"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 128 + signal.SIGKILL
-    assert run.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+    status, _, err = run(script)
+    assert status == 128 + signal.SIGKILL
+    assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "words"),
-    [(3, 3, "rank 1 ended with exit status 3\n"), ("bad news", 1, "rank 1 failed:\nbad news\n"), (0, 0, "")],
+    ("call", "status", "words"),
+    [
+        (("exit_with", 3), 3, "rank 1 ended with exit status 3\n"),
+        (("exit_with", "bad news"), 1, "rank 1 failed:\nbad news\n"),
+        (("exit_with", 0), 0, ""),
+        (("fail_late",), 5, "rank 1 ended with exit status 5\n"),  # while the interpreter shuts down
+    ],
 )
-def test_exit_statuses_are_passed_on(start: Start, code: object, status: int, words: str) -> None:
-    process = start("exit_with", code)
+def test_exit_statuses_are_passed_on(
+    launched: Launch, call: tuple[object, ...], status: int, words: str
+) -> None:
+    process = launched(*call)
     assert process.communicate(timeout=300)[1] == words
     assert process.returncode == status
 
 
-def test_a_failure_while_the_interpreter_shuts_down_counts(start: Start) -> None:
-    process = start("fail_late")
-    assert process.communicate(timeout=300)[1] == "rank 1 ended with exit status 5\n"
-    assert process.returncode == 5
-
-
-def test_a_target_that_cannot_be_loaded_is_reported_once(start: Start) -> None:
-    process = start("UNLOADABLE")
+def test_a_target_that_cannot_be_loaded_is_reported_once(launched: Launch) -> None:
+    process = launched("UNLOADABLE")
     assert process.communicate(timeout=300)[1].count("RuntimeError: cannot be loaded") == 1
     assert process.returncode == 1
 
@@ -202,9 +174,9 @@ def test_a_target_that_cannot_be_loaded_is_reported_once(start: Start) -> None:
 @pytest.mark.parametrize("target", ["sleep", "stubborn"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_process_stays_after_a_signal(
-    start: Start, tmp_path: Path, target: str, number: signal.Signals
+    launched: Launch, tmp_path: Path, target: str, number: signal.Signals
 ) -> None:
-    process = start(target, str(tmp_path))
+    process = launched(target, str(tmp_path))
     started = pids(tmp_path, 4)
     os.killpg(process.pid, number)  # as a terminal does for Ctrl-C: to the launcher's whole group
     process.communicate(timeout=300)
@@ -212,8 +184,8 @@ def test_no_process_stays_after_a_signal(
     until(lambda: not any(alive(pid) for pid in started))
 
 
-def test_no_process_stays_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
-    process = start("stubborn", str(tmp_path))
+def test_no_process_stays_when_the_launcher_is_killed(launched: Launch, tmp_path: Path) -> None:
+    process = launched("stubborn", str(tmp_path))
     started = pids(tmp_path, 4)
     process.kill()
     until(lambda: not any(alive(pid) for pid in started))
@@ -234,14 +206,9 @@ def test_no_ranks_are_refused() -> None:
         launch(print, 0)
 
 
-def test_launching_imports_no_torch() -> None:
-    code = "import sys, pipeloom.runtime.launch.launch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_ranks_go_on_when_nobody_reads_what_they_say(start: Start, tmp_path: Path) -> None:
+def test_ranks_go_on_when_nobody_reads_what_they_say(launched: Launch, tmp_path: Path) -> None:
     """`pipeloom train | head -1` gave a traceback of the thread that prints."""
-    process = start("talk", str(tmp_path), ranks=2)
+    process = launched("talk", str(tmp_path))
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline().endswith("line 0\n")
     process.stdout.close()
@@ -250,24 +217,16 @@ def test_ranks_go_on_when_nobody_reads_what_they_say(start: Start, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
-def test_ranks_get_ready_before_they_know_their_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def targets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(HERE))
-    say = importlib.import_module("launch_targets").say
-    ready, ran = tmp_path / "ready", tmp_path / "ran"
-    ready.mkdir()
-    ran.mkdir()
-    with StartedRanks(2, prepare=say, args=(str(ready),)) as started:
-        before = pids(ready, 2)
-        assert started.run(say, (str(ran),)) == 0
-    assert pids(ran, 2) == before
+    return importlib.import_module("launch_targets")
 
 
-def test_ranks_prepare_several_things_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_prepare_several_things_before_they_know_their_work(
+    tmp_path: Path, targets: ModuleType
 ) -> None:
     """And what one of them fails with stays unsaid."""
-    monkeypatch.syspath_prepend(str(HERE))
-    targets = importlib.import_module("launch_targets")
     folders = [tmp_path / name for name in ("first", "second", "ran")]
     for folder in folders:
         folder.mkdir()
@@ -281,14 +240,12 @@ def test_ranks_prepare_several_things_one_after_the_other(
 
 
 def test_ranks_that_get_no_work_end_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, targets: ModuleType, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
-    prepare = importlib.import_module("launch_targets").say_and_fail
     ready: list[int] = []
     with (
         pytest.raises(ValueError, match="no plan"),
-        StartedRanks(2, prepare=prepare, args=(str(tmp_path),)),
+        StartedRanks(2, prepare=targets.say_and_fail, args=(str(tmp_path),)),
     ):
         ready += pids(tmp_path, 2)
         raise ValueError("no plan")

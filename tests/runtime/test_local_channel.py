@@ -1,13 +1,13 @@
 """The channel's behaviour, with the ranks as threads."""
 
 import re
-import threading
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from runs import threads
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
@@ -24,32 +24,25 @@ from pipeloom.runtime.transports.transport import PendingTransfer
 Body = Callable[[LocalChannel], object]
 
 
-def in_threads(channels: list[LocalChannel], body: Body) -> list[object]:
-    """Run the body on every rank; what it returned, or the exception that ended it, per rank."""
-    ended: list[object] = [None] * len(channels)
-
-    def run(channel: LocalChannel) -> None:
-        try:
-            with channel.watch:
-                ended[channel.rank] = body(channel)
-        except Exception as error:  # noqa: BLE001  the test looks at it
-            ended[channel.rank] = error
-
-    threads = [threading.Thread(target=run, args=(channel,)) for channel in channels]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive()
-    return ended
-
-
 def all_well(channels: list[LocalChannel], body: Body) -> list[object]:
-    ended = in_threads(channels, body)
-    for result in ended:
-        if isinstance(result, Exception):
-            raise result
-    return ended
+    """Run the body on every rank."""
+
+    def work(_: int, channel: LocalChannel) -> object:
+        with channel.watch:
+            return body(channel)
+
+    return threads(channels, work)
+
+
+def ends(channels: list[LocalChannel], body: Body) -> list[BaseException]:
+    """The exceptions that end the body on each rank."""
+
+    def work(_: int, channel: LocalChannel) -> BaseException:
+        with pytest.raises((ValueError, CommunicationError, PeerError)) as caught, channel.watch:
+            body(channel)
+        return caught.value
+
+    return threads(channels, work)
 
 
 def one_way(messages: list[Message], receive: Body) -> Body:
@@ -257,39 +250,26 @@ def test_sends_are_finished_in_their_order_when_asked() -> None:
 def test_what_a_receive_opens_is_known_before_it() -> None:
     messages = [floats(f"m{k}", 0, 1, (k + 1,)) for k in range(5)]
 
-    def body(channel: LocalChannel) -> None:
-        channel.begin(messages if channel.rank == 1 else [])
+    def receive(channel: LocalChannel) -> None:
         for message in messages:
-            if channel.rank == 0:
-                channel.send(message, [torch.zeros(v.shape) for v in message.values])
-                continue
             before, opened = channel.used_bytes, channel.opening_bytes(message)
             channel.receive(message)
             assert channel.used_bytes == before + opened
             channel.release(message)
-        channel.end()
 
-    all_well(local_channels(2), body)
+    all_well(local_channels(2), one_way(messages, receive))
 
 
-def test_a_message_that_was_not_announced_is_refused() -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_only_what_is_announced_is_received_and_all_of_it(announced: bool) -> None:
+    message = floats("1SEND_B0>0", 1, 0, (1,))
+
     def body(channel: LocalChannel) -> None:
-        channel.begin([])
-        channel.receive(floats("1SEND_B0>0", 1, 0, (1,)))
+        channel.begin([message] if announced else [])
+        channel.end() if announced else channel.receive(message)
 
-    error = in_threads(local_channels(2)[:1], body)[0]
-    assert isinstance(error, CommunicationError)
-    assert "wants 1SEND_B0>0 from rank 1, which was not announced" in str(error)
-
-
-def test_a_message_that_nobody_received_is_an_error_at_the_end() -> None:
-    def body(channel: LocalChannel) -> None:
-        channel.begin([floats("1SEND_B0>0", 1, 0, (1,))])
-        channel.end()
-
-    error = in_threads(local_channels(2)[:1], body)[0]
-    assert isinstance(error, CommunicationError)
-    assert "ends its step without having received 1SEND_B0>0" in str(error)
+    (error,) = ends(local_channels(2)[:1], body)
+    assert ("without having received 1SEND_B0>0" if announced else "not announced") in str(error)
 
 
 def test_sums_over_all_and_over_some_ranks() -> None:
@@ -305,12 +285,11 @@ def test_sums_over_all_and_over_some_ranks() -> None:
         channel.all_reduce(part, [channel.rank])
         return whole, part
 
-    results = all_well(local_channels(4), body)
-    wholes = [whole for whole, _ in results]  # type: ignore[misc]
+    wholes, parts = zip(*all_well(local_channels(4), body), strict=True)  # type: ignore[call-overload]
     assert all(torch.equal(whole, wholes[0]) for whole in wholes)
     expected = (terms[0] + terms[2] + terms[3]).repeat(3, 2)
-    assert all(torch.equal(part, expected) for rank, (_, part) in enumerate(results) if rank != 1)  # type: ignore[misc]
-    assert torch.equal(results[1][1], torch.ones(3, 2))  # type: ignore[index]
+    assert all(torch.equal(parts[rank], expected) for rank in (0, 2, 3))
+    assert torch.equal(parts[1], torch.ones(3, 2))
 
 
 def test_objects_go_round() -> None:
@@ -337,7 +316,7 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
         LocalChannel(LocalTransport(board, meeting), timeout_s=limit)
         for board, limit in zip(boards, limits_s, strict=True)
     ]
-    first, second = in_threads(channels, body)
+    first, second = ends(channels, body)
     assert type(first) is CommunicationError
     assert re.match(r"rank 0 waited \d+(\.\d+)? s for 1SEND_F0>0 from rank 1\n", str(first))
     assert "1     1F0   0SEND_F0>1 from rank 0, for" in str(first)
@@ -353,7 +332,7 @@ def test_one_threads_exception_ends_the_others_waits() -> None:
         channel.begin([wanted])
         channel.receive(wanted)
 
-    errors = in_threads(local_channels(3), body)
+    errors = ends(local_channels(3), body)
     for error in (errors[0], errors[2]):
         assert isinstance(error, PeerError)
         assert str(error).startswith("rank 1 failed: ValueError: boom\nTraceback (most recent call last)")

@@ -1,17 +1,20 @@
-"""Boards on a store: what ranks post, the first failure, and ranks that fall silent."""
+"""How ranks learn of a failure: boards on a store, silent ranks, the table of who waits for whom."""
 
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.runtime.failure.noticeboard import Failure, Noticeboard, StoreBoard, local_boards
-from pipeloom.runtime.failure.rank_status import FINISHED, RankStatus
+from pipeloom.runtime.failure.rank_status import FINISHED, RankStatus, who_waits
 from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.transports.nccl import StreamWatchdog
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
@@ -99,27 +102,12 @@ class FrozenStore:
     def __init__(self) -> None:
         self.frozen = threading.Event()
         self.thawed = threading.Event()
-        self._values: dict[str, str] = {}
+        self._store = dist.HashStore()
 
-    def _answer(self) -> None:
+    def __getattr__(self, call: str) -> Any:
         if self.frozen.is_set():
             assert self.thawed.wait(60), "for ever, were it not for this test"
-
-    def set(self, key: str, value: str) -> None:
-        self._answer()
-        self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        self._answer()
-        return self._values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        self._answer()
-        return all(key in self._values for key in keys)
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        self._answer()
-        return self._values.setdefault(key, desired_value).encode()
+        return getattr(self._store, call)
 
 
 def test_a_store_that_freezes_is_known_within_the_limit() -> None:
@@ -255,3 +243,75 @@ def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(
     for thread in threads:
         thread.join(300)
     assert ended == [PeerError] * len(others)
+
+
+def waiting(doing: str, what: str, *ranks: int) -> RankStatus:
+    return RankStatus(doing=doing, waits_for=what, waits_on=ranks, waiting_s=2.04)
+
+
+def test_a_circle_is_named() -> None:
+    states = [
+        RankStatus(doing="0F7"),
+        waiting("1B0", "2SEND_B0>1 from rank 3", 3),
+        None,
+        waiting("2F11", "1SEND_F11>2 from rank 1", 1),
+    ]
+    assert who_waits(states) == (
+        "rank  does  waits for\n"
+        "0     0F7   -\n"
+        "1     1B0   2SEND_B0>1 from rank 3, for 2.0 s\n"
+        "2     ?     (it has not said anything yet)\n"
+        "3     2F11  1SEND_F11>2 from rank 1, for 2.0 s\n"
+        "rank 1 -> rank 3 -> rank 1: they wait for each other"
+    )
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        [waiting("a", "x", 1), waiting("b", "y", 2), RankStatus(doing="c")],
+        # Behind a link that was cut: what it waits for now is not known, and it is the cause.
+        [waiting("a", "x", 1), replace(waiting("b", "y", 0), silent_s=15.0)],
+        [waiting("a", "a sum over all ranks", 1, 2), waiting("b", "a sum over all ranks", 0, 2), None],
+    ],
+    ids=["a chain", "a silent rank", "all ranks"],
+)
+def test_what_is_no_circle(states: list[RankStatus | None]) -> None:
+    table = who_waits(states)
+    assert "each other" not in table
+    assert ("(silent for 15 s)" in table) == any(state and state.silent_s for state in states)
+
+
+class Transfer:
+    """One that a device's stream waits for: no thread is blocked, so somebody must look at the time."""
+
+    def __init__(self, ends: bool) -> None:
+        self._ends = ends
+
+    def is_completed(self) -> bool:
+        return self._ends
+
+
+def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    board, other = local_boards(2)
+    watch = Watch(board)
+    known = threading.Event()
+    watch.on_failure(known.set)
+    watch.__enter__()
+    lookout = StreamWatchdog(watch, timeout_s=0.1)
+    lookout.add(Transfer(ends=True), "message 6 from rank 1")
+    lookout.add(Transfer(ends=False), "message 7 from rank 1")
+    assert known.wait(300)
+    lookout._thread.join(300)  # it prints once the failure is known
+    lookout.close()
+    assert other.failure is not None and other.failure.rank == 0
+    assert other.failure.summary.endswith("s for message 7 from rank 1")
+    assert "rank  does  waits for" in capfd.readouterr().err
+
+
+def test_a_transfer_that_ends_is_forgotten() -> None:
+    board, _ = local_boards(2)
+    lookout = StreamWatchdog(Watch(board), timeout_s=0.1)
+    lookout.add(Transfer(ends=True), "message 6 from rank 1")
+    assert board.wait_for_failure(0.6) is None
+    lookout.close()

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from deep import ROWS, TANH
-from runs import even_plan, shared_captures, threads
+from runs import each_rank, even_plan
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import MemoryCapError, PeerError
 from pipeloom.ir.units import format_bytes
-from pipeloom.runtime.transports.local_channel import LocalChannel
 
 CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
 
@@ -53,16 +52,14 @@ def test_an_action_ends_all_ranks(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 << 30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
 
-    def work(rank: int, channel: LocalChannel) -> tuple[BaseException, int]:
-        with Pipeline(TANH, plan_of(2), options=Options(compare=False), channel=channel) as pipeline:
-            if rank == 1:
-                spoil(pipeline)
-            with pytest.raises((MemoryCapError, PeerError)) as caught:
-                pipeline.step(TANH.batch(0, 4 * ROWS))
+    def work(pipeline: Pipeline) -> tuple[BaseException, int]:
+        if pipeline.rank == 1:
+            spoil(pipeline)
+        with pytest.raises((MemoryCapError, PeerError)) as caught:
+            pipeline.step(TANH.batch(0, 4 * ROWS))
         return caught.value, pipeline.ledger.levels["parameters"]
 
-    with shared_captures():
-        (theirs, _), (own, parameters) = threads(2, work)
+    (theirs, _), (own, parameters) = each_rank(TANH, plan_of(2), work, compare=False)
     assert isinstance(own, MemoryCapError) and own.hint is not None
     text = own.message
     counted = f"parameters  {format_bytes(parameters)}"
@@ -74,7 +71,7 @@ def test_an_action_ends_all_ranks(
 
 def test_parameters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeloom.runtime.weights.torch.zeros_like", no_memory)
-    with shared_captures(), pytest.raises(MemoryCapError, match=r"rank 0 .* start-up, with 3.4 KiB "):
+    with pytest.raises(MemoryCapError, match=r"rank 0 .* start-up, with 3.4 KiB "):
         Pipeline(TANH, plan_of(1), options=Options(compare=False))
 
 
@@ -82,7 +79,7 @@ def test_parameters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_action(monkeypatch: pytest.MonkeyPatch, called: str, tmp_path: Any) -> None:
     """Afterwards one rank goes on, as after any call that was broken off."""
     batch = TANH.batch(0, 4 * ROWS)
-    with shared_captures(), Pipeline(TANH, plan_of(1), options=Options(compare=False)) as pipeline:
+    with Pipeline(TANH, plan_of(1), options=Options(compare=False)) as pipeline:
         pipeline.save(tmp_path)
         call = partial(pipeline.step, batch) if "take" in called else partial(pipeline.load, tmp_path)
         with monkeypatch.context() as patched:

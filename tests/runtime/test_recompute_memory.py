@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 from deep import ACTIVATION, ROWS, TANH, WIDTH, checkpoints
 from ledgers import sends_are_through_at_once
-from runs import capture_of, even, plan_for, shared_captures, threads
+from runs import capture_of, each_rank, even, plan_for
 
-from pipeloom import Options, Pipeline
+from pipeloom import Pipeline
 from pipeloom.ir.action import RECOMPUTE
 from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.memory_policy import MemoryPolicy
@@ -18,17 +18,10 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.stage.trace import stage_residuals
 
 
-@pytest.fixture(autouse=True)
-def messages_are_through_at_once() -> Iterator[None]:
-    with sends_are_through_at_once(), shared_captures():
-        yield
-
-
-def plan_of(*, microbatches: int, ahead: tuple[int, ...] = (), split: bool = False) -> Plan:
+def recomputing(*, microbatches: int, ahead: tuple[int, ...] = (), split: bool = False) -> Plan:
     """Two stages of six layers, of whose residuals each keeps two."""
     captured = capture_of(TANH, ROWS)
     stage_of = even(captured.graph, 2)
@@ -43,25 +36,25 @@ def plan_of(*, microbatches: int, ahead: tuple[int, ...] = (), split: bool = Fal
 def peaks(plan: Plan) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
     """Of each rank, by kind: foreseen before the first step, and the ledger's."""
 
-    def work(rank: int, channel: LocalChannel) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        with Pipeline(TANH, plan, options=Options(), channel=channel) as pipeline:
-            for seed in range(2):
-                pipeline.step(TANH.batch(seed, plan.microbatches * ROWS))
-            return pipeline.expected.peaks[rank], dict(pipeline.ledger.at_peak)
+    def work(pipeline: Pipeline) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        for seed in range(2):
+            pipeline.step(TANH.batch(seed, plan.microbatches * ROWS))
+        return pipeline.expected.peaks[pipeline.rank], dict(pipeline.ledger.at_peak)
 
-    return threads(2, work)
+    with sends_are_through_at_once():
+        return each_rank(TANH, plan, work)
 
 
 @pytest.mark.parametrize(("ahead", "split"), [((), False), ((), True), ((0,), False), ((0, 1), True)])
 def test_the_ledger_sees_what_was_foreseen(ahead: tuple[int, ...], split: bool) -> None:
     """Where W has the peak, a weight's gradient is on top of a message of I: that is gone by then here."""
     weight = WIDTH * WIDTH * 4 if split else 0
-    for foreseen, seen in peaks(plan_of(microbatches=4, ahead=ahead, split=split)):
+    for foreseen, seen in peaks(recomputing(microbatches=4, ahead=ahead, split=split)):
         assert sum(seen.values()) <= sum(foreseen.values()) <= sum(seen.values()) + weight
 
 
 def test_of_one_micro_batch_memory_is_saved_too() -> None:
-    plan = plan_of(microbatches=1)
+    plan = recomputing(microbatches=1)
     inside, ahead, kept = (
         [sum(seen.values()) for _, seen in peaks(replace(plan, memory=memory))]
         for memory in (plan.memory, replace(plan.memory, ahead=(0, 1)), MemoryPolicy())
@@ -71,26 +64,23 @@ def test_of_one_micro_batch_memory_is_saved_too() -> None:
         assert more - less >= 2 * ACTIVATION
 
 
-def test_rehearsed_are_the_actions_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsed_are_the_actions_that_there_are(quick_rehearsals: None) -> None:
     """Those of the stage that recomputes ahead; the other one's take their time within B."""
-    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
-    plan = plan_of(microbatches=2, ahead=(1,))
+    plan = recomputing(microbatches=2, ahead=(1,))
 
-    def work(rank: int, channel: LocalChannel) -> tuple[Timeline, Timeline]:
-        with Pipeline(TANH, plan, options=Options(), channel=channel) as pipeline:
-            predicted = pipeline.predict()
-            pipeline.step(TANH.batch(0, plan.microbatches * ROWS))
-            return predicted, pipeline.measured()
+    def work(pipeline: Pipeline) -> tuple[Timeline, Timeline]:
+        predicted = pipeline.predict()
+        pipeline.step(TANH.batch(0, plan.microbatches * ROWS))
+        return predicted, pipeline.measured()
 
-    for timeline in threads(2, work)[0]:
+    for timeline in each_rank(TANH, plan, work)[0]:
         actions = [event.action for event in timeline.events if event.stream == "compute"]
         assert sorted(a for a in actions if "RECOMPUTE" in a) == ["1RECOMPUTE0", "1RECOMPUTE1"]
         assert {"0B0", "0B1", "1B0", "1B1"} <= set(actions)
 
 
 def test_a_plan_that_says_nothing_recomputes_inside() -> None:
-    plan = plan_of(microbatches=4)
+    plan = recomputing(microbatches=4)
     text = to_json(plan, indent=0)
     assert text.count(',"ahead":[]') == 1
     old = from_json(text.replace(',"ahead":[]', ""), Plan, what="an old plan")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import runs
 import torch
-from deep import ROWS, TANH
+from deep import ACTIVATION, DEPTH, ROWS, TANH
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.stages import cut
 from pipeloom.runtime.recorder import CudaClock, Recorder
-from pipeloom.tracer.stage.trace import stage_residuals
 
 
 @dataclass
@@ -98,12 +95,9 @@ def test_bytes_go_when_their_copy_ends() -> None:
 
 
 def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:
-    captured = runs.capture_of(TANH, ROWS)
     plan = runs.even_plan(TANH, 1, microbatches=4, microbatch_size=ROWS, schedule="gpipe")
-    residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
-    plan = replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
-    size = sum(r.bytes for r in residuals.values())
-    with runs.shared_captures(), Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
+    plan, size = runs.treated_plan(TANH, plan, "offload"), DEPTH * ACTIVATION
+    with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         pipeline.step(TANH.batch(0, 4 * ROWS))
         timeline = pipeline.measured()
     curve = next(c for c in timeline.memory if c.tier == "device")

@@ -13,25 +13,19 @@ import zoo
 from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Job, Pipeline
 from pipeloom.forecast import Forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.calibration.rehearsal import Rehearsal
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.library_entry import Entry
 from pipeloom.schedules.registry import shape_of
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times do not matter here."""
-    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
+pytestmark = pytest.mark.usefixtures("quick_rehearsals")
 
 
 def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
@@ -53,20 +47,18 @@ def test_every_action_is_timed_and_nothing_is_left(split: bool) -> None:
     job = zoo.job("convnet")
     plan = runs.even_plan(job, 2, schedule="1f1b", microbatches=2, split=split)
 
-    def rank(index: int, channel: LocalChannel) -> None:
-        with Pipeline(job, plan, channel=channel) as pipeline:
-            weights = pipeline.weights
-            before = {key: tensor.clone() for key, tensor in weights.newest_state.items()}
-            walk = rehearsal_of(pipeline).time_actions()
-            assert set(walk) == set(plan.as_schedule.rows[index])
-            assert min(walk.values()) > 0
-            after = weights.newest_state
-            assert set(after) == set(before)
-            assert all(torch.equal(before[key], after[key]) for key in before)
-            assert not weights.grads.touched
+    def rank(pipeline: Pipeline) -> None:
+        weights = pipeline.weights
+        before = {key: tensor.clone() for key, tensor in weights.newest_state.items()}
+        walk = rehearsal_of(pipeline).time_actions()
+        assert set(walk) == set(plan.as_schedule.rows[pipeline.rank])
+        assert min(walk.values()) > 0
+        after = weights.newest_state
+        assert set(after) == set(before)
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert not weights.grads.touched
 
-    with runs.shared_captures():
-        runs.threads(2, rank)
+    runs.each_rank(job, plan, rank)
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -76,32 +68,29 @@ def adam(params: Any) -> torch.optim.Optimizer:
 def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[tuple[Any, ...]]:
     """Everything that three steps leave on each of two ranks."""
 
-    def rank(index: int, channel: LocalChannel) -> tuple[Any, ...]:
-        made = Options(clip_norm=0.5, keep_gradients=True, **options)
-        with Pipeline(job, plan, options=made, channel=channel) as pipeline:
-            losses = []
-            for number in range(3):
-                if rehearses:
-                    predicted = pipeline.rehearse()
-                    assert predicted.source == "predicted" and predicted.step_s > 0
-                rows = plan.microbatches * plan.microbatch_size * made.accumulate
-                losses.append(pipeline.step(job.batch(number, rows)))
-                if rehearses:
-                    pipeline.rehearse()
-            optimizer = pipeline.weights.optimizer
-            return (
-                losses,
-                dict(pipeline.weights.newest_state),
-                pipeline.weights.last_gradients,
-                copy.deepcopy(optimizer.state_dict()) if optimizer else None,
-                pipeline.ledger.peak,
-                pipeline.ledger.at_peak,
-                # Without a flush steps overlap: whether a message still counts depends on the others' pace.
-                pipeline.report.peak_bytes if plan.weights == "flush" else None,
-            )
+    def rank(pipeline: Pipeline) -> tuple[Any, ...]:
+        losses = []
+        for number in range(3):
+            if rehearses:
+                predicted = pipeline.rehearse()
+                assert predicted.source == "predicted" and predicted.step_s > 0
+            rows = plan.microbatches * plan.microbatch_size * options.get("accumulate", 1)
+            losses.append(pipeline.step(job.batch(number, rows)))
+            if rehearses:
+                pipeline.rehearse()
+        optimizer = pipeline.weights.optimizer
+        return (
+            losses,
+            dict(pipeline.weights.newest_state),
+            pipeline.weights.last_gradients,
+            copy.deepcopy(optimizer.state_dict()) if optimizer else None,
+            pipeline.ledger.peak,
+            pipeline.ledger.at_peak,
+            # Without a flush steps overlap: whether a message still counts depends on the others' pace.
+            pipeline.report.peak_bytes if plan.weights == "flush" else None,
+        )
 
-    with runs.shared_captures():
-        return runs.threads(2, rank)
+    return runs.each_rank(job, plan, rank, clip_norm=0.5, keep_gradients=True, **options)
 
 
 def require_same(job: Job, plan: Plan, **options: Any) -> None:
@@ -113,10 +102,8 @@ def require_same(job: Job, plan: Plan, **options: Any) -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zb_h1", "zb_v", "chimera")]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", *SLOW])
+@pytest.mark.sampled("1f1b", "dualpipe")
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", "gpipe", "zb_h1", "zb_v", "chimera"])
 def test_training_is_the_same_with_rehearsals(schedule: str) -> None:
     job = replace(gpt_job(), optimizer=adam)
     require_same(job, plan_of(job, schedule, 2, microbatches=4))
@@ -143,18 +130,16 @@ def test_a_step_of_several_rounds_is_predicted_whole() -> None:
     job = zoo.job("gpt")
     plan = runs.even_plan(job, 2, microbatches=2)
 
-    def rank(index: int, channel: LocalChannel) -> list[list[str]]:
-        with Pipeline(job, plan, options=Options(accumulate=3), channel=channel) as pipeline:
-            predicted = pipeline.predict()
-            pipeline.step(job.batch(0, 12))
-            return [
-                sorted(e.action for e in timeline.events if e.stream == "compute" and e.rank == index)
-                for timeline in (predicted, pipeline.measured())
-            ]
+    def rank(pipeline: Pipeline) -> list[list[str]]:
+        predicted = pipeline.predict()
+        pipeline.step(job.batch(0, 12))
+        return [
+            sorted(e.action for e in timeline.events if e.stream == "compute" and e.rank == pipeline.rank)
+            for timeline in (predicted, pipeline.measured())
+        ]
 
-    with runs.shared_captures():
-        for predicted, measured in runs.threads(2, rank):
-            assert predicted == measured and len(predicted) == 3 * 4 + 1
+    for predicted, measured in runs.each_rank(job, plan, rank, accumulate=3):
+        assert predicted == measured and len(predicted) == 3 * 4 + 1
 
 
 def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
+from pipeloom.runtime.transports.local_channel import local_channels
 from pipeloom.schedules.steady import build_steady
 
 STEPS = 7
@@ -96,30 +96,29 @@ def trained(
     """drains: after these batches something else is asked of the pipeline."""
     rows = plan.microbatches * plan.microbatch_size
 
-    def work(rank: int, channel: LocalChannel) -> Trained:
-        with Pipeline(job, plan, options=Options(**options), channel=channel) as pipeline:
-            batches = [job.batch(index, rows) for index in range(steps)]
-            reports = []
-            if one_by_one:
-                for batch in batches:
-                    pipeline.step(batch)
-                    reports.append(pipeline.report)
-            else:
-                stops = [0, *drains, steps]
-                for low, high in zip(stops, stops[1:], strict=False):
-                    reports += list(pipeline.steps(batches[low:high]))
-                    pipeline.evaluate(batches[0])
-            return Trained(
-                losses=[report.loss for report in reports],
-                norms=[report.grad_norm for report in reports],
-                parameters={n: p.detach().clone() for n, p in pipeline.weights.params.items()},
-                copied_bytes=pipeline.weights.copied_bytes,
-            )
+    def work(pipeline: Pipeline) -> Trained:
+        batches = [job.batch(index, rows) for index in range(steps)]
+        reports = []
+        if one_by_one:
+            for batch in batches:
+                pipeline.step(batch)
+                reports.append(pipeline.report)
+        else:
+            stops = [0, *drains, steps]
+            for low, high in zip(stops, stops[1:], strict=False):
+                reports += list(pipeline.steps(batches[low:high]))
+                pipeline.evaluate(batches[0])
+        return Trained(
+            losses=[report.loss for report in reports],
+            norms=[report.grad_norm for report in reports],
+            parameters={n: p.detach().clone() for n, p in pipeline.weights.params.items()},
+            copied_bytes=pipeline.weights.copied_bytes,
+        )
 
     with runs.shared_captures():
-        ranks = runs.threads(len(set(plan.placement)), work)
+        ranks = runs.each_rank(job, plan, work, **options)
     assert all(rank.losses == ranks[0].losses for rank in ranks)
-    merged = runs._merged(rank.parameters for rank in ranks)
+    merged = runs.merged(rank.parameters for rank in ranks)
     return Trained(ranks[0].losses, ranks[0].norms, merged, sum(rank.copied_bytes for rank in ranks))
 
 

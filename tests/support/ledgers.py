@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from unittest.mock import patch
 
-from runs import capture_of, even, plan_for, threads
+from runs import capture_of, each_rank, even, plan_for
 from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline, forecast, planning
+from pipeloom import Job, Pipeline, forecast, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
@@ -27,7 +27,7 @@ from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime import posted_channel as posting
-from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
+from pipeloom.runtime.transports.local_channel import LocalTransport
 from pipeloom.runtime.transports.transport import CompletedTransfer, PendingTransfer
 from pipeloom.schedules import registry
 from pipeloom.simulator.simulate import simulate
@@ -108,14 +108,13 @@ def compare(
     if any(action.kind == W for row in plan.as_schedule.rows for action in row):
         predicted = _simulated(model, cut, plan, parts)
 
-    def work(rank: int, channel: LocalChannel) -> dict[str, int]:
-        with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
-            for seed in range(2):
-                pipeline.step(job.batch(seed, MICROBATCHES * SIZE))
-            return dict(pipeline.ledger.at_peak)
+    def work(pipeline: Pipeline) -> dict[str, int]:
+        for seed in range(2):
+            pipeline.step(job.batch(seed, MICROBATCHES * SIZE))
+        return dict(pipeline.ledger.at_peak)
 
     with sends_are_through_at_once():
-        measured = threads(stages, work)
+        measured = each_rank(job, plan, work)
     return [Peaks(predicted=memory, measured=seen) for memory, seen in zip(predicted, measured, strict=True)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torch.nn import functional as fn
 
 from pipeloom import Job
 from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.memory_policy import MemoryPolicy, Residual
 
 CHANNELS, WIDTH = 4, 6
 
@@ -69,7 +70,7 @@ WITH_PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: nn.BatchNorm1d(CHANNELS),
     "fixed": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
 }
-TIED = ("shared", "embedding")
+STATEFUL = ("shared", "embedding", "seen")
 RANDOM = ("dropout", "noise")
 
 
@@ -81,6 +82,7 @@ class Program(nn.Module):
         self.steps = tuple(steps)
         self.table = nn.Embedding(5, WIDTH)
         self.shared = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
         self.layers = nn.ModuleDict(
             {str(i): WITH_PARAMETERS[s.kind]() for i, s in enumerate(steps) if s.kind in WITH_PARAMETERS}
         )
@@ -98,6 +100,9 @@ class Program(nn.Module):
             return PLAIN[kind](a, b)
         if kind == "shared":
             return self.shared(a).tanh()
+        if kind == "seen":
+            self.mean.add_(a.detach().mean((0, 1)))
+            return a.tanh()
         if kind == "embedding":
             return self.table((b * 2).long().clamp(0, 4)[..., 0]) + a
         if kind == "dropout":
@@ -109,7 +114,7 @@ class Program(nn.Module):
 
 def steps(*, random: bool = False) -> st.SearchStrategy[list[Step]]:
     """Programs of 1 to 9 steps."""
-    kinds = (*PLAIN, *WITH_PARAMETERS, *TIED, *(RANDOM if random else ()))
+    kinds = (*PLAIN, *WITH_PARAMETERS, *STATEFUL, *(RANDOM if random else ()))
     number = st.integers(0, 5)
     return st.lists(st.builds(Step, st.sampled_from(kinds), number, number), min_size=1, max_size=9)
 
@@ -123,6 +128,18 @@ def job_of(program: Sequence[Step]) -> Job:
 
     single = Job(model=lambda: Program(program), batch=batch, optimizer=zoo.sgd, name="program")
     return zoo.in_double(replace(single, name="program"))
+
+
+@st.composite
+def policies(draw: st.DrawFn, stages: Sequence[Mapping[str, Residual]]) -> MemoryPolicy:
+    """Any treatment of each residual that can have it; recomputed inside the backward or ahead of it."""
+
+    def ways(residual: Residual) -> st.SearchStrategy[str]:
+        return st.sampled_from(["offload", "keep", *([] if residual.obstacle else ["recompute"])])
+
+    treatments = tuple({name: draw(ways(r), label=name) for name, r in found.items()} for found in stages)
+    ahead = tuple(s for s in range(len(stages)) if draw(st.booleans(), label=f"{s} ahead"))
+    return MemoryPolicy(stages=treatments, ahead=ahead)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

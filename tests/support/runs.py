@@ -27,7 +27,7 @@ from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.export.evaluation import capture_evaluation
 from pipeloom.tracer.job_calls import scalar_loss
-from pipeloom.tracer.stage.functions import StageFunctions
+from pipeloom.tracer.stage.functions import Sink, StageFunctions
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 from pipeloom.tracer.tracing_lock import one_thread_at_a_time
 from pipeloom.verification import differences
@@ -151,7 +151,7 @@ def even_plan(job: Job, stages: int, **how: Any) -> Plan:
 
 def treated_plan(job: Job, plan: Plan, *treatments: str, ahead: tuple[int, ...] = ()) -> Plan:
     """The residuals of each stage treated in turn; what cannot be recomputed is kept."""
-    captured = capture_of(job, 2)
+    captured = capture_of(job, plan.microbatch_size)
     stages = plan.stage_graph(captured.graph)
     policy = []
     for stage in range(len(plan.stages)):
@@ -176,30 +176,38 @@ class Numbers:
     norms: list[float | None] = field(default_factory=list)
 
 
+def each_rank(job: Job, plan: Plan, work: Callable[[Pipeline], Any], **options: Any) -> list[Any]:
+    """Run `work(pipeline)` on each rank of a plan, one thread per rank; its results."""
+
+    def on_rank(_: int, channel: LocalChannel) -> Any:
+        with Pipeline(job, plan, options=Options(**options), channel=channel) as pipeline:
+            return work(pipeline)
+
+    return threads(len(plan.schedule_rows), on_rank)
+
+
 def pipelined(
     job: Job, plan: Plan, batches: Sequence[Batch], *, evaluate: Sequence[Batch] = (), **options: Any
 ) -> Numbers:
     """Train on the batches, then evaluate; one thread per rank."""
 
-    def work(rank: int, channel: LocalChannel) -> Numbers:
-        made = Options(keep_gradients=True, **options)
-        with Pipeline(job, plan, options=made, channel=channel) as pipeline:
-            losses, norms = [], []
-            for batch in batches:
-                losses.append(pipeline.step(batch))
-                norms.append(pipeline.report.grad_norm)
-            weights = pipeline.weights
-            return Numbers(
-                losses=losses,
-                norms=norms,
-                gradients=dict(weights.last_gradients),
-                parameters={n: p.detach().clone() for n, p in weights.params.items()},
-                buffers={n: b.clone() for n, b in weights.buffers.items()},
-                evaluated=[pipeline.evaluate(batch) for batch in evaluate],
-            )
+    def work(pipeline: Pipeline) -> Numbers:
+        losses, norms = [], []
+        for batch in batches:
+            losses.append(pipeline.step(batch))
+            norms.append(pipeline.report.grad_norm)
+        weights = pipeline.weights
+        return Numbers(
+            losses=losses,
+            norms=norms,
+            gradients=dict(weights.last_gradients),
+            parameters={n: p.detach().clone() for n, p in weights.params.items()},
+            buffers={n: b.clone() for n, b in weights.buffers.items()},
+            evaluated=[pipeline.evaluate(batch) for batch in evaluate],
+        )
 
     with shared_captures():
-        found = threads(len(set(plan.placement)), work)
+        found = each_rank(job, plan, work, keep_gradients=True, **options)
     for rank in found[1:]:
         assert rank.losses == found[0].losses and rank.evaluated == found[0].evaluated
         assert rank.norms == found[0].norms
@@ -207,13 +215,13 @@ def pipelined(
         losses=found[0].losses,
         evaluated=found[0].evaluated,
         norms=found[0].norms,
-        gradients=_merged(rank.gradients for rank in found),
-        parameters=_merged(rank.parameters for rank in found),
-        buffers=_merged(rank.buffers for rank in found),
+        gradients=merged(rank.gradients for rank in found),
+        parameters=merged(rank.parameters for rank in found),
+        buffers=merged(rank.buffers for rank in found),
     )
 
 
-def _merged(parts: Any) -> dict[str, Tensor]:
+def merged(parts: Any) -> dict[str, Tensor]:
     """All ranks' tensors by name; replicas must be equal to the last bit."""
     whole: dict[str, Tensor] = {}
     for part in parts:
@@ -283,6 +291,13 @@ def _weighted_loss(job: Job, model: Any, batch: Batch, microbatches: int) -> flo
     )
 
 
+class Sums(dict[str, Tensor], Sink):
+    """Gradients of parameters, added up."""
+
+    def add(self, name: str, grad: Tensor) -> None:
+        self[name] = self[name] + grad if name in self else grad.clone()
+
+
 def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative difference and whose it is; infinite if names differ."""
     by_name = differences(found, expected)
@@ -301,3 +316,13 @@ def assert_same(found: Numbers, expected: Numbers, *, tolerance: float) -> None:
             ours = {n: t for n, t in ours.items() if n in theirs}
         worst, where = difference(ours, theirs)
         assert worst <= tolerance, f"{name}: {where} differs by {worst:.3g}"
+
+
+def assert_same_bits(found: Numbers, expected: Numbers) -> None:
+    """Losses, gradients, parameters and buffers are equal to the last bit."""
+    assert found.losses == expected.losses
+    for kind in ("gradients", "parameters", "buffers"):
+        ours, theirs = getattr(found, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor), f"{kind} of {name}"

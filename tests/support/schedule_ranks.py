@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_schedule import gpt_job, plan_of
-from runs import Numbers, difference, plain, shared_captures
+from runs import Numbers, difference, merged, plain, shared_captures
 from torch import Tensor
 
 from pipeloom import Options, Pipeline
@@ -58,22 +58,13 @@ def _train(job: Job, plan: Plan, batches: list[dict[str, Tensor]], expected: Num
         evaluated = [pipeline.evaluate(batches[0])]
         mine = (pipeline.weights.last_gradients, {n: p.detach() for n, p in pipeline.weights.params.items()})
         everyone = pipeline.channel.all_gather_object(mine)
-    gradients, parameters = (_merged([part[k] for part in everyone]) for k in (0, 1))
+    gradients, parameters = (merged([part[k] for part in everyone]) for k in (0, 1))
     return {
         "loss": _relative(losses, expected.losses),
         "evaluation": _relative(evaluated, expected.evaluated),
         "gradients": difference(gradients, expected.gradients)[0],
         "parameters": difference(parameters, expected.parameters)[0],
     }
-
-
-def _merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """By name; what several ranks hold must be equal to the last bit."""
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas of {name} differ"
-    return whole
 
 
 def _relative(found: Sequence[float], expected: Sequence[float]) -> float:

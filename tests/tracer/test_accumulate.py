@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeloom.runtime.weights import Gradients
@@ -18,18 +19,19 @@ SHAPE = (8, 16)
 BYTES = 4 * 8 * 16
 
 
-def graph_of(write: Callable[[fx.Graph, fx.Node, fx.Node], object]) -> fx.Graph:
-    """The graph of a function of two tensors, with fake results, its sums made in place where they can be."""
+def graph_of(write: Callable[..., object]) -> fx.Graph:
+    """The graph of a function of ops and two tensors, its sums made in place where they can be."""
     graph = fx.Graph()
     inputs = graph.placeholder("a"), graph.placeholder("b")
-    graph.output(write(graph, *inputs))
+    made = write(lambda target, *args: graph.call_function(target, args), *inputs)
+    graph.output(made if isinstance(made, tuple) else (made,))
     with FakeTensorMode():
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.meta["val"] = torch.empty(SHAPE)
             elif node.op == "call_function":
                 node.meta["val"] = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
-    add_in_place(graph, [n for n in graph.nodes if n.target is aten.add.Tensor])
+    add_in_place(graph, [n for n in graph.nodes if n.target is ADD])
     return graph
 
 
@@ -37,144 +39,111 @@ def targets(graph: fx.Graph) -> list[object]:
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
-def run(graph: fx.Graph) -> tuple[Tensor, ...]:
-    """Run it in three ways that must agree, inputs untouched; returns the results."""
+def assert_equal_every_way(graph: fx.Graph, write: Callable[..., object]) -> None:
+    """Run it in two ways and eagerly: equal results, inputs untouched, memory as predicted."""
     torch.manual_seed(0)
     inputs = [torch.randn(SHAPE), torch.randn(SHAPE)]
     before = [t.clone() for t in inputs]
-    results = compile_graph(graph, None)([*inputs])
+    made = write(lambda target, *args: target(*args), *before)
+    expected = made if isinstance(made, tuple) else (made,)
     again, measured = run_measured(graph, None, [*inputs], {})
-    assert all(map(torch.equal, results, again))
+    for results in (compile_graph(graph, None)([*inputs]), again):
+        assert all(map(torch.equal, results, expected))
     assert all(map(torch.equal, inputs, before))
     assert measured == predict_memory(graph, {})
-    return results
 
 
-def test_the_first_addend_holds_the_sum_if_nothing_reads_it_afterwards() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        made = g.call_function(aten.mul.Tensor, (a, b))
-        return (g.call_function(aten.add.Tensor, (made, a)),)
+ADD, IN_PLACE, MUL, NEG, VIEW = (
+    aten.add.Tensor,
+    aten.add_.Tensor,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.view.default,
+)
 
+
+def chain_of_sums(do, a, b):
+    """A view of what lies in one tensor follows."""
+    total = do(MUL, a, b)
+    for _ in range(3):
+        total = do(ADD, total, do(NEG, a))
+    view = do(VIEW, total, [16, 8])
+    return do(MUL, view, view)
+
+
+def read_again_through_a_view(do, a, b):
+    made = do(MUL, a, b)
+    view = do(VIEW, made, [16, 8])
+    return do(ADD, made, a), do(NEG, view)
+
+
+def handed_out(do, a, b):
+    made = do(MUL, a, b)
+    return made, do(ADD, made, a)
+
+
+def added_to_itself_through_a_view(do, a, b):
+    made = do(MUL, a, b)
+    return do(ADD, made, do(VIEW, do(VIEW, made, [128]), list(SHAPE)))
+
+
+def added_to_a_part(do, a, b):
+    """All of the tensor would stay."""
+    wide = do(aten.cat.default, [a, b])
+    return do(ADD, do(aten.slice.Tensor, wide, 0, 0, SHAPE[0]), a)
+
+
+def read_later(do, a, b):
+    """The first sum can be in place, but is read again after the second."""
+    first = do(ADD, do(MUL, a, b), a)
+    return do(ADD, first, b), do(NEG, first)
+
+
+@pytest.mark.parametrize(
+    ("write", "sums", "peak"),
+    [
+        (lambda do, a, b: do(ADD, do(MUL, a, b), a), [IN_PLACE], 1),
+        (lambda do, a, b: do(ADD, a, do(MUL, a, b)), [IN_PLACE], 1),  # the first one is an input
+        (chain_of_sums, [IN_PLACE] * 3, 2),
+        (read_again_through_a_view, [ADD], None),
+        (handed_out, [ADD], None),
+        # Of a part all of the tensor would stay.
+        (
+            lambda do, a, b: do(ADD, do(aten.slice.Tensor, do(aten.cat.default, [a, b]), 0, 0, 8), a),
+            [ADD],
+            None,
+        ),
+        (added_to_itself_through_a_view, [ADD], None),
+        (lambda do, a, b: do(ADD, do(aten.sum.dim_IntList, a, [0]), b), [ADD], None),  # another shape
+        (read_later, [IN_PLACE, ADD], None),
+    ],
+)
+def test_sums_are_made_in_place_where_nothing_reads_the_addend(
+    write: Callable[..., object], sums: list[object], peak: int | None
+) -> None:
+    """peak: in tensors."""
     graph = graph_of(write)
-    assert targets(graph) == [aten.mul.Tensor, aten.add_.Tensor]
-    a, b = torch.manual_seed(0) and (torch.randn(SHAPE), torch.randn(SHAPE))
-    assert torch.equal(run(graph)[0], a * b + a)
-    assert predict_memory(graph, {}).peak_bytes == BYTES
+    assert [target for target in targets(graph) if target in (ADD, IN_PLACE)] == sums
+    assert_equal_every_way(graph, write)
+    assert peak is None or predict_memory(graph, {}).peak_bytes == peak * BYTES
 
 
-def test_the_second_addend_holds_it_if_the_first_is_an_input() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        made = g.call_function(aten.mul.Tensor, (a, b))
-        return (g.call_function(aten.add.Tensor, (a, made)),)
-
-    graph = graph_of(write)
-    assert targets(graph) == [aten.mul.Tensor, aten.add_.Tensor]
-    run(graph)
-
-
-def test_what_is_read_again_is_left_alone_also_through_a_view() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        made = g.call_function(aten.mul.Tensor, (a, b))
-        view = g.call_function(aten.view.default, (made, [16, 8]))
-        total = g.call_function(aten.add.Tensor, (made, a))
-        return total, g.call_function(aten.neg.default, (view,))
-
-    graph = graph_of(write)
-    assert aten.add_.Tensor not in targets(graph)
-    run(graph)
-
-
-def test_what_is_handed_out_is_left_alone() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        made = g.call_function(aten.mul.Tensor, (a, b))
-        return made, g.call_function(aten.add.Tensor, (made, a))
-
-    assert aten.add_.Tensor not in targets(graph_of(write))
-
-
-def test_a_part_of_a_tensor_does_not_hold_the_sum_as_all_of_it_would_stay() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        wide = g.call_function(aten.cat.default, ([a, b],))
-        part = g.call_function(aten.slice.Tensor, (wide, 0, 0, SHAPE[0]))
-        return (g.call_function(aten.add.Tensor, (part, a)),)
-
-    assert aten.add_.Tensor not in targets(graph_of(write))
-
-
-def test_a_tensor_is_not_added_to_itself_through_a_view() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        made = g.call_function(aten.mul.Tensor, (a, b))
-        flat = g.call_function(aten.view.default, (made, [128]))
-        back = g.call_function(aten.view.default, (flat, list(SHAPE)))
-        return (g.call_function(aten.add.Tensor, (made, back)),)
-
-    assert aten.add_.Tensor not in targets(graph_of(write))
-
-
-def test_a_sum_of_another_type_or_shape_is_new() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        row = g.call_function(aten.sum.dim_IntList, (a, [0]))
-        return (g.call_function(aten.add.Tensor, (row, b)),)
-
-    assert aten.add_.Tensor not in targets(graph_of(write))
-
-
-def test_a_chain_of_sums_lies_in_one_tensor_and_views_of_it_follow() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        total = g.call_function(aten.mul.Tensor, (a, b))
-        for _ in range(3):
-            total = g.call_function(aten.add.Tensor, (total, g.call_function(aten.neg.default, (a,))))
-        view = g.call_function(aten.view.default, (total, [16, 8]))
-        return (g.call_function(aten.mul.Tensor, (view, view)),)
-
-    graph = graph_of(write)
-    assert targets(graph).count(aten.add_.Tensor) == 3
-    run(graph)
-    assert predict_memory(graph, {}).peak_bytes == 2 * BYTES
-
-
-def test_a_sum_whose_parts_are_read_later_keeps_its_own_memory_while_they_do() -> None:
-    def write(g: fx.Graph, a: fx.Node, b: fx.Node) -> object:
-        made = g.call_function(aten.mul.Tensor, (a, b))
-        first = g.call_function(aten.add.Tensor, (made, a))  # in place
-        second = g.call_function(aten.add.Tensor, (first, b))  # not: `first` is read again
-        return second, g.call_function(aten.neg.default, (first,))
-
-    graph = graph_of(write)
-    assert targets(graph)[1:3] == [aten.add_.Tensor, aten.add.Tensor]
-    run(graph)
-
-
-def calls_of(write: Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], object]) -> list[object]:
-    """The calls of a graph that adds a product to the gradient of "w"; two runs of it add it twice."""
+@pytest.mark.parametrize("read_otherwise", [False, True])
+def test_a_product_that_is_only_a_gradient_is_added_as_it_is_made(read_otherwise: bool) -> None:
+    """Two runs of it add it twice."""
     graph = fx.Graph()
     sink, left, right = (graph.placeholder(name) for name in ("sink", "left", "right"))
-    graph.output((write(graph, sink, left, right),))
+    made = graph.call_function(aten.mm.default, (left, right))
+    added = graph.call_function(add_gradient, (sink, "w", made))
+    graph.output((made if read_otherwise else added,))
     add_products(graph)
+    assert targets(graph) == ([aten.mm.default, add_gradient] if read_otherwise else [add_product])
     torch.manual_seed(0)
-    left_value, right_value = torch.randn(4, 8), torch.randn(8, 3)
+    factors = torch.randn(4, 8), torch.randn(8, 3)
     gradients = Gradients({"w": nn.Parameter(torch.randn(4, 3))})
     for _ in range(2):
-        compile_graph(graph, None)([gradients, left_value, right_value])
-    torch.testing.assert_close(gradients.total("w"), 2 * left_value @ right_value)
-    return targets(graph)
-
-
-def test_a_product_that_is_only_a_gradient_is_added_as_it_is_made() -> None:
-    def write(g: fx.Graph, sink: fx.Node, left: fx.Node, right: fx.Node) -> object:
-        made = g.call_function(aten.mm.default, (left, right))
-        return g.call_function(add_gradient, (sink, "w", made))
-
-    assert calls_of(write) == [add_product]
-
-
-def test_a_product_that_is_read_otherwise_too_is_made() -> None:
-    def write(g: fx.Graph, sink: fx.Node, left: fx.Node, right: fx.Node) -> object:
-        made = g.call_function(aten.mm.default, (left, right))
-        g.call_function(add_gradient, (sink, "w", made))
-        return made
-
-    assert calls_of(write) == [aten.mm.default, add_gradient]
+        compile_graph(graph, None)([gradients, *factors])
+    torch.testing.assert_close(gradients.total("w"), 2 * factors[0] @ factors[1])
 
 
 def test_the_first_product_of_a_step_overwrites_what_the_last_step_left() -> None:

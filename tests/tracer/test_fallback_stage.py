@@ -9,7 +9,7 @@ import pytest
 import torch
 from odd.case import Between, Deciding, job
 from odd.decisions import JOBS, Dropping, LeavesOut
-from runs import capture_of, even, even_plan, pipelined
+from runs import Sums, capture_of, even, even_plan, pipelined
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -20,13 +20,8 @@ from pipeloom.ir.stages import cut
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.fallback.forward_path import ForwardPath, encode_path
 from pipeloom.tracer.fallback.module_functions import ModuleFunctions
-from pipeloom.tracer.stage.functions import Sink, activation_bytes
+from pipeloom.tracer.stage.functions import activation_bytes
 from pipeloom.tracer.stage.trace import stage_functions
-
-
-class Sums(dict[str, Tensor], Sink):
-    def add(self, name: str, grad: Tensor) -> None:
-        self[name] = self[name] + grad if name in self else grad.clone()
 
 
 def stages_of(made: Job, count: int) -> tuple[list[ModuleFunctions], dict[str, Tensor]]:

@@ -66,9 +66,8 @@ def refuse_to_export(*_: object, **__: object) -> None:
     raise AssertionError("a rank exported")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "convnet" else pytest.param(n, marks=pytest.mark.slow) for n in JOBS]
-)
+@pytest.mark.sampled("convnet")
+@pytest.mark.parametrize("name", JOBS)
 def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]
     plan = even_plan(job, 2, microbatches=2)

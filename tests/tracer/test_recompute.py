@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import zoo
-from runs import capture_of, even
+from runs import Sums, capture_of, even
 from torch import Tensor, nn
 
 from pipeloom import Job
@@ -15,15 +15,10 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.stage.functions import Sink, Tensors, activation_bytes
+from pipeloom.tracer.stage.functions import Tensors, activation_bytes
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 Policy = dict[str, Treatment]
-
-
-class Sums(dict[str, Tensor], Sink):
-    def add(self, name: str, grad: Tensor) -> None:
-        self[name] = self[name] + grad if name in self else grad.clone()
 
 
 def state_of(captured: Captured) -> dict[str, Tensor]:
@@ -72,9 +67,8 @@ def facts(job: Job) -> dict[str, Residual]:
     return stage_residuals(captured, cut(captured.graph, even(captured.graph, 1)), 0)
 
 
-@pytest.mark.parametrize(
-    "name", ["convnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", *zoo.OWN, *zoo.FAMILIES))]
-)
+@pytest.mark.sampled("convnet")
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_gradients_are_the_same_to_the_last_bit(name: str) -> None:
     job = zoo.job(name)
     loss, gradients, _, _ = one_stage(job, {})
@@ -117,7 +111,7 @@ def test_random_numbers_are_never_drawn_again() -> None:
     rest: Policy = {n: "recompute" for n in found.keys() - random_ones}
     (loss, gradients, _, _), (same, sums, _, _) = one_stage(job, {}), one_stage(job, rest)
     assert torch.equal(same, loss) and all(torch.equal(sums[n], g) for n, g in gradients.items())
-    with pytest.raises(PlanError, match=r"residual native_dropout\S* of stage 0 cannot be recomputed"):
+    with pytest.raises(PlanError, match="native_dropout"):
         one_stage(job, {next(iter(random_ones)): "recompute"})
 
 
@@ -139,12 +133,12 @@ def test_what_an_updated_buffer_was_read_for_is_kept() -> None:
     job = Job(model=Seen, batch=zoo.vector_batch)
     found = facts(job)
     assert "reads buffer seen, which the forward updates" in found["tanh"].obstacle
-    with pytest.raises(PlanError, match="residual tanh of stage 0 cannot be recomputed: mul reads buffer"):
+    with pytest.raises(PlanError, match="reads buffer"):
         one_stage(job, {"tanh": "recompute"})
 
 
 def test_a_name_that_the_stage_lacks_is_refused() -> None:
-    with pytest.raises(PlanError, match="to offload residual nonsense of stage 0, which has none of that"):
+    with pytest.raises(PlanError, match="nonsense of stage 0"):
         one_stage(zoo.job("gpt"), {"nonsense": "offload"})
 
 

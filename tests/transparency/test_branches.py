@@ -49,13 +49,6 @@ CANNOT = {
 }
 """Pairs that are no plan, or the plan of one of the two; see `test_pairs_that_cannot_be`."""
 
-SLOW = frozenset(combinations(FEATURES, 2)) - {
-    ("1f1b", "copies in the schedule"),
-    ("split backward", "recompute"),
-    ("offload", "width 2"),
-    ("2bw", "two stages on a rank"),
-}
-
 
 def job_of(*, frozen: bool) -> Job:
     """Two towers of two layers and a join, in float64."""
@@ -113,14 +106,9 @@ def plan_of(job: Job, features: tuple[str, ...]) -> Plan:
     return widened(plan, 2) if "width 2" in features else plan
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("1f1b + copies in the schedule")
 @pytest.mark.parametrize(
-    "features",
-    [
-        pytest.param(pair, id=" + ".join(pair), marks=pytest.mark.slow if pair in SLOW else ())
-        for pair in combinations(FEATURES, 2)
-        if pair not in CANNOT
-    ],
+    "features", [pair for pair in combinations(FEATURES, 2) if pair not in CANNOT], ids=" + ".join
 )
 def test_pairs_of_features(features: tuple[str, ...]) -> None:
     job = JOBS["frozen tower" in features]
@@ -147,25 +135,14 @@ def test_pairs_that_cannot_be() -> None:
         assert plan_of(job, pair) == plan_of(job, (one,))
 
 
-@pytest.mark.parametrize(
-    "microbatches", [MICROBATCHES, pytest.param(3 * MICROBATCHES, marks=pytest.mark.slow)]
-)
+@pytest.mark.sampled("4")
+@pytest.mark.parametrize("microbatches", [MICROBATCHES, 3 * MICROBATCHES])
 def test_a_plan_in_a_searched_order_gives_the_numbers_of_one_process(microbatches: int) -> None:
     job = job_of(frozen=False)
-    captured = runs.capture_of(job, 2)
-    cluster = find_cluster("3 x a100-40")
-    costs = PlanCosts(captured.graph, estimate(captured.graph, cluster), cluster)
-    options = PlanOptions(treatments=())
-    plan = make_plan(
-        captured.graph,
-        costs.profiles,
-        cluster,
-        ranks=3,
-        schedule="1f1b",
-        microbatches=microbatches,
-        planner="graphpipe",
-        options=options,
-    )
+    graph, cluster = runs.capture_of(job, 2).graph, find_cluster("3 x a100-40")
+    costs = PlanCosts(graph, estimate(graph, cluster), cluster)
+    how = {"ranks": 3, "schedule": "1f1b", "microbatches": microbatches, "planner": "graphpipe"}
+    plan = make_plan(graph, costs.profiles, cluster, **how, options=PlanOptions(treatments=()))
     searched = with_searched_order(plan, costs)
     assert searched is not None
     split = any(action.kind == W for row in searched.as_schedule.rows for action in row)

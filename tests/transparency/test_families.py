@@ -7,7 +7,6 @@ import zoo
 from runs import Numbers, assert_same, capture_of, even_plan, pipelined, plain
 
 SIZES = {"microbatches": 4, "microbatch_size": 2}
-TOLERANCE = 1e-5
 
 EXPECTED: dict[tuple[str, bool], Numbers] = {}
 
@@ -31,63 +30,25 @@ def check(name: str, *, double: bool, tolerance: float, stages: int, schedule: s
     assert_same(found, replace(numbers, evaluated=[]) if idle else numbers, tolerance=tolerance)
 
 
-QUICK = [
-    ("gpt2", 2, "1f1b", True),
-    ("t5", 2, "gpipe", False),
-    ("convnet", 4, "1f1b", True),
-    ("mixtral", 2, "gpipe", False),
-    ("two_encoders", 3, "gpipe", True),
-    ("frozen", 2, "1f1b", False),
-]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule", "split"),
-    [pytest.param(*case, marks=pytest.mark.slow) if case[0] in ("t5", "mixtral") else case for case in QUICK],
-)
-def test_a_sample(name: str, stages: int, schedule: str, split: bool) -> None:
-    check(name, double=False, tolerance=TOLERANCE, stages=stages, schedule=schedule, split=split)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled("gpt2-2-1f1b-split")
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_every_combination(name: str, stages: int, schedule: str, split: bool) -> None:
-    check(name, double=False, tolerance=TOLERANCE, stages=stages, schedule=schedule, split=split)
+    check(name, double=False, tolerance=1e-5, stages=stages, schedule=schedule, split=split)
 
 
-IN_DOUBLE = [name for name in zoo.NAMES if name != "mixtral"]
-"""Mixtral's experts have no kernel for float64."""
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt",
-        "tied_thrice",
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in ("skips", "no_grad_branch", "counting", "convnet")
-        ),
-    ],
-)
-def test_a_sample_in_float64(name: str) -> None:
-    check(name, double=True, tolerance=1e-12, stages=3, schedule="gpipe", split=True)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled("gpt-3-gpipe")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", IN_DOUBLE)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in zoo.NAMES if name != "mixtral"])
 def test_float64(name: str, stages: int, schedule: str) -> None:
+    """Mixtral's experts have no kernel for float64."""
     check(name, double=True, tolerance=1e-12, stages=stages, schedule=schedule, split=True)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("two_encoders")
 @pytest.mark.parametrize("name", ["two_encoders", "counting"])
 def test_only_last_bits_differ(name: str) -> None:
     """Where no value is read by two stages, additions have the order of one process, but for those inside the

@@ -1,186 +1,35 @@
-"""Any mix of kept, recomputed and offloaded residuals gives the gradients that keeping all of them gives."""
+"""Kept, recomputed and offloaded residuals: the same bits, and memory as foreseen. Random mixes:
+`test_random_programs.py`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
+import branching
 import pytest
 import torch
 import zoo
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from ledgers import sends_are_through_at_once
-from runs import Numbers, capture_of, even, pipelined, plan_for, threads
+from runs import assert_same_bits, capture_of, each_rank, even, pipelined, plan_for
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import PlanError
-from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
-from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.stage.functions import Tensors
 from pipeloom.tracer.stage.trace import stage_residuals
 from pipeloom.verification import verify
 
-WIDTH, ROWS = 6, 2
-LAYERS = (
-    "linear",
-    "tanh",
-    "gelu",
-    "norm",
-    "batch_norm",
-    "dropout",
-    "skip",
-    "older",
-    "view",
-    "shared",
-    "in_place",
-)
 
-SCHEDULES = [
-    ("gpipe", False, (0, 1)),
-    ("1f1b", False, (0, 1, 2)),
-    ("1f1b", True, (0, 1)),
-    ("zb_h1", True, (0, 1)),
-    ("zb_v", True, (0, 1, 1, 0)),
-    ("interleaved_1f1b", False, (0, 1, 0, 1)),
-]
-
-
-class Random(nn.Module):
-    """Layers in a row; what keeps many kinds of residuals, and some that cannot be made again."""
-
-    def __init__(self, layers: tuple[str, ...]) -> None:
-        super().__init__()
-        self.layers = layers
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        makes = {
-            "linear": lambda: nn.Linear(WIDTH, WIDTH),
-            "skip": lambda: nn.Linear(WIDTH, WIDTH),
-            "norm": lambda: nn.LayerNorm(WIDTH),
-            "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
-        }
-        self.own = nn.ModuleDict({str(i): makes[k]() for i, k in enumerate(layers) if k in makes})
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        kept = [x]
-        for i, kind in enumerate(self.layers):
-            own = self.own[str(i)] if str(i) in self.own else None
-            match kind:
-                case "linear" | "norm" | "batch_norm":
-                    x = own(x)  # type: ignore[misc]
-                case "skip":
-                    x = torch.tanh(x + own(x))  # type: ignore[misc]
-                case "tanh":
-                    x = torch.tanh(x)
-                case "gelu":
-                    x = nn.functional.gelu(x)
-                case "dropout":
-                    x = nn.functional.dropout(x, 0.3, training=self.training)
-                case "older":
-                    x = torch.sigmoid(x) * kept[len(kept) // 2]
-                case "view":
-                    x = x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH).sin()
-                case "shared":
-                    x = self.shared(x)
-                case _:
-                    x = (x * 0.5).add_(0.1).tanh_()
-            kept.append(x)
-        return nn.functional.cross_entropy(self.last(x), y)
-
-
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, WIDTH, generator=g).double()
-    return {"x": x, "y": torch.randint(3, (rows,), generator=g)}
-
-
-def drawn_policy(data: st.DataObject, found: list[dict[str, Residual]]) -> MemoryPolicy:
-    def treatments(residual: Residual) -> st.SearchStrategy[Treatment]:
-        return st.sampled_from(["keep", "offload", *([] if residual.obstacle else ["recompute"])])
-
-    return MemoryPolicy(
-        stages=tuple(
-            {name: data.draw(treatments(r), label=f"{s}/{name}") for name, r in residuals.items()}
-            for s, residuals in enumerate(found)
-        ),
-        ahead=tuple(s for s in range(len(found)) if data.draw(st.booleans(), label=f"{s} ahead")),
-    )
-
-
-def assert_equal_to_the_last_bit(found: Numbers, expected: Numbers) -> None:
-    assert found.losses == expected.losses
-    for name in ("gradients", "parameters", "buffers"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
-        assert ours.keys() == theirs.keys()
-        for n, tensor in theirs.items():
-            assert torch.equal(ours[n], tensor), f"{name} of {n}"
-
-
-@settings(
-    max_examples=4,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(
-    layers=st.lists(st.sampled_from(LAYERS), min_size=3, max_size=8).map(tuple),
-    how=st.sampled_from(SCHEDULES),
-    microbatches=st.sampled_from([2, 4]),
-    data=st.data(),
-)
-def test_random_policies(
-    layers: tuple[str, ...], how: tuple[str, bool, tuple[int, ...]], microbatches: int, data: st.DataObject
-) -> None:
-    compare_random(layers, how, microbatches, data)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=30,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(
-    layers=st.lists(st.sampled_from(LAYERS), min_size=3, max_size=10).map(tuple),
-    how=st.sampled_from(SCHEDULES),
-    microbatches=st.sampled_from([2, 4, 6]),
-    data=st.data(),
-)
-def test_more_random_policies(
-    layers: tuple[str, ...], how: tuple[str, bool, tuple[int, ...]], microbatches: int, data: st.DataObject
-) -> None:
-    compare_random(layers, how, microbatches, data)
-
-
-def compare_random(
-    layers: tuple[str, ...], how: tuple[str, bool, tuple[int, ...]], microbatches: int, data: st.DataObject
-) -> None:
-    schedule, split, placement = how
-    job = Job(model=lambda: Random(layers).double(), batch=batch, optimizer=zoo.sgd, name="random")
-    captured = capture_of(job)
-    graph = captured.graph
-    stage_of = even(graph, len(placement))
-    stages = cut(graph, stage_of)
-    if len(stages.stages) < len(placement):
-        return
-    plan = plan_for(
-        captured, stage_of, microbatches=microbatches, schedule=schedule, split=split, placement=placement
-    )
-    policy = drawn_policy(data, [stage_residuals(captured, stages, s) for s in range(len(placement))])
-    batches = [batch(seed, ROWS * microbatches) for seed in (1, 2)]
-    expected = pipelined(job, plan, batches)
-    assert_equal_to_the_last_bit(pipelined(job, replace(plan, memory=policy), batches), expected)
-
-
-def all_away(job: Job, stages: int, *, ahead: tuple[int, ...] = (), **how: object) -> Plan:
+def all_away(
+    job: Job, stages: int, *, ahead: tuple[int, ...] = (), autocast: torch.dtype | None = None, **how: object
+) -> Plan:
     """Every second residual offloaded, every other one recomputed where it can be."""
-    captured = capture_of(job)
+    captured = capture_of(job, 2, autocast=autocast)
     stage_of = even(captured.graph, stages)
     graph = cut(captured.graph, stage_of)
     policy = MemoryPolicy(
@@ -196,72 +45,29 @@ def all_away(job: Job, stages: int, *, ahead: tuple[int, ...] = (), **how: objec
     return replace(plan_for(captured, stage_of, microbatches=4, **how), memory=policy)  # type: ignore[arg-type]
 
 
-OTHERS = [name for name in (*zoo.OWN, *zoo.FAMILIES) if name != "gpt"]
-FAMILIES = ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families(name: str, dropout: bool) -> None:
-    """One of two stages recomputes ahead of its backward, the other one inside."""
-    compare_family(name, dropout, ahead=(0,))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_with_split_backwards(name: str, dropout: bool) -> None:
-    compare_family(name, dropout, ahead=(1,), schedule="zb_h1", split=True)
-
-
-def compare_family(name: str, dropout: bool, *, ahead: tuple[int, ...], **how: object) -> None:
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", [*zoo.OWN, *zoo.FAMILIES])
+def test_families(name: str, split: bool, dropout: bool) -> None:
+    """One of two stages recomputes ahead of its backward, the other one inside."""
     if dropout and name not in zoo.DROPOUT:
         return
     job = zoo.with_dropout(name) if dropout else zoo.job(name)
-    plan = all_away(job, 2, ahead=ahead, **how)
+    plan = all_away(job, 2, ahead=(int(split),), schedule="zb_h1" if split else "1f1b", split=split)
     batches = [job.batch(seed, 8) for seed in (1, 2)]
     expected = pipelined(job, replace(plan, memory=MemoryPolicy()), batches)
-    assert_equal_to_the_last_bit(pipelined(job, plan, batches, evaluate=batches), expected)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=3,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@pytest.mark.parametrize("name", ["gpt", *OTHERS])
-@given(data=st.data())
-def test_random_policies_of_families(name: str, data: st.DataObject) -> None:
-    job = zoo.job(name)
-    schedule, split, placement = data.draw(st.sampled_from(SCHEDULES))
-    captured = capture_of(job)
-    stage_of = even(captured.graph, len(placement))
-    stages = cut(captured.graph, stage_of)
-    plan = plan_for(captured, stage_of, microbatches=4, schedule=schedule, split=split, placement=placement)
-    policy = drawn_policy(data, [stage_residuals(captured, stages, s) for s in range(len(placement))])
-    batches = [job.batch(seed, 8) for seed in (1, 2)]
-    expected = pipelined(job, plan, batches)
-    assert_equal_to_the_last_bit(pipelined(job, replace(plan, memory=policy), batches), expected)
+    assert_same_bits(pipelined(job, plan, batches, evaluate=batches), expected)
 
 
 @pytest.mark.slow
 def test_autocast_and_accumulation() -> None:
     job = zoo.job("gpt")
-    captured = capture_of(job, 2, autocast=torch.bfloat16)
-    stage_of = even(captured.graph, 2)
-    graph = cut(captured.graph, stage_of)
-    found = [stage_residuals(captured, graph, s) for s in range(2)]
-    policy = MemoryPolicy(
-        stages=tuple({n: "offload" if i % 2 else "recompute" for i, n in enumerate(f)} for f in found)
-    )
-    plan = plan_for(captured, stage_of, microbatches=4)
+    plan = all_away(job, 2, autocast=torch.bfloat16)
     batches = [job.batch(1, 16)]
     how = {"autocast": torch.bfloat16, "accumulate": 2, "clip_norm": 0.5}
-    expected = pipelined(job, plan, batches, **how)
-    assert_equal_to_the_last_bit(pipelined(job, replace(plan, memory=policy), batches, **how), expected)
+    expected = pipelined(job, replace(plan, memory=MemoryPolicy()), batches, **how)
+    assert_same_bits(pipelined(job, plan, batches, **how), expected)
 
 
 def test_verify_compares_a_plan_with_a_policy() -> None:
@@ -276,7 +82,7 @@ def test_a_model_cut_between_modules_is_refused() -> None:
     assert captured.cut is not None
     plan = plan_for(captured, {op.name: 0 for op in captured.graph.ops}, microbatches=1)
     offloading = replace(plan, memory=MemoryPolicy(stages=({"saved.0": "offload"},)))
-    with pytest.raises(PlanError, match="to offload residual saved.0 of stage 0, but this model is cut"):
+    with pytest.raises(PlanError, match="saved.0"):
         Pipeline(job, offloading)
 
 
@@ -295,55 +101,39 @@ class Unexportable(nn.Module):
         return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
-@pytest.fixture
-def messages_are_through_at_once() -> Iterator[None]:
-    with sends_are_through_at_once():
-        yield
-
-
-@pytest.fixture
-def copies_are_through_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.sampled("gpt-gpipe")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpt", *zoo.FAMILIES])
+@sends_are_through_at_once()
+def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = zoo.job(name)
+    plan = all_away(job, 2, schedule=schedule)
     leaving, coming = FileTier.start_offload, FileTier.start_reload
 
-    def start_offload(self: FileTier, action: str, residuals: Tensors) -> FileCopy:
+    def leave_at_once(self: FileTier, action: str, residuals: Tensors) -> FileCopy:
         copy = leaving(self, action, residuals)
         copy.offloaded.wait()
         return copy
 
-    def start_reload(self: FileTier, copy: FileCopy) -> None:
+    def come_at_once(self: FileTier, copy: FileCopy) -> None:
         coming(self, copy)
         copy.reloaded.wait()
 
-    monkeypatch.setattr(FileTier, "start_offload", start_offload)
-    monkeypatch.setattr(FileTier, "start_reload", start_reload)
+    def work(pipeline: Pipeline) -> None:
+        for seed in range(2):
+            pipeline.step(job.batch(seed, 8))
+        host, expected = pipeline.measured().peak_bytes(pipeline.rank, "host"), pipeline.expected
+        assert expected.peak_bytes(pipeline.rank, "host") == host == pipeline.ledger.host_peak
+        assert sum(expected.peaks[pipeline.rank].values()) == pytest.approx(pipeline.ledger.peak, rel=0.03)
 
-
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in zoo.FAMILIES)])
-def test_the_peak_is_as_simulated(
-    name: str, schedule: str, messages_are_through_at_once: None, copies_are_through_at_once: None
-) -> None:
-    job = zoo.job(name)
-    plan = all_away(job, 2, schedule=schedule)
-
-    def work(rank: int, channel: LocalChannel) -> tuple[int, int, int, int]:
-        with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
-            for seed in range(2):
-                pipeline.step(job.batch(seed, 8))
-            host = pipeline.measured().peak_bytes(rank, "host")
-            assert host == pipeline.ledger.host_peak
-            foreseen, ledger = pipeline.expected, pipeline.ledger
-            return (sum(foreseen.peaks[rank].values()), ledger.peak, foreseen.peak_bytes(rank, "host"), host)
-
-    for expected, measured, expected_host, host in threads(2, work):
-        assert abs(expected - measured) <= 0.03 * measured
-        assert expected_host == host
+    monkeypatch.setattr(FileTier, "start_offload", leave_at_once)
+    monkeypatch.setattr(FileTier, "start_reload", come_at_once)
+    each_rank(job, plan, work)
 
 
 @pytest.mark.slow
-def test_however_slow_copies_are_a_rank_holds_no_more(
-    messages_are_through_at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@sends_are_through_at_once()
+def test_however_slow_copies_are_a_rank_holds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows say what has left before the next residuals come, so slower copies only take longer."""
     job = zoo.job("gpt")
     plan = all_away(job, 2, schedule="gpipe")
@@ -354,16 +144,50 @@ def test_however_slow_copies_are_a_rank_holds_no_more(
             gate.wait(seconds)
             write(self, copy)
 
-        def work(rank: int, channel: LocalChannel) -> int:
-            with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
-                for seed in range(2):
-                    pipeline.step(job.batch(seed, 8))
-                return pipeline.ledger.peak
+        def work(pipeline: Pipeline) -> int:
+            for seed in range(2):
+                pipeline.step(job.batch(seed, 8))
+            return pipeline.ledger.peak
 
         monkeypatch.setattr(FileTier, "_write", slow)
-        return threads(2, work)
+        return each_rank(job, plan, work)
 
-    highest = peaks(plan, 0.1)
-    capped = replace(plan, caps=tuple(highest))
+    capped = replace(plan, caps=tuple(peaks(plan, 0.1)))
     for seconds in (0.0, 0.02, 0.1):
         assert all(peak <= cap for peak, cap in zip(peaks(capped, seconds), capped.caps, strict=True))
+
+
+MICROBATCHES = 6
+
+
+def peaks_of(towers: int, schedule: str) -> list[tuple[int, int]]:
+    """Per rank, towers first and then the join, the residuals at its peak: as simulated, and as measured."""
+    job = branching.mmt(towers=towers, layers=1, width=8, heads=2, length=4, classes=3)
+    captured = capture_of(job)
+    stage_of = {
+        op.name: int(op.module.split(".")[1]) if op.module.startswith("towers.") else towers
+        for op in captured.graph.ops
+        if not op.cheap
+    }
+    plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, schedule=schedule)
+
+    def work(pipeline: Pipeline) -> tuple[int, int]:
+        for seed in range(2):
+            pipeline.step(job.batch(seed, 2 * MICROBATCHES))
+        return pipeline.expected.peaks[pipeline.rank]["residuals"], pipeline.ledger.at_peak["residuals"]
+
+    with sends_are_through_at_once():
+        return each_rank(job, plan, work)
+
+
+@pytest.mark.sampled("2-zb_h1")
+@pytest.mark.parametrize("schedule", ["zb_h1", "1f1b"])
+@pytest.mark.parametrize("towers", [2, 4, 8])
+def test_equal_towers_hold_equally_much(towers: int, schedule: str) -> None:
+    """Two micro-batches each, whatever their number: with as many towers as ranks it would grow with them."""
+    *found, _ = peaks_of(towers, schedule)
+    (simulated, measured), *others = found
+    assert all(pair == (simulated, measured) for pair in others)
+    assert simulated == measured > 0
+    alone, _ = peaks_of(1, schedule)[0]
+    assert simulated == alone

@@ -73,7 +73,7 @@ def test_code_that_ties_modules_together_leaves_other_cuts() -> None:
 
 
 def test_reentrant_checkpoints_cannot_be_split() -> None:
-    with pytest.raises(CutError, match="reentrant activation checkpointing cannot compute input gradients"):
+    with pytest.raises(CutError, match="reentrant"):
         check(job(CheckpointedOldWay), 3, "1f1b", split=True)
 
 
@@ -92,21 +92,11 @@ def test_compiled_modules() -> None:
     assert_same(found, plain(job, batches, 4), tolerance=1e-4)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["t5", "convnet"])
-def test_models_that_export_can_capture(name: str) -> None:
-    """Cutting between modules does not depend on why export failed: any model can be cut so."""
-    by_modules(name, 2)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled("t5-2")
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_all_models_that_export_can_capture(name: str, stages: int) -> None:
-    by_modules(name, stages)
-
-
-def by_modules(name: str, stages: int) -> None:
+def test_models_that_export_can_capture(name: str, stages: int) -> None:
+    """Cutting between modules does not depend on why export failed: any model can be cut so."""
     job = replace(zoo.job(name), name=f"{name} by modules")
     with patch("pipeloom.tracer.capture.export_program", side_effect=CaptureError("not asked")):
         ops = len(capture_of(job).graph.ops)

@@ -9,10 +9,10 @@ import optimizers
 import pytest
 import torch
 from optimizers import BOTH, CLIP, MICROBATCHES, REFUSED, TRAINS, job_of
-from runs import assert_same, capture_of, even, even_plan, graph_of, pipelined, plan_for, threads
+from runs import assert_same, capture_of, each_rank, even, even_plan, graph_of, pipelined, plan_for
 
 import pipeloom
-from pipeloom import Options, Pipeline, planning
+from pipeloom import Pipeline, planning
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.action import STEP
 from pipeloom.ir.errors import PlanError
@@ -20,12 +20,12 @@ from pipeloom.ir.graph import step_bytes
 from pipeloom.ir.replicas import widened
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.transports.local_channel import LocalChannel
 
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 
 
-@pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.sampled(*(f"{name}-3" for name in TRAINS))
+@pytest.mark.parametrize("stages", [3, 2])
 @pytest.mark.parametrize("name", TRAINS)
 def test_equal_to_one_process(name: str, stages: int) -> None:
     job = job_of(name)
@@ -72,13 +72,13 @@ def test_state_is_planned_as_it_is_held(name: str) -> None:
     graph, cluster = graph_of(job), find_cluster("2 x a100-40")
     step = planning.simulate(plan, graph, planning.estimate(graph, cluster), cluster)
 
-    def held(rank: int, channel: LocalChannel) -> tuple[int, int]:
-        with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
-            assert pipeline.expected.peaks[rank].get("optimizer", 0) == step.peaks[rank].get("optimizer", 0)
-            pipeline.step(job.batch(0, 4))
-            return pipeline.weights.sizes["optimizer"], pipeline.ledger.at_peak.get("optimizer", 0)
+    def held(pipeline: Pipeline) -> tuple[int, int]:
+        expected, planned = (each.peaks[pipeline.rank] for each in (pipeline.expected, step))
+        assert expected.get("optimizer", 0) == planned.get("optimizer", 0)
+        pipeline.step(job.batch(0, 4))
+        return pipeline.weights.sizes["optimizer"], pipeline.ledger.at_peak.get("optimizer", 0)
 
-    for stage, peak, (size, ledger) in zip(plan.stages, step.peaks, threads(2, held), strict=True):
+    for stage, peak, (size, ledger) in zip(plan.stages, step.peaks, each_rank(job, plan, held), strict=True):
         assert stage.memory.optimizer == peak.get("optimizer", 0) == size
         assert ledger in (0, size)
 
@@ -89,21 +89,20 @@ def test_the_page_lists_every_optimizer() -> None:
     assert rows == optimizers.table(), "write these rows:\n" + "\n".join(optimizers.table())
 
 
-def test_a_forecast_leaves_two_optimizers_in_one_as_they_are() -> None:
+def test_a_forecast_leaves_two_optimizers_in_one_as_they_are(quick_rehearsals: None) -> None:
     job = job_of(BOTH)
     plan = even_plan(job, 2, microbatches=2)
 
-    def work(rank: int, channel: LocalChannel) -> None:
-        with Pipeline(job, plan, options=Options(scheduler=optimizers.halving), channel=channel) as pipeline:
-            pipeline.step(job.batch(0, 4))
-            before = copy.deepcopy([part.state_dict() for part in pipeline.weights.optimizers])
-            pipeline.predict()
-            after = [part.state_dict() for part in pipeline.weights.optimizers]
-            torch.testing.assert_close(after, before, rtol=0, atol=0)
-            rates = {group["lr"] for part in pipeline.weights.optimizers for group in part.param_groups}
-            assert rates == {1e-2 * 0.5}
+    def work(pipeline: Pipeline) -> None:
+        pipeline.step(job.batch(0, 4))
+        before = copy.deepcopy([part.state_dict() for part in pipeline.weights.optimizers])
+        pipeline.predict()
+        after = [part.state_dict() for part in pipeline.weights.optimizers]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        rates = {group["lr"] for part in pipeline.weights.optimizers for group in part.param_groups}
+        assert rates == {1e-2 * 0.5}
 
-    threads(2, work)
+    each_rank(job, plan, work, scheduler=optimizers.halving)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -117,8 +116,7 @@ def test_the_optimizer_steps_all_stages_of_a_rank_at_once(together: bool) -> Non
     assert {cost.transient_bytes[STEP] for cost in costs} == {expected}
     assert expected == (1 * sum(p.bytes for p in graph.parameters) if together else 3 * 8 * 8 * 8)
 
-    def scratch(rank: int, channel: LocalChannel) -> int:
-        with Pipeline(job, plan, channel=channel) as pipeline:
-            return pipeline.weights.step_bytes
+    def scratch(pipeline: Pipeline) -> int:
+        return pipeline.weights.step_bytes
 
-    assert threads(1, scratch) == [expected]
+    assert each_rank(job, plan, scratch) == [expected]

@@ -15,13 +15,11 @@ import zoo
 from hypothesis import HealthCheck, Phase, event, given, settings, strategies as st
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline, Plan, plan
+from pipeloom import Job, Pipeline, Plan, plan
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory_policy import Treatment
 from pipeloom.planner.registry import PLANNERS
-from pipeloom.runtime.transports.local_channel import LocalChannel
 
 WIDTH, ROWS, MICROBATCHES = 16, 64, 6
 KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads", "halves", "dropout")
@@ -91,25 +89,22 @@ def cluster_of(stages: int, cap: int | None) -> Cluster:
 def run(job: Job, made: Plan, folder: Path) -> list[int]:
     """Two steps under the plan's caps; the peak of each rank in bytes."""
 
-    def work(rank: int, channel: LocalChannel) -> int:
-        with Pipeline(job, made, options=Options(offload_dir=folder), channel=channel) as pipeline:
-            for seed in range(2):
-                pipeline.step(job.batch(seed, MICROBATCHES * ROWS))
-            return pipeline.ledger.peak
+    def work(pipeline: Pipeline) -> int:
+        for seed in range(2):
+            pipeline.step(job.batch(seed, MICROBATCHES * ROWS))
+        return pipeline.ledger.peak
 
-    with runs.shared_captures():
-        return runs.threads(len(made.stages), work)
+    return runs.each_rank(job, made, work, offload_dir=folder)
 
 
-CASES = st.fixed_dictionaries(
-    {
-        "kinds": st.lists(st.sampled_from(KINDS), min_size=4, max_size=12),
-        "ranks": st.integers(1, 3),
-        "share": st.floats(0.3, 1.0),
-        "planner": st.sampled_from(FREEING),
-        "treatments": st.sampled_from([("recompute",), ("offload",), ("recompute", "offload")]),
-        "schedule": st.sampled_from(["1f1b", "gpipe"]),
-    }
+CASES = st.builds(
+    dict,
+    kinds=st.lists(st.sampled_from(KINDS), min_size=4, max_size=12),
+    ranks=st.integers(1, 3),
+    share=st.floats(0.3, 1.0),  # of what the fullest device needs with everything kept
+    planner=st.sampled_from(FREEING),
+    treatments=st.sampled_from([("recompute",), ("offload",), ("recompute", "offload")]),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
 )
 HOW = {
     "phases": [Phase.reuse, Phase.generate],
@@ -132,31 +127,18 @@ def test_more_plans_fit_their_caps_when_they_run(tmp_path: Path, case: dict[str,
 
 
 def keeps_its_cap(
-    folder: Path,
-    *,
-    kinds: list[str],
-    ranks: int,
-    share: float,
-    planner: str,
-    treatments: tuple[Treatment, ...],
-    schedule: str,
+    folder: Path, kinds: list[str], ranks: int, share: float, schedule: str, **treated: Any
 ) -> None:
-    """share: of what the fullest device needs with everything kept."""
     job = Job(model=partial(Layers, kinds), batch=batch, optimizer=zoo.sgd)
-    how = {
-        "ranks": ranks,
-        "microbatches": MICROBATCHES,
-        "microbatch_size": ROWS,
-        "schedule": schedule,
-        "captured": runs.capture_of(job, ROWS),
-    }
+    how = {"ranks": ranks, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "schedule": schedule}
+    how["captured"] = runs.capture_of(job, ROWS)
     free = plan(job, **how, cluster=cluster_of(ranks, 1 << 30))
     cap = int(share * max(free.peaks))
     try:
-        made = plan(job, **how, cluster=cluster_of(ranks, cap), planner=planner, treatments=treatments)
+        made = plan(job, **how, cluster=cluster_of(ranks, cap), **treated)
     except InfeasibleError:
         event("nothing fits")
         return
-    event(f"{planner}, {'treated' if any(made.memory.stages) else 'kept'}")
+    event(f"{treated['planner']}, {'treated' if any(made.memory.stages) else 'kept'}")
     assert max(made.peaks) <= cap and made.caps == (cap,) * ranks
     assert max(run(job, made, folder)) <= cap

@@ -1,15 +1,22 @@
 """Every synchronous schedule of the library gives the numbers of plain PyTorch."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import zoo
 from every_schedule import LACKING, SYNCHRONOUS, gpt_job, plan_of
+from odd.decisions import JOBS
 from runs import Numbers, assert_same, pipelined, plain
+from schedule_ranks import compare_each, resume_elsewhere
 
-from pipeloom import Job, Pipeline, verify
+from pipeloom import Options, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan
+from pipeloom.runtime.launch.launch import launch
 from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12
@@ -17,50 +24,48 @@ TOLERANCE = 1e-12
 BOTH_WAYS = [name for name in SYNCHRONOUS if registry.entry(name).place == "both ways"]
 
 
-@pytest.fixture(scope="module")
-def gpt() -> Job:
-    return gpt_job()
+GPT = gpt_job()
 
 
-@pytest.fixture(scope="module")
-def expected(gpt: Job) -> Numbers:
+@cache
+def one_process() -> Numbers:
     """Four micro-batches of one row, one step."""
-    batches = [gpt.batch(0, 4)]
-    return plain(gpt, batches, 4, evaluate=batches)
+    batches = [GPT.batch(0, 4)]
+    return plain(GPT, batches, 4, evaluate=batches)
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_trains_and_evaluates_as_one_process(gpt: Job, expected: Numbers, name: str) -> None:
-    batches = [gpt.batch(0, 4)]
-    found = pipelined(gpt, plan_of(gpt, name, 2, microbatches=4), batches, evaluate=batches)
-    assert_same(found, expected, tolerance=TOLERANCE)
+def test_trains_and_evaluates_as_one_process(name: str) -> None:
+    batches = [GPT.batch(0, 4)]
+    found = pipelined(GPT, plan_of(GPT, name, 2, microbatches=4), batches, evaluate=batches)
+    assert_same(found, one_process(), tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_trains_as_one_process_on_more_ranks(gpt: Job, name: str, ranks: int) -> None:
+def test_trains_as_one_process_on_more_ranks(name: str, ranks: int) -> None:
     """Two steps: the second uses what the first updated."""
-    batches = [gpt.batch(seed, 4 * ranks) for seed in range(2)]
-    found = pipelined(gpt, plan_of(gpt, name, ranks, microbatches=2 * ranks), batches)
-    assert_same(found, plain(gpt, batches, 2 * ranks), tolerance=TOLERANCE)
+    batches = [GPT.batch(seed, 4 * ranks) for seed in range(2)]
+    found = pipelined(GPT, plan_of(GPT, name, ranks, microbatches=2 * ranks), batches)
+    assert_same(found, plain(GPT, batches, 2 * ranks), tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
-def test_both_replicas_of_a_stage_on_one_rank(gpt: Job, name: str) -> None:
+def test_both_replicas_of_a_stage_on_one_rank(name: str) -> None:
     """With three ranks the two directions meet on the middle one."""
-    plan = plan_of(gpt, name, 3, microbatches=4)
+    plan = plan_of(GPT, name, 3, microbatches=4)
     assert plan.placement == (0, 1, 2, 2, 1, 0) and len(plan.stages) == 3
-    batches = [gpt.batch(seed, 4) for seed in range(2)]
-    found = pipelined(gpt, plan, batches, clip_norm=0.05, evaluate=batches[:1])
-    assert_same(found, plain(gpt, batches, 4, clip_norm=0.05, evaluate=batches[:1]), tolerance=TOLERANCE)
+    batches = [GPT.batch(seed, 4) for seed in range(2)]
+    found = pipelined(GPT, plan, batches, clip_norm=0.05, evaluate=batches[:1])
+    assert_same(found, plain(GPT, batches, 4, clip_norm=0.05, evaluate=batches[:1]), tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", LACKING)
-def test_what_the_runtime_lacks_is_said_before_anything_starts(gpt: Job, name: str) -> None:
+def test_what_the_runtime_lacks_is_said_before_anything_starts(name: str) -> None:
     """No model is built, and no other rank is waited for."""
-    unmade = replace(gpt, model=lambda: pytest.fail("the model was built"))
+    unmade = replace(GPT, model=lambda: pytest.fail("the model was built"))
     plan = Plan(
         graph="",
         planner="test",
@@ -77,17 +82,92 @@ def test_what_the_runtime_lacks_is_said_before_anything_starts(gpt: Job, name: s
         verify(unmade, plan)
 
 
-def test_without_backwards_a_pipeline_evaluates_and_does_not_train(gpt: Job, expected: Numbers) -> None:
-    plan = plan_of(gpt, "forward_only", 2, microbatches=4)
-    found = pipelined(gpt, plan, [], evaluate=[gpt.batch(0, 4)])
-    untrained = plain(gpt, [], 4, evaluate=[gpt.batch(0, 4)])
+def test_without_backwards_a_pipeline_evaluates_and_does_not_train() -> None:
+    plan = plan_of(GPT, "forward_only", 2, microbatches=4)
+    found = pipelined(GPT, plan, [], evaluate=[GPT.batch(0, 4)])
+    untrained = plain(GPT, [], 4, evaluate=[GPT.batch(0, 4)])
     assert found.evaluated == pytest.approx(untrained.evaluated, rel=TOLERANCE)
-    for train in (lambda: pipelined(gpt, plan, [gpt.batch(0, 4)]), lambda: verify(gpt, plan)):
+    for train in (lambda: pipelined(GPT, plan, [GPT.batch(0, 4)]), lambda: verify(GPT, plan)):
         with pytest.raises(ScheduleError, match="schedule forward_only has no backwards: it cannot train"):
             train()
 
 
-def test_replicas_do_not_update_the_same_buffer(gpt: Job) -> None:
+def test_replicas_do_not_update_the_same_buffer() -> None:
     job = zoo.job("convnet")
     with pytest.raises(PlanError, match="runs each stage on two ranks, but the forward updates"):
         pipelined(job, plan_of(job, "chimera", 2, microbatches=2), [job.batch(0, 2)])
+
+
+SEVERAL_STAGES = ["interleaved_1f1b", "zb_v", "v_half", "hanayo", "chimera", "dualpipe"]
+"""Schedules with several stages per rank, or with replicas."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+def test_dropout_draws_the_same_numbers(name: str) -> None:
+    """Whichever replica runs a micro-batch, its masks are those of the uncut graph."""
+    job = zoo.with_dropout("gpt")
+    result = verify(job, plan_of(job, name, 2, microbatches=4), options=Options(seed=3))
+    result.require()
+    assert result.reference.startswith("the module itself, eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "t5"])
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+def test_other_families(model: str, name: str) -> None:
+    """T5's stages are a DAG: every decoder stage reads the encoder's output."""
+    job = zoo.job(model, double=True)
+    batches = [job.batch(seed, 4) for seed in range(2)]
+    found = pipelined(job, plan_of(job, name, 2, microbatches=4), batches, clip_norm=0.1)
+    assert_same(found, plain(job, batches, 4, clip_norm=0.1), tolerance=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+def test_accumulation_and_uneven_micro_batches(name: str) -> None:
+    job = zoo.job("gpt", double=True)
+    batches = [job.batch(seed, 21) for seed in range(2)]
+    plan = plan_of(job, name, 2, microbatches=4, microbatch_size=2)
+    found = pipelined(job, plan, batches, accumulate=2)
+    assert_same(found, plain(job, batches, 8), tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["skips", "branch between blocks"])
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+def test_models_cut_between_modules(model: str, name: str) -> None:
+    job = JOBS[model]
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    plan = plan_of(job, name, 2, microbatches=4, microbatch_size=2)
+    found = pipelined(job, plan, batches, evaluate=batches[:1])
+    assert_same(found, plain(job, batches, 4, evaluate=batches[:1]), tolerance=2e-5)
+
+
+def worst(target: Callable[..., None], ranks: int, folder: Path, *args: object) -> dict[str, float]:
+    """name -> how far processes that are launched are from one, as rank 0 of them writes it down."""
+    file = folder / "differences.json"
+    assert launch(target, ranks, args=(*args[:3], file, *args[3:])) == 0
+    return {name: max(found.values()) for name, found in json.loads(file.read_text()).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_train_and_evaluate_as_one(ranks: int, tmp_path: Path) -> None:
+    names = ["forward_only", *SYNCHRONOUS]
+    found = worst(compare_each, ranks, tmp_path, names, 2 * ranks, "float64")
+    assert list(found) == names and max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.slow
+def test_processes_of_pipelines_side_by_side(tmp_path: Path) -> None:
+    names = ["forward_only", "1f1b", "zb_v"]
+    assert max(worst(compare_each, 4, tmp_path, names, 8, "float64", 2, True).values()) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_replicas_loads_into_another_plan(tmp_path: Path) -> None:
+    """Names are saved once, whoever holds them."""
+    assert launch(resume_elsewhere, 2, args=(tmp_path,)) == 0
+    index = json.loads((tmp_path / "0" / "step-00000002" / "index.json").read_text())
+    assert index["step"] == 2

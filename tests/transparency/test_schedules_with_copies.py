@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from deep import GELU
 from hypothesis import Phase, given, settings, strategies as st
-from runs import assert_same, capture_of, even, graph_of, pipelined, plain, plan_for, threads
-from torch import Tensor, nn
+from programs import policies
+from runs import assert_same, capture_of, each_rank, even, graph_of, pipelined, plain, plan_for, treated_plan
+from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Options, Pipeline
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import COPYING, OFFLOAD
 from pipeloom.ir.cluster import Link
-from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
+from pipeloom.ir.memory_policy import Residual
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.plan_request import CapturedModel, PlanRequest
@@ -29,33 +31,14 @@ from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.launch.launch import launch
 from pipeloom.runtime.offload.file_tier import FileTier
-from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.schedules import registry
 from pipeloom.tracer.stage.trace import stage_residuals
 
-WIDTH, ROWS, DEPTH = 8, 64, 12
+ROWS = 64
 CAP_SHARE = 0.7
 
 
-class Deep(nn.Module):
-    """Layers of one width that leave several residuals each. Shapes: x and y (rows, width)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + nn.functional.gelu(layer(x))
-        return (x * y).mean()
-
-
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(rows, WIDTH, generator=g).double() for name in "xy"}
-
-
-JOB = Job(model=lambda: Deep().double(), batch=batch, optimizer=zoo.sgd, name="deep")
+JOB = zoo.in_double(replace(GELU, name="deep"))
 
 
 def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
@@ -70,8 +53,7 @@ def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
         schedule=name,
         placement=placement,
     )
-    policy = MemoryPolicy(stages=tuple(dict.fromkeys(found, "offload") for found in residuals(plan)))
-    return replace(plan, memory=policy)
+    return treated_plan(JOB, plan, "offload")
 
 
 def residuals(plan: Plan) -> list[dict[str, Residual]]:
@@ -95,22 +77,6 @@ def offloads(plan: Plan) -> list[Any]:
     return [action for row in plan.as_schedule.rows for action in row if action.kind == OFFLOAD]
 
 
-def mixed(plan: Plan, data: st.DataObject) -> Plan:
-    """The plan with some residuals kept and some made again, inside the backward or ahead of it."""
-
-    def treatment(residual: Residual) -> st.SearchStrategy[Treatment]:
-        return st.sampled_from(["offload", "keep", *([] if residual.obstacle else ["recompute"])])
-
-    policy = MemoryPolicy(
-        stages=tuple(
-            {name: data.draw(treatment(residual), label=f"{s}/{name}") for name, residual in found.items()}
-            for s, found in enumerate(residuals(plan))
-        ),
-        ahead=tuple(s for s in range(len(plan.stages)) if data.draw(st.booleans(), label=f"{s} ahead")),
-    )
-    return replace(plan, memory=policy)
-
-
 @pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(
@@ -126,8 +92,8 @@ def test_partial_rows_and_mixed_treatments_equal_one_process(
 ) -> None:
     chunks = 2 if name == "zb_v" else chunks
     plan = planned(f"{name}:offload={min(offload, chunks)}", ranks, chunks, microbatches)
-    plan = mixed(thinned(plan, data), data)
-    batches = [batch(seed, ROWS * microbatches) for seed in (1, 2)]
+    plan = replace(thinned(plan, data), memory=data.draw(policies(residuals(plan))))
+    batches = [JOB.batch(seed, ROWS * microbatches) for seed in (1, 2)]
     found = pipelined(JOB, plan, batches)
     assert_same(found, plain(JOB, batches, microbatches), tolerance=1e-12)
 
@@ -140,7 +106,7 @@ def test_partial_rows_and_mixed_treatments_equal_one_process(
 def test_all_of_it_equals_one_process(name: str, ranks: int, chunks: int) -> None:
     plan = planned(name, ranks, chunks, 6)
     assert offloads(plan)
-    batches = [batch(seed, ROWS * 6) for seed in (1, 2)]
+    batches = [JOB.batch(seed, ROWS * 6) for seed in (1, 2)]
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, 6), tolerance=1e-12)
 
 
@@ -164,14 +130,12 @@ def test_a_slow_host_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plan = planned("1f1b:offload=1", 3, 1, 6)
     sizes = [sum(r.bytes for r in found.values()) for found in residuals(plan)]
 
-    def work(rank: int, channel: LocalChannel) -> tuple[dict[str, Tensor], int]:
-        made = Options(keep_gradients=True, offload_dir=tmp_path)
-        with Pipeline(JOB, plan, options=made, channel=channel) as pipeline:
-            for seed in (1, 2):
-                pipeline.step(batch(seed, ROWS * 6))
-            return dict(pipeline.weights.last_gradients), pipeline.ledger.residual_peak
+    def work(pipeline: Pipeline) -> tuple[dict[str, Tensor], int]:
+        for seed in (1, 2):
+            pipeline.step(JOB.batch(seed, ROWS * 6))
+        return dict(pipeline.weights.last_gradients), pipeline.ledger.residual_peak
 
-    fast = threads(3, work)
+    fast = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
     write = FileTier._write
 
     def slowly(tier: FileTier, copy: Any) -> None:
@@ -179,9 +143,9 @@ def test_a_slow_host_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write(tier, copy)
 
     monkeypatch.setattr(FileTier, "_write", slowly)
-    slow = threads(3, work)
+    slow = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
     monkeypatch.setattr(FileTier, "offload_done", lambda tier, copy: False)
-    latest = threads(3, work)
+    latest = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
     for rank, (expected, peak) in enumerate(fast):
         most = at_worst(plan, rank, sizes[rank])
         for gradients, _ in (slow[rank], latest[rank]):
@@ -202,7 +166,7 @@ def die_within(where: str, plan: Plan, folder: Path) -> None:
 
     setattr(FileTier, where, broken_off)
     with Pipeline(JOB, plan, options=Options(offload_dir=folder)) as pipeline:
-        pipeline.step(batch(1, ROWS * 6))
+        pipeline.step(JOB.batch(1, ROWS * 6))
 
 
 @pytest.mark.slow
@@ -250,16 +214,14 @@ def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) 
     plan = made(cap, "pipeoffload")
     assert offloads(plan)
     assert plan.caps == (cap,) * ranks
-    batches = [batch(seed, rows * microbatches) for seed in (1, 2)]
+    batches = [JOB.batch(seed, rows * microbatches) for seed in (1, 2)]
     expected = plain(JOB, batches, microbatches)
 
-    def work(rank: int, channel: LocalChannel) -> tuple[int, int]:
-        options = Options(offload_dir=tmp_path)
-        with Pipeline(JOB, plan, options=options, channel=channel) as pipeline:
-            losses = [pipeline.step(each) for each in batches]
-            assert losses == pytest.approx(expected.losses, rel=1e-12)
-            return pipeline.ledger.peak, pipeline.ledger.host_peak
+    def work(pipeline: Pipeline) -> tuple[int, int]:
+        losses = [pipeline.step(each) for each in batches]
+        assert losses == pytest.approx(expected.losses, rel=1e-12)
+        return pipeline.ledger.peak, pipeline.ledger.host_peak
 
-    found = threads(ranks, work)
+    found = each_rank(JOB, plan, work, offload_dir=tmp_path)
     assert max(peak for peak, _ in found) <= cap
     assert any(host > 0 for _, host in found)

@@ -6,18 +6,17 @@ from functools import partial
 import pytest
 import torch
 import zoo
-from runs import Numbers, assert_same, capture_of, even, even_plan, pipelined, plain, plan_for, threads
+from runs import Numbers, assert_same, capture_of, each_rank, even, even_plan, pipelined, plain, plan_for
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import BatchError
 
 TOLERANCE = 1e-12
 """In float64: what remains is the order of additions."""
 
 
-@pytest.fixture(scope="module")
-def gpt() -> Job:
-    return zoo.job("gpt", double=True)
+GPT, TIED = (zoo.job(name, double=True) for name in ("gpt", "tied_thrice"))
+LR = torch.optim.lr_scheduler
 
 
 def compare(
@@ -39,37 +38,40 @@ def steps(job: Job, count: int, rows: int = 4) -> list[zoo.Batch]:
     return [job.batch(seed, rows) for seed in range(count)]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("limit", [0.05, 1e9])
-def test_clipping_by_the_norm_over_all_ranks(gpt: Job, limit: float) -> None:
-    found = compare(gpt, steps(gpt, 2), clip_norm=limit)
-    assert found.norms[0] is not None and found.norms[0] > 0.05
+@pytest.mark.parametrize(
+    ("job", "rows", "options"),
+    [
+        (GPT, [4, 4], {"clip_norm": 0.05}),
+        pytest.param(GPT, [4, 4], {"clip_norm": 1e9}, marks=pytest.mark.slow),
+        (TIED, [4, 4], {"clip_norm": 0.01}),  # a tied parameter counts once
+        (GPT, [4, 4, 4, 4], {"scheduler": partial(LR.StepLR, step_size=1, gamma=0.3)}),
+        (GPT, [12, 12], {"accumulate": 3, "clip_norm": 0.1}),
+        (TIED, [8, 8], {"accumulate": 2}),
+        pytest.param(
+            GPT,
+            [9, 9],
+            {
+                "accumulate": 2,
+                "clip_norm": 0.2,
+                "scheduler": partial(LR.ExponentialLR, gamma=0.5),
+                "seed": 5,
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_options(job: Job, rows: list[int], options: dict[str, object]) -> None:
+    found = compare(job, [job.batch(seed, count) for seed, count in enumerate(rows)], **options)
+    if job is GPT and options.keys() == {"clip_norm"}:
+        assert found.norms[0] > 0.05, "the lower limit clips"
 
 
-def test_clipping_counts_a_tied_parameter_once() -> None:
-    job = zoo.job("tied_thrice", double=True)
-    compare(job, steps(job, 2), clip_norm=0.01)
-
-
-def test_a_learning_rate_scheduler(gpt: Job) -> None:
-    compare(gpt, steps(gpt, 4), scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.3))
-
-
-def test_another_optimizer(gpt: Job) -> None:
-    adam = replace(gpt, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1))
-    plan = even_plan(gpt, 3, microbatches=2)
-    batches = steps(gpt, 3)
+def test_another_optimizer() -> None:
+    adam = replace(GPT, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1))
+    plan = even_plan(GPT, 3, microbatches=2)
+    batches = steps(GPT, 3)
     # a gradient that is zero but for rounding moves by a full step under Adam
     assert_same(pipelined(adam, plan, batches), plain(adam, batches, 2), tolerance=1e-7)
-
-
-def test_gradient_accumulation(gpt: Job) -> None:
-    compare(gpt, steps(gpt, 2, rows=12), accumulate=3, clip_norm=0.1)
-
-
-def test_accumulation_of_tied_gradients() -> None:
-    job = zoo.job("tied_thrice", double=True)
-    compare(job, steps(job, 2, rows=8), accumulate=2)
 
 
 def test_losses_weighted_by_tokens() -> None:
@@ -97,65 +99,50 @@ def test_a_batch_without_any_token_is_refused_by_all_ranks() -> None:
     job = Job(
         model=zoo.GPT, batch=zoo.token_batch, weight=lambda batch: 0 * len(batch["labels"]), optimizer=zoo.sgd
     )
-    with pytest.raises(BatchError, match="no token of this batch counts"):
+    with pytest.raises(BatchError, match="no token"):
         pipelined(job, even_plan(job, 2, microbatches=2), steps(job, 1))
 
 
 @pytest.mark.slow
-def test_an_uneven_batch_and_other_lengths(gpt: Job) -> None:
+def test_an_uneven_batch_and_other_lengths() -> None:
     """Seven rows for two micro-batches, then longer sequences, then the planned size again."""
-    batches = [
-        gpt.batch(0, 4),
-        gpt.batch(1, 7),
-        {**zoo.token_batch(2, 4, length=zoo.LENGTH + 5)},
-        gpt.batch(3, 4),
-    ]
-    compare(gpt, batches)
+    longer = zoo.token_batch(2, 4, length=zoo.LENGTH + 5)
+    compare(GPT, [GPT.batch(0, 4), GPT.batch(1, 7), longer, GPT.batch(3, 4)])
 
 
-def test_a_batch_with_too_few_rows_is_refused(gpt: Job) -> None:
-    plan = even_plan(gpt, 2, microbatches=4)
-    with pytest.raises(BatchError, match="a batch of 3 rows cannot be split into 4 micro-batches"):
-        pipelined(gpt, plan, [gpt.batch(0, 3)])
+def test_a_batch_with_too_few_rows_is_refused() -> None:
+    plan = even_plan(GPT, 2, microbatches=4)
+    with pytest.raises(BatchError, match="3 rows"):
+        pipelined(GPT, plan, [GPT.batch(0, 3)])
 
 
-def test_ranks_with_different_batches_are_refused_on_all(gpt: Job) -> None:
-    plan = even_plan(gpt, 2, microbatches=2)
+def test_ranks_with_different_batches_are_refused_on_all() -> None:
+    plan = even_plan(GPT, 2, microbatches=2)
 
-    def work(rank: int, channel: object) -> str:
-        with Pipeline(gpt, plan, channel=channel) as pipeline, pytest.raises(BatchError) as caught:
-            pipeline.step(gpt.batch(0, 4 + 2 * rank))
+    def work(pipeline: Pipeline) -> str:
+        with pytest.raises(BatchError) as caught:
+            pipeline.step(GPT.batch(0, 4 + 2 * pipeline.rank))
         return str(caught.value)
 
-    for rank, message in enumerate(threads(2, work)):
+    for rank, message in enumerate(each_rank(GPT, plan, work)):
         assert f"rank {rank} has a batch of input_ids[{4 + 2 * rank}, 12]" in message
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [(1, 0, 0, 1), *(pytest.param(p, marks=pytest.mark.slow) for p in ((0, 0, 1, 1), (0, 1, 0, 1)))],
-)
-def test_several_stages_on_a_rank(gpt: Job, placement: tuple[int, ...]) -> None:
-    batches = steps(gpt, 2, rows=8)
-    expected = plain(gpt, batches, 4, evaluate=batches[:1])
-    captured = capture_of(gpt)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("placement", [(1, 0, 0, 1), (0, 0, 1, 1), (0, 1, 0, 1)])
+def test_several_stages_on_a_rank(placement: tuple[int, ...]) -> None:
+    batches = steps(GPT, 2, rows=8)
+    expected = plain(GPT, batches, 4, evaluate=batches[:1])
+    captured = capture_of(GPT)
     for schedule, split in (("1f1b", True), ("gpipe", False)):
-        plan = plan_for(
-            captured,
-            even(captured.graph, 4),
-            microbatches=4,
-            schedule=schedule,
-            split=split,
-            placement=placement,
-        )
-        found = pipelined(gpt, plan, batches, evaluate=batches[:1])
+        how = {"microbatches": 4, "schedule": schedule, "split": split, "placement": placement}
+        plan = plan_for(captured, even(captured.graph, 4), **how)
+        found = pipelined(GPT, plan, batches, evaluate=batches[:1])
         assert_same(found, expected, tolerance=TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "gpt" else pytest.mark.slow) for n in zoo.DROPOUT]
-)
+@pytest.mark.parametrize("name", zoo.DROPOUT)
 def test_dropout_is_the_same_for_any_cut(name: str) -> None:
     job = zoo.with_dropout(name)
     batches = steps(job, 2, rows=6)
@@ -186,9 +173,7 @@ gradients in bfloat16 and we in float32; Llama's grouped heads are summed in ano
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("gpt", "convnet") else pytest.mark.slow) for n in BFLOAT]
-)
+@pytest.mark.parametrize("name", BFLOAT)
 def test_bfloat16_autocast_is_that_of_eager(name: str) -> None:
     job = zoo.job(name)
     batches = steps(job, 1)
@@ -201,36 +186,22 @@ def test_bfloat16_autocast_is_that_of_eager(name: str) -> None:
     assert expected.losses != plain(job, batches, 2).losses
 
 
-@pytest.mark.slow
-def test_options_have_no_effect_on_each_other(gpt: Job) -> None:
-    compare(
-        gpt,
-        steps(gpt, 2, rows=9),
-        microbatches=2,
-        accumulate=2,
-        clip_norm=0.2,
-        scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-        seed=5,
-    )
-
-
-def test_a_seed_gives_other_weights(gpt: Job) -> None:
-    plan = even_plan(gpt, 2, microbatches=2)
-    with_seed = [pipelined(gpt, plan, steps(gpt, 1), seed=seed).losses for seed in (0, 1, 0)]
+def test_a_seed_gives_other_weights() -> None:
+    plan = even_plan(GPT, 2, microbatches=2)
+    with_seed = [pipelined(GPT, plan, steps(GPT, 1), seed=seed).losses for seed in (0, 1, 0)]
     assert with_seed[0] == with_seed[2] != with_seed[1]
 
 
-def test_the_report_of_a_step(gpt: Job) -> None:
-    plan = even_plan(gpt, 2, microbatches=2)
+def test_the_report_of_a_step() -> None:
+    plan = even_plan(GPT, 2, microbatches=2)
 
-    def work(rank: int, channel: object) -> tuple[object, ...]:
-        with Pipeline(gpt, plan, channel=channel, options=Options(clip_norm=1.0)) as pipeline:
-            loss = pipeline.step(gpt.batch(0, 4))
-            report = pipeline.report
-            assert report.loss == loss
-            assert 0.0 <= report.bubble < 1.0
-            assert len(report.busy_s) == len(report.peak_bytes) == 2
-            return report.loss, report.grad_norm, report.peak_bytes
+    def work(pipeline: Pipeline) -> tuple[object, ...]:
+        loss = pipeline.step(GPT.batch(0, 4))
+        report = pipeline.report
+        assert report.loss == loss
+        assert 0.0 <= report.bubble < 1.0
+        assert len(report.busy_s) == len(report.peak_bytes) == 2
+        return report.loss, report.grad_norm, report.peak_bytes
 
-    first, second = threads(2, work)
+    first, second = each_rank(GPT, plan, work, clip_norm=1.0)
     assert first == second

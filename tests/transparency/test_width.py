@@ -12,12 +12,12 @@ import torch
 from delayed import Trained, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
-from pipeloom import Options, Pipeline
+from pipeloom import Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
 from pipeloom.runtime.posted import PendingSum
 from pipeloom.runtime.posted_channel import PostedChannel
-from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
+from pipeloom.runtime.transports.local_channel import LocalTransport
 from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
 
 TOLERANCE = 1e-12
@@ -37,20 +37,16 @@ def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:
     assert worst <= tolerance, f"{where} differs by {worst:.3g}"
 
 
-QUICK = ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
 GPT = every_schedule.gpt_job()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ONE_WAY]
-)
+@pytest.mark.sampled("1f1b", "zb_v")
+@pytest.mark.parametrize("name", ONE_WAY)
 def test_schedules_that_flush(name: str) -> None:
-    job = GPT
-    one = replace(every_schedule.plan_of(job, name, 2, microbatches=4), weights="flush")
-    batches = [job.batch(seed, 8) for seed in range(2)]
-    found = runs.pipelined(job, widened(one, 2), batches, evaluate=batches[:1], clip_norm=0.1)
-    expected = runs.plain(job, batches, 8, evaluate=batches[:1], clip_norm=0.1)
+    one = replace(every_schedule.plan_of(GPT, name, 2, microbatches=4), weights="flush")
+    batches = [GPT.batch(seed, 8) for seed in range(2)]
+    found = runs.pipelined(GPT, widened(one, 2), batches, evaluate=batches[:1], clip_norm=0.1)
+    expected = runs.plain(GPT, batches, 8, evaluate=batches[:1], clip_norm=0.1)
     assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE)
     runs.assert_same(found, expected, tolerance=TOLERANCE)
 
@@ -65,12 +61,7 @@ def test_gradients_are_those_of_plain_pytorch() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "tied", "clip_norm"),
-    [
-        (2, 2, False, None),
-        (1, 1, False, 0.05),
-        (3, 3, True, 0.05),
-        pytest.param(3, 2, True, None, marks=pytest.mark.slow),
-    ],
+    [(2, 2, False, None), (1, 1, False, 0.05), (3, 3, True, 0.05), (3, 2, True, None)],
 )
 def test_2bw_is_a_delay_of_one_update(
     stages: int, microbatches: int, tied: bool, clip_norm: float | None
@@ -84,21 +75,19 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
     job = job_of()
     plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
 
-    def held(rank: int, channel: LocalChannel) -> int:
-        with Pipeline(job, plan, channel=channel) as pipeline:
-            pipeline.step(job.batch(0, 8))
-            predicted = pipeline.expected.peaks[rank]["batch"]
-            assert pipeline.ledger.levels["batch"] == predicted
-            parts = pipeline.batches.take(job.batch(0, 8), step=1, training=True)
-            read = {"x"} if rank < 2 else set()  # by the first stage
-            assert [set(part.inputs) for part in parts] == [
-                read if rank % 2 == n // 2 else set() for n in range(4)
-            ]
-            return predicted
+    def held(pipeline: Pipeline) -> int:
+        pipeline.step(job.batch(0, 8))
+        predicted = pipeline.expected.peaks[pipeline.rank]["batch"]
+        assert pipeline.ledger.levels["batch"] == predicted
+        parts = pipeline.batches.take(job.batch(0, 8), step=1, training=True)
+        read = {"x"} if pipeline.rank < 2 else set()  # by the first stage
+        assert [set(part.inputs) for part in parts] == [
+            read if pipeline.rank % 2 == n // 2 else set() for n in range(4)
+        ]
+        return predicted
 
-    with runs.shared_captures():
-        whole = job.batch(0, 8)["x"].nbytes
-        assert runs.threads(4, held) == [whole // 2] * 4
+    whole = job.batch(0, 8)["x"].nbytes
+    assert runs.each_rank(job, plan, held) == [whole // 2] * 4
 
 
 def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,21 +156,19 @@ def test_gradients_for_owners_take_half_of_the_bytes(
     plan = widened(one, width)
 
     def bytes_of_a_step(plan: Plan) -> int:
-        def step(rank: int, channel: LocalChannel) -> None:
-            with Pipeline(job, plan, options=Options(keep_gradients=True), channel=channel) as pipeline:
-                pipeline.step(job.batch(0, 2 * plan.microbatches))
-                kept[rank] = set(pipeline.weights.last_gradients)
-                if plan.shard_optimizer:
-                    assert kept[rank] == pipeline.weights.stepped
+        def step(pipeline: Pipeline) -> None:
+            pipeline.step(job.batch(0, 2 * plan.microbatches))
+            kept[pipeline.rank] = set(pipeline.weights.last_gradients)
+            if plan.shard_optimizer:
+                assert kept[pipeline.rank] == pipeline.weights.stepped
 
         sent.clear()
-        runs.threads(2 * width, step)
+        runs.each_rank(job, plan, step, keep_gradients=True)
         return sum(sent.values())
 
-    with runs.shared_captures():
-        whole = bytes_of_a_step(plan)
-        assert whole and kept[0] == kept[1]
-        assert bytes_of_a_step(replace(plan, shard_optimizer=True)) == whole // 2
+    whole = bytes_of_a_step(plan)
+    assert whole and kept[0] == kept[1]
+    assert bytes_of_a_step(replace(plan, shard_optimizer=True)) == whole // 2
     assert kept[0] and not kept[0] & kept[1]
 
 
@@ -191,13 +178,11 @@ def test_a_share_of_the_optimizer_state_is_hardly_larger_than_an_even_one(name: 
     one = every_schedule.plan_of(GPT, name, 2, microbatches=4, microbatch_size=2)
     plan = replace(widened(one, width), shard_optimizer=True)
 
-    def held(rank: int, channel: LocalChannel) -> None:
-        with Pipeline(GPT, plan, channel=channel) as pipeline:
-            pipeline.step(GPT.batch(0, 2 * plan.microbatches))
-            sizes = [p.nbytes for p in pipeline.weights.params.values()]
-            own = pipeline.weights.sizes["optimizer"]
-            assert 0 < own <= sum(sizes) / 2 + max(sizes)
-            assert own == pipeline.expected.peaks[rank]["optimizer"]
+    def held(pipeline: Pipeline) -> None:
+        pipeline.step(GPT.batch(0, 2 * plan.microbatches))
+        sizes = [p.nbytes for p in pipeline.weights.params.values()]
+        own = pipeline.weights.sizes["optimizer"]
+        assert 0 < own <= sum(sizes) / 2 + max(sizes)
+        assert own == pipeline.expected.peaks[pipeline.rank]["optimizer"]
 
-    with runs.shared_captures():
-        runs.threads(len(plan.schedule_rows), held)
+    runs.each_rank(GPT, plan, held)

@@ -12,7 +12,7 @@ made it, so that a planner can name it without tracing the stage:
 What the profile says an op `saves` are values; each is the residual that `residual_names` gives, of the
 bytes of the value. The profile's `extra_saved_bytes` of an op are those numbered behind its outputs, all of
 them together. A saved value that the stage received, or that is a batch input, is no residual: it lies in its
-message's buffer until the backward, and no policy moves it. `tests/tracer/test_residual_names.py` holds the
+message's buffer until the backward, and no policy moves it. `tests/tracer/test_residuals.py` holds the
 stage functions to this for the model families, and lists the ops for which a profile says something else.
 """
 
