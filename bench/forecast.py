@@ -36,11 +36,11 @@ MEMORY_LIMIT, TIME_LIMIT_S = 0.03, 180.0
 
 WIDTHS = {"default": 128, "wide": 512}
 JOB = """from pipeloom.train.config import Config, ModelConfig
-from pipeloom.train.workload import default_job
+from pipeloom.train.workload import job_of
 
 
 def job():
-    return default_job(Config(model=ModelConfig(width={width})))
+    return job_of(Config(model=ModelConfig(width={width})))
 """
 
 

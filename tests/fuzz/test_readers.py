@@ -38,6 +38,7 @@ from pipeloom.runtime.checkpoint.state import TrainState
 from pipeloom.schedules.formats.csv import read_schedule
 from pipeloom.train.config import Config
 from pipeloom.train.config_text import read_config, write_config
+from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run
 from pipeloom.train.run_directory import Metrics, find_run
 
@@ -95,7 +96,7 @@ def read_run(folder: Path) -> None:
     """As `train --resume` does, up to where ranks start."""
     ours(lambda: find_run("gpt", folder))
     request = TrainRequest(out=folder, resume=True, as_json=True)
-    ours(lambda: prepare_run(request, lambda *_: PlannedRun(PLAN)))
+    ours(lambda: prepare_run(request, RankProcesses(), lambda *_: PlannedRun(PLAN)))
     ours(lambda: Metrics(folder / "metrics.jsonl", after_step=2).__exit__(None, None, None))
 
 

@@ -16,6 +16,7 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.runnable import require_runnable_plan
 from pipeloom.train.config_text import read_config
+from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import TrainRequest, prepare_run
 from pipeloom.train.workload import gpt_workload
 from pipeloom.verification import verify
@@ -65,13 +66,13 @@ def test_train_follows_a_plan_and_imports_nothing(place: Path) -> None:
     made = even_plan(gpt_workload(read_config(None, settings)).job, 2, microbatches=2)
     replace(made, schedule="evil.py:z").save(place / "plan.json")
     request = TrainRequest(overrides=(*settings, "pipeline.plan=plan.json"), out=place / "run")
-    assert prepare_run(request).config.pipeline.schedule == "1f1b"
+    assert prepare_run(request, RankProcesses()).config.pipeline.schedule == "1f1b"
     assert not (place / "ran").exists()
     # What goes on with the run reads the config that it wrote.
     assert "evil.py" not in tomllib.loads((place / "run" / "config.toml").read_text())["pipeline"]["schedule"]
     # Whoever names the file himself means it.
     own = replace(request, out=place / "own", overrides=(*request.overrides, "pipeline.schedule=evil.py:z"))
-    assert prepare_run(own).config.pipeline.schedule == "evil.py:z"
+    assert prepare_run(own, RankProcesses()).config.pipeline.schedule == "evil.py:z"
     assert (place / "ran").exists()
 
 

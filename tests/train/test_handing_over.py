@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 import torch
 
 from pipeloom.settings import PlanSettings
-from pipeloom.train import benchmark
 from pipeloom.train.benchmark import Bench, run_bench
 from pipeloom.train.config import Config
 from pipeloom.train.config_text import write_config
+from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import TrainRequest, run
 
 
@@ -37,14 +36,14 @@ def launch_here(rank: Callable[..., None], ranks: int, *, args: tuple[Any, ...])
 @pytest.fixture
 def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Starts a run of one rank, as `launch_here` does."""
-    monkeypatch.setattr(sys.modules[run.__module__], "launch", launch_here)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch_here)
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, ranks=1))
     (tmp_path / "config.toml").write_text(write_config(config))
 
     def start(*overrides: str, **request: Any) -> int:
         made = TrainRequest(out=tmp_path / "run", overrides=overrides, as_json=True, **request)
-        return run(made)
+        return run(made, RankProcesses())
 
     return start
 
@@ -94,11 +93,11 @@ class Model(torch.nn.Module):
     def refuse_to_rehearse(*_: object, **__: object) -> None:
         raise AssertionError("a step that nobody asked for was run")
 
-    monkeypatch.setattr(benchmark, "launch", launch_here)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch_here)
     monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
     settings = PlanSettings(ranks=1, microbatches=2, microbatch_size=2)
     bench = Bench(model=f"{job}:job", settings=settings, steps=1, warmup=0, as_json=False)
-    assert run_bench(bench) == 0
+    assert run_bench(bench, RankProcesses()) == 0
     printed = capsys.readouterr().out
     assert "(median of 1)" in printed and "by the plan's profile" in printed
     tokens, rows = re.search(r"([\d,.]+) tokens/s \(([\d,.]+) rows/s\)", printed).groups()  # type: ignore[union-attr]

@@ -10,10 +10,11 @@ import pytest
 from compiled import KnownRatios
 
 from pipeloom.ir.errors import ConfigError, PlanError
-from pipeloom.ir.plan import load_plan
+from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.train.config import Config, PipelineConfig
 from pipeloom.train.config_text import write_config
 from pipeloom.train.follow_plan import follow_plan
+from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import TrainRequest, prepare_run
 
 
@@ -23,15 +24,18 @@ def file(tiny: Config, tmp_path: Path) -> Path:
     return tmp_path / "config.toml"
 
 
+def planned(file: Path, out: Path, *overrides: str) -> Plan:
+    prepare_run(TrainRequest(file=file, out=out, overrides=overrides), RankProcesses())
+    return load_plan(out / "plan.json")
+
+
 def test_a_run_is_planned_by_the_planner_of_its_config(file: Path, tmp_path: Path) -> None:
-    request = TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=balanced",))
-    prepared = prepare_run(request)
-    plan = load_plan(prepared.out / "plan.json")
+    plan = planned(file, tmp_path / "run", "pipeline.planner=balanced")
     assert plan.planner == "balanced"
     plan.save(tmp_path / "plan.json")
     follows = (f"pipeline.plan={tmp_path / 'plan.json'}", "pipeline.planner=probe")
     with pytest.raises(ConfigError, match="pipeline.planner is to be probe, but the plan"):
-        prepare_run(TrainRequest(file=file, out=tmp_path / "other", overrides=follows))
+        planned(file, tmp_path / "other", *follows)
 
 
 def test_an_unknown_planner_is_refused_before_any_work(
@@ -39,7 +43,10 @@ def test_an_unknown_planner_is_refused_before_any_work(
 ) -> None:
     monkeypatch.setattr("pipeloom.planning.capture", lambda *_, **__: pytest.fail("it was captured"))
     with pytest.raises(PlanError, match="no planner is named 'exat'") as caught:
-        prepare_run(TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=exat",)))
+        prepare_run(
+            TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=exat",)),
+            RankProcesses(),
+        )
     assert "did you mean exact?" in caught.value.hint
 
 
@@ -49,7 +56,9 @@ def test_a_run_that_compiles_is_planned_with_compiled_times(
     monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", KnownRatios())
     for compile in ("true", "false"):
         out = tmp_path / compile
-        prepare_run(TrainRequest(file=file, out=out, overrides=(f"pipeline.compile={compile}",)))
+        prepare_run(
+            TrainRequest(file=file, out=out, overrides=(f"pipeline.compile={compile}",)), RankProcesses()
+        )
         notes = load_plan(out / "plan.json").notes
         said = " ".join(capsys.readouterr().out.split())
         if compile == "true":
@@ -63,7 +72,7 @@ def test_a_plan_decides_whether_its_stages_are_compiled(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its times and its memory are those of one or the other."""
-    prepare_run(TrainRequest(file=file, out=tmp_path / "run"))
+    planned(file, tmp_path / "run")
     eager = load_plan(tmp_path / "run" / "plan.json")
     compiled = replace(eager, notes={"compiled": "forwards 0.50 times as long as eager"})
     on = Config(pipeline=PipelineConfig(compile=True, plan="p.json"))
@@ -79,7 +88,7 @@ def test_a_plan_decides_whether_its_stages_are_compiled(
 
 def test_names_that_nothing_can_be_planned_by_do_not_get_into_the_config(file: Path, tmp_path: Path) -> None:
     """A run that followed such a plan could not be resumed with other micro-batches and no plan."""
-    prepare_run(TrainRequest(file=file, out=tmp_path / "run"))
+    planned(file, tmp_path / "run")
     plan = replace(load_plan(tmp_path / "run" / "plan.json"), planner="by hand", schedule="searched")
     before = Config(pipeline=PipelineConfig(planner="probe", schedule="gpipe"))
     settings = follow_plan(before, plan, ()).pipeline

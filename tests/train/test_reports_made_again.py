@@ -11,6 +11,7 @@ from runs import even_plan
 
 from pipeloom.train.config import Config
 from pipeloom.train.config_text import write_config
+from pipeloom.train.rank_processes import RankProcesses, run_rank
 from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run, run
 from pipeloom.train.workload import Workload
 
@@ -31,7 +32,7 @@ def start(tiny: Config, tmp_path: Path) -> Callable[..., None]:
     def start(*overrides: str, resume: bool = False) -> None:
         file = None if resume else tmp_path / "config.toml"
         request = TrainRequest(file=file, overrides=overrides, out=tmp_path / "a", resume=resume)
-        MODULE.run_rank(prepare_run(request, one_stage))
+        run_rank(MODULE._train_rank, prepare_run(request, RankProcesses(), one_stage))
 
     return start
 
@@ -71,13 +72,13 @@ def test_it_is_said(start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyP
     start()
     started: list[object] = []
     monkeypatch.setattr(
-        sys.modules[run.__module__], "launch", lambda *args, **kwargs: started.append(args) or 0
+        "pipeloom.train.rank_processes.launch", lambda *args, **kwargs: started.append(args) or 0
     )
     request = TrainRequest(out=tmp_path / "a", resume=True, overrides=("steps=2",))
-    run(request)
+    run(request, RankProcesses())
     assert "is finished: 2 of 2 steps are done" in capsys.readouterr().out and not started
     (tmp_path / "a" / "summary.json").write_text("")
-    run(request)
+    run(request, RankProcesses())
     said = (
         "had done its 2 steps and has no report of them: it is written now. To train on: --resume --steps 4"
     )

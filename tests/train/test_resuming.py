@@ -10,6 +10,7 @@ from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config
 from pipeloom.train.config_text import write_config
+from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import TrainRequest, prepare_run
 
 
@@ -30,7 +31,7 @@ def run(tiny: Config, tmp_path: Path) -> Path:
 
 def resumed(run: Path, *overrides: str) -> Config:
     request = TrainRequest(out=run, resume=True, overrides=("steps=20", *overrides))
-    return prepare_run(request, plan_anew).config
+    return prepare_run(request, RankProcesses(), plan_anew).config
 
 
 def test_what_planning_does_not_read_leaves_the_plan(run: Path) -> None:

@@ -14,6 +14,7 @@ from runs import even_plan
 from pipeloom.ir.errors import ConfigError
 from pipeloom.train.config import Config
 from pipeloom.train.config_text import write_config
+from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run, run
 from pipeloom.train.run_lock import LOCK, RunLock
 from pipeloom.train.workload import Workload
@@ -70,14 +71,14 @@ def test_a_second_run_is_refused_and_leaves_the_first_alone(tiny: Config, tmp_pa
     (tmp_path / "config.toml").write_text(write_config(tiny))
     new = TrainRequest(file=tmp_path / "config.toml", out=tmp_path / "a")
     with RunLock() as first:
-        prepared = prepare_run(new, planned, lock=first)
+        prepared = prepare_run(new, RankProcesses(), planned, lock=first)
         before = {path.name: path.read_bytes() for path in prepared.out.iterdir()}
         for request in (TrainRequest(out=tmp_path / "a", resume=True), new):
             with RunLock() as second, pytest.raises(ConfigError, match="in use by|holds a run already"):
-                prepare_run(request, planned, lock=second)
+                prepare_run(request, RankProcesses(), planned, lock=second)
         (prepared.out / "config.toml").unlink()  # as if both had begun at the same moment
         with RunLock() as second, pytest.raises(ConfigError, match="in use by"):
-            prepare_run(new, planned, lock=second)
+            prepare_run(new, RankProcesses(), planned, lock=second)
         (prepared.out / "config.toml").write_bytes(before["config.toml"])
         assert {path.name: path.read_bytes() for path in prepared.out.iterdir()} == before
         prepared.snapshot.restore(prepared.out)
@@ -110,10 +111,10 @@ def test_however_it_is_ended_it_says_how_far_it_is(
             signal.raise_signal(signal.SIGINT)
         return "kept"
 
-    monkeypatch.setattr(MODULE, "launch", launch)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch)
     monkeypatch.setattr(MODULE, "make_plan", planned)
     monkeypatch.setattr(MODULE, "interrupted", impatient)
     with pytest.raises(ends_by):
-        run(TrainRequest(file=tmp_path / "config.toml", out=tmp_path / "a"))
+        run(TrainRequest(file=tmp_path / "config.toml", out=tmp_path / "a"), RankProcesses())
     assert capsys.readouterr().err == "kept\n"
     assert not (tmp_path / "a" / LOCK).exists()

@@ -12,7 +12,7 @@ from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import Job
 from pipeloom.train.config import Config, DataConfig, ModelConfig
 from pipeloom.train.model import GPT
-from pipeloom.train.workload import default_job, derive_seed, gpt_workload, job_workload
+from pipeloom.train.workload import derive_seed, gpt_workload, job_of, job_workload
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 
@@ -72,7 +72,7 @@ def test_batches_follow_from_seed_and_step(tiny: Config) -> None:
 
 
 def test_the_job_gives_batches_of_any_size(tiny: Config) -> None:
-    job = default_job(tiny)
+    job = job_of(tiny)
     assert job.batch(0, 3)["labels"].shape == (3, 16)
     assert job.weight is not None and job.weight(job.batch(0, 3)) == 48
     assert isinstance(job.model(), GPT)

@@ -10,16 +10,15 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from rich.console import Console
 
-from ..ir.errors import ConfigError, PeerError, PipeloomError
+from ..ir.errors import ConfigError
 from ..ir.plan import Plan, load_plan
 from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
@@ -28,25 +27,23 @@ from ..passes import capture, profile
 from ..pipeline import Pipeline
 from ..plan_request import CapturedModel, times_of
 from ..planning import make_request, plan_size
-from ..ranks import HandedModel, rank_device, result_of_rank_0, take_over_model
+from ..ranks import rank_device, result_of_rank_0
 from ..reports import explain_steps, stage_rows
 from ..runnable import require_runnable, require_training
 from ..runtime.launch.connect import connect
-from ..runtime.launch.launch import StartedRanks, launch
 from ..runtime.launch.processes import terminate_as_exit
-from ..settings import PlanSettings
 from ..tracer.job_loader import load_job
 from ..viewer.stage_graph import stage_edges
 from .config import Config
 from .config_text import Override, key_of, read_config, write_config
 from .follow_plan import follow_plan
-from .handing_over import autocast_of, hand_over
 from .loop import train, what_runs_first, why_at_once
+from .rank_processes import HandedModel, RankProcesses, autocast_of, ranks_of, run_rank, take_over
 from .report import predicted_step, print_end, summary, write_files
 from .resuming import end_undisturbed, extended, interrupted, is_finished
 from .run_directory import DirectorySnapshot, find_run, new_run, require_new
 from .run_lock import RunLock
-from .workload import Workload, gpt_workload, job_workload, rate_scheduler
+from .workload import Workload, rate_scheduler, workload_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +68,8 @@ class TrainRequest:
 class PreparedRun:
     """A request with everything decided; the same on every rank.
 
-    model: as it was captured once for all ranks, see `hand_over_model`; None until that was done, and where
-    each rank captures it.
+    model: captured once for all ranks, see `RankProcesses.hand_over`; None until that was done, and if each
+        rank captures it.
     """
 
     request: TrainRequest
@@ -82,39 +79,35 @@ class PreparedRun:
     model: HandedModel | None = None
 
 
-def run(request: TrainRequest, started: StartedRanks | None = None) -> int:
+def run(request: TrainRequest, processes: RankProcesses) -> int:
     """Train; returns the exit status.
 
-    started: processes for the ranks, if they were started already.
     Raises: PipeloomError for what is wrong before the ranks start.
     """
     with RunLock() as lock:
-        return _run_alone(request, lock, started)
+        return _run_alone(request, lock, processes)
 
 
-def _run_alone(request: TrainRequest, lock: RunLock, started: StartedRanks | None) -> int:
+def _run_alone(request: TrainRequest, lock: RunLock, processes: RankProcesses) -> int:
     if "RANK" in os.environ:
         settings = read_config(request.file, request.overrides).pipeline
         device = rank_device(Options(device=settings.device))
         group = connect(device, timeout_s=settings.timeout_s)
-        prepared = result_of_rank_0(group, lambda: prepare_run(request, lock=lock))
+        prepared = result_of_rank_0(group, lambda: prepare_run(request, processes, lock=lock))
         if not result_of_rank_0(group, lambda: _nothing_left(prepared)):
             try:
-                run_rank(result_of_rank_0(group, lambda: with_model(prepared)))
+                run_rank(_train_rank, result_of_rank_0(group, lambda: with_model(prepared, processes)))
             finally:
                 if dist.get_rank(group) == 0:
                     prepared.snapshot.restore(prepared.out)
         return 0
     with terminate_as_exit():
-        prepared = prepare_run(request, lock=lock, started=started)
+        prepared = prepare_run(request, processes, lock=lock)
         if _nothing_left(prepared):
             return 0
-        ranks = len(set(load_plan(prepared.out / "plan.json").placement))
+        ranks = ranks_of(load_plan(prepared.out / "plan.json"))
         try:
-            args = (with_model(prepared, started),)
-            if started is not None and started.ranks == ranks:
-                return started.run(run_rank, args)
-            return launch(run_rank, ranks, args=args)
+            return processes.run(_train_rank, ranks, with_model(prepared, processes))
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
             end_undisturbed()
             prepared.snapshot.restore(prepared.out)
@@ -136,15 +129,14 @@ def _nothing_left(prepared: PreparedRun) -> bool:
 
 def prepare_run(
     request: TrainRequest,
+    processes: RankProcesses,
     plan_run: Callable[[Config, Workload, Console], PlannedRun] | None = None,
     *,
     lock: RunLock | None = None,
-    started: StartedRanks | None = None,
 ) -> PreparedRun:
     """Decide config, directory and plan, and write the first and the last into the second.
 
     plan_run: makes the plan; `make_plan` by default.  lock: takes the directory before it is read.
-    started: processes for the ranks, which prepare themselves as soon as there is a plan.
     """
     config = _named(read_config(request.file, request.overrides))
     if not request.resume:
@@ -163,13 +155,15 @@ def prepare_run(
     if replan and config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.schedule)
-    workload = make_workload(config)
+    workload = workload_of(config)
     planned = (plan_run or make_plan)(config, workload, request.console) if replan else None
     if planned is not None:
         require_training(planned.plan)
     model = None
     if planned is not None and planned.model is not None:
-        model = hand_over(config, workload.job, planned.plan, planned.model, started)
+        model = processes.hand_over(
+            config, workload.job, planned.plan, planned.model.captured, evaluates=True
+        )
     # Only now: a request that cannot be planned leaves no directory behind.
     snapshot = DirectorySnapshot.of(out or request.out)
     if out is None:
@@ -187,7 +181,7 @@ def prepare_run(
     return PreparedRun(request=request, config=config, out=out, snapshot=snapshot, model=model)
 
 
-def with_model(prepared: PreparedRun, started: StartedRanks | None = None) -> PreparedRun:
+def with_model(prepared: PreparedRun, processes: RankProcesses) -> PreparedRun:
     """The run with its model captured, if planning did not capture it: its plan was there already.
 
     Raises: CaptureError if the model cannot be captured.
@@ -196,7 +190,8 @@ def with_model(prepared: PreparedRun, started: StartedRanks | None = None) -> Pr
         return prepared
     config, plan = prepared.config, load_plan(prepared.out / "plan.json")
     with prepared.request.console.status("capturing"):
-        return replace(prepared, model=hand_over(config, make_workload(config).job, plan, None, started))
+        model = processes.hand_over(config, workload_of(config).job, plan, evaluates=True)
+        return replace(prepared, model=model)
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:
@@ -210,11 +205,6 @@ def _named(config: Config) -> Config:
     if config.job is None or config.name != Config().name:
         return config
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
-
-
-def make_workload(config: Config) -> Workload:
-    """Raises: ConfigError if the job or the data are not there."""
-    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
 
 
 class PlannedRun(NamedTuple):
@@ -254,32 +244,10 @@ def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * ranks))
 
 
-def as_sentence(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning as users of a command see it: what it says, without the line of ours that gave it.
-
-    >>> as_sentence("the disk is slow", UserWarning, "run.py", 7)
-    'warning: the disk is slow\\n'
-    """
-    return f"warning: {message}\n"
-
-
-def run_rank(prepared: PreparedRun) -> None:
-    """Everything that one rank does. What is wrong is one sentence, never our traceback."""
-    warnings.formatwarning = as_sentence
-    try:
-        _train_rank(prepared)
-    except PeerError:
-        raise  # the launcher knows that the cause is elsewhere
-    except PipeloomError as error:
-        exit_rank(error)
-
-
 def _train_rank(prepared: PreparedRun) -> None:
     config, out, console = prepared.config, prepared.out, prepared.request.console
     require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
-    workload, planned = make_workload(config), load_plan(out / "plan.json")
+    workload, planned = workload_of(config), load_plan(out / "plan.json")
     options = Options(
         device=config.pipeline.device,
         seed=config.seed,
@@ -292,7 +260,7 @@ def _train_rank(prepared: PreparedRun) -> None:
         timeout_s=config.pipeline.timeout_s,
         compare=config.compare and not prepared.request.resume and Options().compare,
     )
-    captured = take_over_model(prepared.model, workload.job)
+    captured = take_over(prepared.model, workload.job)
     with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
@@ -331,14 +299,3 @@ def _train_rank(prepared: PreparedRun) -> None:
         print_end(console, out, outcome, forecast, rows)
     if prepared.request.as_json:
         print(json.dumps(figures, indent=1))
-
-
-def measuring(settings: PlanSettings) -> Options:
-    """Options of ranks that measure steps, and train nothing."""
-    folder = None if settings.offload_dir is None else Path(settings.offload_dir)
-    return Options(compare=False, offload_dir=folder, compile=settings.compile)
-
-
-def exit_rank(error: PipeloomError) -> NoReturn:
-    """End a rank with a sentence and a hint; the launcher prints them once."""
-    sys.exit(str(error))

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..ir.errors import ConfigError
 from ..tracer.job import Job
+from ..tracer.job_loader import load_job
 from .config import Config
 from .model import GPT
 from .text import Text, files_of, split, standard_library
@@ -112,9 +113,14 @@ def job_workload(config: Config, job: Job) -> Workload:
     )
 
 
-def default_job(config: Config) -> Job:
-    """The job of `pipeloom train` without a model of one's own."""
-    return gpt_workload(config).job
+def workload_of(config: Config) -> Workload:
+    """Raises: ConfigError if the job or the data are not there."""
+    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+
+
+def job_of(config: Config) -> Job:
+    """The job that a config names, as it is, else the built-in GPT. Raises: ConfigError as `workload_of`."""
+    return gpt_workload(config).job if config.job is None else load_job(config.job)
 
 
 def build_model(config: Config) -> GPT:
