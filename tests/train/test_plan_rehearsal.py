@@ -74,6 +74,12 @@ def test_a_plan_for_this_machine_is_rehearsed(folder: Path, monkeypatch: pytest.
     assert figures["predicted_step_s"] > figures["profiled_step_s"] > 0
     assert load_plan(folder / "plan.json").predicted_step_s == figures["profiled_step_s"]
     assert "as its ranks rehearsed it here" in plan()
+    # What 10 % more of something would make stands beside the plan's own step, and is on its scale.
+    figures = json.loads(plan("--json", "--what-if"))
+    assert figures["what_if"]
+    for change in figures["what_if"]:
+        gained = 1 - change["step_s"] / figures["predicted_step_s"]
+        assert gained == pytest.approx(change["gain"], abs=1e-9)
 
 
 def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
@@ -113,16 +119,6 @@ def test_ranks_that_fail_leave_the_plan(folder: Path, monkeypatch: pytest.Monkey
     figures = json.loads(plan("--json", "-o", "plan.json"))
     assert figures["not_rehearsed"] == "its ranks ended with exit status 137"
     assert figures["predicted_by"] == "profile" and (folder / "plan.json").is_file()
-
-
-def test_gains_are_told_of_the_rehearsed_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 10 % more of something would make stands beside the plan's own step, and is on its scale."""
-    monkeypatch.setattr("pipeloom.train.rank_processes.launch", rank_here)
-    words = ["plan", "rehearsed_job.py:job", "-p", "1", "-m", "2", "--json"]
-    figures = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
-    for change in figures["what_if"]:
-        gained = 1 - change["step_s"] / figures["predicted_step_s"]
-        assert gained == pytest.approx(change["gain"], abs=1e-9)
 
 
 def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:

@@ -118,7 +118,5 @@ def rehearsed_step(
     """
     from ..train.plan_rehearsal import rehearse_plan
 
-    rehearsal = rehearse_plan(request, plan, job, processes, model=model, planned=planned)
-    return PlannedStep(
-        profiled_s=plan.predicted_step_s, rehearsed_s=rehearsal.step_s, why_not=rehearsal.why_not
-    )
+    step_s, why_not = rehearse_plan(request, plan, job, processes, model=model, planned=planned)
+    return PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=step_s, why_not=why_not)

@@ -79,7 +79,7 @@ def train(
     (predicted less measured, as a share of measured), step_error_quartiles (of all rehearsals), rehearsals
     (of each: step, predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
-    from ..train.config_text import Override, read_config
+    from ..train.config import Override, read_config
     from ..train.rank_processes import RankProcesses
 
     given: dict[str, Any] = {"data.paths": data or None, "job": job, "steps": steps, "compare": compare}

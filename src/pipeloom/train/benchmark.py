@@ -19,7 +19,7 @@ from ..runnable import require_runnable, require_training
 from ..settings import PlanSettings
 from ..step_reports import StepReport
 from .config import Config
-from .display import throughput
+from .progress import throughput
 from .rank_processes import HandedModel, RankProcesses, ranks_of, take_over
 from .workload import job_of, tokens_of
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..ir.errors import PipeloomError
@@ -34,17 +33,6 @@ SHARE_OF_MEMORY = 0.5
 """What rehearsing ranks may hold together, of the machine's memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRehearsal:
-    """What a rehearsal of a plan found.
-
-    step_s: seconds that a step takes; None if nothing was rehearsed.  why_not: why, as a sentence's end.
-    """
-
-    step_s: float | None = None
-    why_not: str = ""
-
-
 def rehearse_plan(
     request: PlanRequest,
     plan: Plan,
@@ -53,15 +41,16 @@ def rehearse_plan(
     *,
     model: str | None,
     planned: ProfiledModel | None = None,
-) -> PlanRehearsal:
+) -> tuple[float | None, str]:
     """Let the ranks of a plan for this machine rehearse a step of it; nothing is trained or kept.
 
     model: names the job for the ranks, None for the built-in GPT.  planned: its model, which is not captured
     again if it was captured for these micro-batches.
+    Returns: the seconds of a step; or None, and why it was not rehearsed, as a sentence's end.
     Raises: CaptureError if the model cannot be captured.
     """
     if why_not := why_not_rehearsed(request, plan):
-        return PlanRehearsal(why_not=why_not)
+        return None, why_not
     config = Config(job=model)
     captured = planned.captured if isinstance(planned, CapturedModel) else None
     handed = processes.hand_over(config, job, plan, captured)
@@ -69,8 +58,8 @@ def rehearse_plan(
         result = Path(folder) / "step_s.json"
         options = options_to_measure(request.options)
         if status := processes.run(_rehearse, ranks_of(plan), config, plan, handed, result, options):
-            return PlanRehearsal(why_not=f"its ranks ended with exit status {status}")
-        return PlanRehearsal(step_s=json.loads(result.read_text()))
+            return None, f"its ranks ended with exit status {status}"
+        return json.loads(result.read_text()), ""
 
 
 def _rehearse(config: Config, plan: Plan, handed: HandedModel | None, result: Path, options: Options) -> None:

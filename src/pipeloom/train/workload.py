@@ -37,10 +37,6 @@ class Workload:
     data: str
     rate: float | None
 
-    def tokens(self, batch: Batch) -> float | None:
-        """How many tokens a batch has; None for data of another kind."""
-        return tokens_of(self.job, batch)
-
 
 def tokens_of(job: Job, batch: Batch) -> float | None:
     """How many tokens a batch has: as many as the job's loss averages over, if the job says so, else as many
@@ -86,7 +82,7 @@ def gpt_workload(config: Config) -> Workload:
     return Workload(
         job=Job(
             name=config.name,
-            model=lambda: build_model(config),
+            model=lambda: GPT(**vars(config.model)),
             batch=lambda seed, size: batch(train, seed, size),
             weight=lambda batch: batch["labels"].numel(),
             optimizer=lambda parameters: make_optimizer(config, parameters),
@@ -121,18 +117,6 @@ def workload_of(config: Config) -> Workload:
 def job_of(config: Config) -> Job:
     """The job that a config names, as it is, else the built-in GPT. Raises: ConfigError as `workload_of`."""
     return gpt_workload(config).job if config.job is None else load_job(config.job)
-
-
-def build_model(config: Config) -> GPT:
-    sizes = config.model
-    return GPT(
-        layers=sizes.layers,
-        width=sizes.width,
-        heads=sizes.heads,
-        context=sizes.context,
-        dropout=sizes.dropout,
-        tied=sizes.tied,
-    )
 
 
 def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:
