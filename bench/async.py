@@ -57,7 +57,7 @@ from pipeloom.schedules import registry  # noqa: E402
 from pipeloom.schedules.steady import build_steady  # noqa: E402
 from pipeloom.simulator.simulate import simulate  # noqa: E402
 from pipeloom.train.config import Config, ModelConfig, PipelineConfig  # noqa: E402
-from pipeloom.train.workload import default_job  # noqa: E402
+from pipeloom.train.workload import job_of  # noqa: E402
 
 DEPTH, MICROBATCHES = 4, 8
 MESSAGE_BYTES = 64 * 1024
@@ -179,7 +179,7 @@ def paced(steps: int, seconds: float) -> list[dict[str, Any]]:
 
 def plans(config: Config) -> dict[str, Plan]:
     """Of a GPT: uncut, and in two stages by three schedules."""
-    job, size = default_job(config), config.pipeline.microbatch_size
+    job, size = job_of(config), config.pipeline.microbatch_size
     captured = capture(job, size)
     profiled = profile(captured)
 
@@ -266,7 +266,7 @@ def run_real(folder: Path, config: Config, steps: int, rounds: int) -> None:
     """What one of two ranks runs: all parties in turns."""
     torch.set_num_threads(1)
     group = connect(CPU, timeout_s=300)
-    rank, job = dist.get_rank(), default_job(config)
+    rank, job = dist.get_rank(), job_of(config)
     names = json.loads((folder / "names.json").read_text())
     size = config.pipeline.microbatch_size
     batch = job.batch(0, MICROBATCHES * size)

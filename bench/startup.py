@@ -82,7 +82,7 @@ PHASES = {
     "pipeloom.tracer.capture": ("capture",),
     "pipeloom.tracer.export.evaluation": ("capture_evaluation",),
     "pipeloom.tracer.handover": ("hand_over", "take_over"),
-    "pipeloom.train.early_ranks": ("get_ready",),
+    "pipeloom.train.rank_processes": ("get_ready",),
 }
 """Functions and methods by module; "" is importing it."""
 

@@ -242,7 +242,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         ([*PLAN, "-o", "no/p.json"], 2, "error: cannot write no/p.json: there is no folder no\n"),
         (["profile", "--save", "no/p.json"], 2, "error: cannot write no/p.json: there is no folder no\n"),
         (["cluster", "detect", "-o", "no/c.toml"], 2, "cannot write no/c.toml: there is no folder no\n"),
-        (["train", "--out", "cluster.toml/a"], 2, "directory: cluster.toml: it is no folder"),
+        (["train", "--out", "cluster.toml/a"], 2, "directory: cluster.toml/a: Not a directory"),
         (["profil"], 2, "No such command 'profil'"),
     ],
 )

@@ -12,7 +12,7 @@ from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import ConfigError
 from pipeloom.train.config import Config
-from pipeloom.train.workload import default_job
+from pipeloom.train.workload import job_of
 
 
 def run(*arguments: str) -> Result:
@@ -78,7 +78,7 @@ def test_profile_takes_a_cluster_by_name():
 
 @pytest.mark.slow
 def test_a_plan_for_devices_by_name_keeps_to_their_memory():
-    job = default_job(Config())
+    job = job_of(Config())
     made = pipeloom.plan(job, ranks=2, microbatch_size=1, cluster="2 x rtx-2080ti with 1GiB")
     assert made.caps == (2**30, 2**30)
     with pytest.raises(ConfigError, match="no built-in device is called 'rtx-2081'"):

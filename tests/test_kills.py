@@ -24,7 +24,7 @@ import pytest
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.planning import plan
-from pipeloom.train.config_text import read_config
+from pipeloom.train.config import read_config
 from pipeloom.train.workload import gpt_workload
 
 RANKS = 2

@@ -12,8 +12,7 @@ from pipeloom.cli import main
 from pipeloom.commands.common import plan_options, settings_of
 from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import Job
-from pipeloom.train.config import PipelineConfig
-from pipeloom.train.config_text import known_keys, read_config
+from pipeloom.train.config import PipelineConfig, known_keys, read_config
 
 OTHER = {
     "ranks": 3,

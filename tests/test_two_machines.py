@@ -20,7 +20,7 @@ from two_machines import INTERFACE, CannotIsolate, TwoMachines, two_machines
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.planning import plan
-from pipeloom.train.config_text import read_config
+from pipeloom.train.config import read_config
 from pipeloom.train.workload import gpt_workload
 
 LIMIT_S = 15

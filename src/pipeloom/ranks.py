@@ -1,4 +1,4 @@
-"""This process as a rank: its device, joining the others, and ranks that were started ahead."""
+"""This process as a rank: its device, and joining the others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,6 @@ from .runtime.launch.connect import close_at_exit, connect, gather_text, watch_r
 from .runtime.posted_channel import PostedChannel
 from .runtime.transports.dist_channel import DistChannel
 from .runtime.transports.local_channel import LocalChannel, local_channels
-from .tracer.job import Job
-
-if TYPE_CHECKING:
-    from torch import dtype
-
-    from .tracer.captured import Captured
-    from .tracer.job import Job
 
 
 def usable_device(name: str) -> torch.device:
@@ -187,103 +180,6 @@ def _own_of_node(local_rank: int) -> int:
             '"cuda:0"',
         )
     return local_rank if local_rank >= 0 else torch.cuda.current_device()
-
-
-def build_once(job: Job) -> None:
-    """Build a job's model on fake tensors and drop it: what its constructor imports is there from then on."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from .tracer.blueprint import make_blueprint
-
-    make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HandedModel:
-    """A captured model for the ranks of this user, see `tracer.hand_over`.
-
-    evaluation: its graph of evaluation mode; None where a rank that evaluates captures that.
-    """
-
-    training: bytes
-    evaluation: bytes | None = None
-
-    @property
-    def digest(self) -> bytes:
-        """Tells training graphs apart."""
-        return hashlib.sha256(self.training).digest()
-
-
-def hand_over_model(
-    job: Job,
-    plan: Plan,
-    *,
-    captured: Captured | None = None,
-    autocast: dtype | None = None,
-    evaluates: bool = False,
-    early: Callable[[HandedModel], None] | None = None,
-) -> HandedModel | None:
-    """A job's model, captured for the micro-batches of a plan.
-
-    captured: the model, if planning has captured it.  evaluates: with the graph of evaluation mode.
-    early: gets what is there before evaluation mode is captured, which takes seconds.
-    Returns: None where each rank has to capture it: a model that is cut between its modules.
-    Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
-    """
-    from .tracer.capture import capture
-    from .tracer.export.evaluation import capture_evaluation
-    from .tracer.handover import hand_over, hand_over_evaluation
-    from .tracer.job_calls import sample_batch
-
-    if captured is None:
-        captured = capture(job, plan.microbatch_size, autocast=autocast)
-    training = hand_over(captured)
-    handed = None if training is None else HandedModel(training=training)
-    if not evaluates or captured.cut is not None:
-        return handed
-    if handed is not None and early is not None:
-        early(handed)
-    batch = sample_batch(job, 0, plan.microbatch_size)
-    captured.evaluation = capture_evaluation(job, captured, batch, autocast=autocast)
-    return None if handed is None else replace(handed, evaluation=hand_over_evaluation(captured))
-
-
-_TAKEN_EARLY: dict[bytes, Captured] = {}
-"""What this process has taken over before its work, by digest, until `take_over_model` asks for it."""
-
-
-def take_over_early(data: HandedModel, job: Job, plan: Plan, *, rank: int, compiled: bool = False) -> None:
-    """In a rank that waits for its work: take a model over, and trace the rank's stages for the CPU.
-
-    Raises: CaptureError as `take_over_model`, which then raises it again.
-    """
-    from .rank_stages import make_variant
-    from .tracer.handover import take_over
-
-    captured = take_over(data.training, job)
-    own = [stage for stage, home in enumerate(plan.placement) if home == rank]
-    make_variant(
-        captured,
-        plan,
-        plan.stage_graph(captured.graph),
-        own,
-        device="cpu",
-        compiled=compiled,
-        policy=plan.memory,
-    )  # `captured` keeps what tracing made
-    _TAKEN_EARLY[data.digest] = captured
-
-
-def take_over_model(data: HandedModel | None, job: Job) -> Captured | None:
-    """What `hand_over_model` gave, in a rank. Raises: CaptureError if its job makes another model."""
-    from .tracer.handover import take_over, take_over_evaluation
-
-    if data is None:
-        return None
-    captured = _TAKEN_EARLY.pop(data.digest, None) or take_over(data.training, job)
-    if data.evaluation is not None:
-        take_over_evaluation(data.evaluation, captured, job)
-    return captured
 
 
 def checkpoint_step(directory: Path) -> int:

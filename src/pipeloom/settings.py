@@ -14,6 +14,9 @@ from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.units import parse_bytes
 from .ir.weight_policy import WEIGHT_POLICIES
 
+LARGEST = 2**63 - 1
+"""Whole number of a setting that has no limit of its own, as tensors count."""
+
 
 def setting(default: Any, help: str, **more: Any) -> Any:
     """A field of settings.
@@ -169,7 +172,7 @@ def _refuse_value(
 ) -> None:
     if value is None:
         return
-    if least is not None and (not isinstance(value, int) or value < least or value > (most or value)):
+    if least is not None and (not isinstance(value, int) or value < least or value > (most or LARGEST)):
         upper = "" if most is None else f" to {most}"
         raise ConfigError(f"{name} is {shown(value)}", hint=f"use a whole number from {least}{upper}")
     if words and isinstance(value, str) and value not in words:

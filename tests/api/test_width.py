@@ -17,7 +17,7 @@ from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planning import make_request
 from pipeloom.profiler.roofline import roofline
 from pipeloom.train.config import Config
-from pipeloom.train.follow_plan import follow_plan
+from pipeloom.train.run import follow_plan
 
 JOB = gpt_job()
 

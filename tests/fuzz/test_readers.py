@@ -36,10 +36,9 @@ from pipeloom.ranks import checkpoint_step
 from pipeloom.runtime.checkpoint import checkpoint
 from pipeloom.runtime.checkpoint.state import TrainState
 from pipeloom.schedules.formats.csv import read_schedule
-from pipeloom.train.config import Config
-from pipeloom.train.config_text import read_config, write_config
-from pipeloom.train.run import PlannedRun, TrainRequest, prepare_run
-from pipeloom.train.run_directory import Metrics, find_run
+from pipeloom.train.config import Config, read_config, write_config
+from pipeloom.train.run import TrainRequest, decide
+from pipeloom.train.run_directory import Metrics, find_run, has_report
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
@@ -97,9 +96,9 @@ def write_run(folder: Path) -> None:
 
 def read_run(folder: Path) -> None:
     """As `train --resume` does, up to where ranks start."""
-    ours(lambda: find_run("gpt", folder))
     request = TrainRequest(out=folder, resume=True, as_json=True)
-    ours(lambda: prepare_run(request, lambda *_: PlannedRun(PLAN)))
+    ours(lambda: decide(request, find_run("gpt", folder)))
+    ours(lambda: has_report(folder, checkpoint_step(folder / "checkpoint")))
     ours(lambda: Metrics(folder / "metrics.jsonl", after_step=2).__exit__(None, None, None))
 
 

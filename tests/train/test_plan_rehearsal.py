@@ -21,9 +21,7 @@ from pipeloom.ir.plan import load_plan
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planning import make_request, plan_size
 from pipeloom.train.loop import LONG_STEP_S
-from pipeloom.train.plan_rehearsal import rehearse_plan, why_not_rehearsed
-
-rehearsals = sys.modules[rehearse_plan.__module__]
+from pipeloom.train.plan_rehearsal import why_not_rehearsed
 
 JOB = """
 import torch
@@ -50,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rehearsed_job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("pipeloom.train.early_ranks.start_ranks", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext())
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.delenv("RANK", raising=False)
     return tmp_path
@@ -69,13 +67,19 @@ def rank_here(rank: Any, ranks: int, *, args: tuple[Any, ...]) -> int:
 
 
 def test_a_plan_for_this_machine_is_rehearsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsals, "launch", rank_here)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", rank_here)
     figures = json.loads(plan("--json", "-o", "plan.json"))
     assert figures["predicted_by"] == "rehearsal" and figures["not_rehearsed"] is None
     # All that a rank does around three small products takes longer than these alone.
     assert figures["predicted_step_s"] > figures["profiled_step_s"] > 0
     assert load_plan(folder / "plan.json").predicted_step_s == figures["profiled_step_s"]
     assert "as its ranks rehearsed it here" in plan()
+    # What 10 % more of something would make stands beside the plan's own step, and is on its scale.
+    figures = json.loads(plan("--json", "--what-if"))
+    assert figures["what_if"]
+    for change in figures["what_if"]:
+        gained = 1 - change["step_s"] / figures["predicted_step_s"]
+        assert gained == pytest.approx(change["gain"], abs=1e-9)
 
 
 def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
@@ -88,7 +92,7 @@ def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
         seen.append(args[-1].compile)
         return rank_here(ranks_do, ranks, args=(*args[:-1], replace(args[-1], compile=False)))
 
-    monkeypatch.setattr(rehearsals, "launch", rank)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", rank)
     how = "forwards 0.50 and backwards 3.00 times as long as eager"
     assert f"times of compiled functions: {how}" in plan("--compile", "-o", "plan.json")
     assert load_plan(folder / "plan.json").notes == {"compiled": how}
@@ -111,20 +115,10 @@ def test_a_plan_says_why_it_is_not_rehearsed(
 
 
 def test_ranks_that_fail_leave_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsals, "launch", lambda *_, **__: 137)
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", lambda *_, **__: 137)
     figures = json.loads(plan("--json", "-o", "plan.json"))
     assert figures["not_rehearsed"] == "its ranks ended with exit status 137"
     assert figures["predicted_by"] == "profile" and (folder / "plan.json").is_file()
-
-
-def test_gains_are_told_of_the_rehearsed_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 10 % more of something would make stands beside the plan's own step, and is on its scale."""
-    monkeypatch.setattr(rehearsals, "launch", rank_here)
-    words = ["plan", "rehearsed_job.py:job", "-p", "1", "-m", "2", "--json"]
-    figures = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
-    for change in figures["what_if"]:
-        gained = 1 - change["step_s"] / figures["predicted_step_s"]
-        assert gained == pytest.approx(change["gain"], abs=1e-9)
 
 
 def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:

@@ -1,11 +1,17 @@
-"""Which directory a run gets, and which one is resumed."""
+"""Which directory a run gets, who may use it, what a start leaves there; metrics.jsonl."""
 
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train.run_directory import STARTED, DirectorySnapshot, find_run, new_run
+from pipeloom.train.run_directory import LOCK, Metrics, find_run, run_directory
 
 
 @pytest.fixture(autouse=True)
@@ -14,67 +20,117 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def started(run: Path) -> Path:
-    (run / "config.toml").write_text("")
-    return run
+def trained(name: str, out: Path | None = None) -> Path:
+    """A run's directory after it began to train."""
+    with run_directory(name, out, resume=False) as path:
+        (path / "config.toml").write_text("")
+    return path
 
 
 def test_runs_are_numbered_and_the_newest_is_found() -> None:
-    assert new_run("gpt", None) == Path("runs/gpt-1")
-    started(Path("runs/gpt-1"))
-    started(new_run("gpt-2", None))  # another name, which looks like a number of the first
-    for _ in range(9):
-        started(new_run("gpt", None))
-    assert Path("runs/gpt-10").is_dir() and Path("runs/gpt-2-1").is_dir()
-    new_run("gpt", None)  # died before it wrote anything
-    assert find_run("gpt", None) == Path("runs/gpt-10")
+    assert trained("gpt") == Path("runs/gpt-1")
+    assert trained("gpt-2") == Path("runs/gpt-2-1")  # another name, which looks like a number of the first
+    for number in range(2, 11):
+        assert trained("gpt") == Path(f"runs/gpt-{number}")
+    Path("runs/gpt-11").mkdir()  # killed before it trained
+    assert trained("gpt") == Path("runs/gpt-12")
+    assert find_run("gpt", None) == Path("runs/gpt-12")
     assert find_run("gpt-2", None) == Path("runs/gpt-2-1")
     assert find_run("gpt", Path("runs/gpt-3")) == Path("runs/gpt-3")
 
 
-def test_a_given_directory_is_not_overwritten() -> None:
-    out = new_run("gpt", Path("deep/inside"))
-    assert out == Path("deep/inside") and out.is_dir()
-    started(out)
-    with pytest.raises(ConfigError, match="deep/inside holds a run already\nhint: add --resume"):
-        new_run("gpt", out)
-
-
 def test_what_is_wrong_is_said(here: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run runs/gpt-<n> to resume"):
-        find_run("gpt", None)
-    with pytest.raises(ConfigError, match="nowhere holds no run"):
-        find_run("gpt", Path("nowhere"))
+    def refused(out: str | None, *, resume: bool, word: str) -> None:
+        with pytest.raises(ConfigError, match=word):  # noqa: SIM117
+            with run_directory("gpt", None if out is None else Path(out), resume=resume):
+                pass
+
+    refused(None, resume=True, word="no run runs/gpt-<n>")
+    refused("nowhere", resume=True, word="nowhere holds no run")
     (here / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot make a run directory: file: it is no folder"):
-        new_run("gpt", Path("file/out"))
+    refused("file/out", resume=False, word="file/out: Not a directory")
+    trained("gpt", Path("deep/inside"))
+    refused("deep/inside", resume=False, word="holds a run already")
 
 
-def test_a_start_that_ends_before_training_leaves_nothing() -> None:
+def test_a_start_that_does_not_train_leaves_nothing(here: Path) -> None:
     """What the ranks refused left a run behind, and the next try was told "holds a run already"."""
-    before = DirectorySnapshot.of(Path("a"))
-    started(new_run("gpt", Path("a")))
-    before.restore(Path("a"))
-    assert not Path("a").exists()
-
-    Path("b").mkdir()
-    (Path("b") / "mine.txt").write_text("")
-    before = DirectorySnapshot.of(Path("b"))
-    started(new_run("gpt", Path("b")))
-    before.restore(Path("b"))
-    assert [path.name for path in Path("b").iterdir()] == ["mine.txt"]
+    (here / "mine").mkdir()
+    (here / "mine" / "mine.txt").write_text("")
+    for name in ("new", "mine"):
+        with pytest.raises(KeyboardInterrupt), run_directory("gpt", Path(name), resume=False) as path:
+            assert (path / LOCK).is_file()
+            raise KeyboardInterrupt
+    assert {str(path) for path in here.rglob("*")} == {str(here / "mine"), str(here / "mine" / "mine.txt")}
 
 
-def test_a_resumed_run_that_ends_before_training_is_as_it_was() -> None:
-    out = new_run("gpt", Path("a"))
-    for name in ("config.toml", "plan.json", STARTED):
-        (out / name).write_text("old")
-    before = DirectorySnapshot.of(out)
-    (out / "config.toml").write_text("new")
-    before.restore(out)
-    assert (out / "config.toml").read_text() == "old"
-    (out / "config.toml").write_text("new")
-    (out / f"{STARTED}.partial").write_text("old")
-    (out / f"{STARTED}.partial").replace(out / STARTED)  # as training does it
-    before.restore(out)
-    assert (out / "config.toml").read_text() == "new"
+def test_a_directory_is_held_until_the_end(here: Path) -> None:
+    run = trained("gpt", here / "a")
+    with run_directory("gpt", run, resume=True):
+        for resume in (True, False):
+            with pytest.raises(ConfigError, match="a is in use"):  # noqa: SIM117
+                with run_directory("gpt", run, resume=resume):
+                    pass
+        assert (run / LOCK).is_file()
+    assert not (run / LOCK).exists()
+    code = "import os, pathlib, signal; from pipeloom.train.run_directory import run_directory\n"
+    code += "with run_directory('gpt', pathlib.Path('a'), resume=True): os.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL and (run / LOCK).is_file()
+    with run_directory("gpt", run, resume=True) as path:  # who was killed holds nothing
+        assert path == run
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "victim")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "checkpoint", LOCK])
+@pytest.mark.parametrize(("make", "word"), [(a_link, "is a link to"), (os.mkfifo, "is in the way")])
+def test_a_run_keeps_its_files_in_its_own_directory(
+    here: Path, name: str, make: Callable[[Path], None], word: str
+) -> None:
+    run = trained("gpt", here / "a")
+    (here / "victim").write_text("mine")
+    make(run / name)
+    with pytest.raises(ConfigError, match=f"{name} {word}"), run_directory("gpt", run, resume=True):
+        pass
+    assert (here / "victim").read_text() == "mine"
+
+
+def test_the_directory_itself_may_be_a_link(here: Path) -> None:
+    trained("gpt", here / "disk")
+    (here / "run").symlink_to(here / "disk")
+    with run_directory("gpt", here / "run", resume=True) as path:
+        assert path == here / "run"
+
+
+def test_metrics_are_on_disk_at_once_and_a_full_disk_is_one_sentence(here: Path) -> None:
+    """Closing the file tried the refused line again, and ended with our traceback."""
+    file = here / "m.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot write .*/m.jsonl"):  # noqa: SIM117
+            with Metrics(file, after_step=0) as metrics:
+                for step in range(20):
+                    metrics.write({"step": step, "grad_norm": None})
+                    assert file.read_text().endswith(f'{{"step": {step}}}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with Metrics(file, after_step=9) as metrics:
+        assert [line.step for line in metrics.read()] == list(range(8))
+
+
+DAMAGED = [b"", b"\0" * 40, b'{"step": 2, "x": "\xff"}', b"[2]", b'{"step": 2, "loss": "1"}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
+def test_what_is_no_line_of_figures_is_dropped(here: Path, damage: bytes) -> None:
+    """A crash or an editor left it, and resuming ended with our traceback."""
+    file = here / "m.jsonl"
+    first, third = b'{"step": 1, "loss": 3.0}\n', b'{"step": 3, "loss": 2.0, "a": 1}\n'
+    file.write_bytes(first + damage + b"\n" + third + b'{"step": 4')
+    with Metrics(file, after_step=5) as metrics:
+        assert [(line.step, line.loss) for line in metrics.read()] == [(1, 3.0), (3, 2.0)]
+    assert file.read_bytes() == first + third

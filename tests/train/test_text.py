@@ -1,6 +1,5 @@
 """Text: which bytes, split how, and windows of them."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -79,26 +78,15 @@ def test_hidden_and_empty_files_do_not_count(tmp_path: Path) -> None:
     assert [span.name for span in files_of([str(tmp_path)])] == ["a.txt", "b.txt"]
 
 
-def test_missing_and_empty_paths_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read data file .*/nowhere: No such file"):
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere: No such file"):
         files_of([str(tmp_path / "nowhere")])
     with pytest.raises(ConfigError, match="no file with text in it"):
         files_of([str(tmp_path)])
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read any file")
-def test_an_unreadable_file_is_said(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "secret").chmod(0)
-    with pytest.raises(ConfigError, match="cannot read data file .*/secret: Permission denied"):
-        files_of([str(tmp_path)])
-
-
-def test_files_that_change_during_a_run_are_said(tmp_path: Path) -> None:
     text = text_of(tmp_path, b"0123456789")
     (tmp_path / "000.txt").write_bytes(b"0123")
-    with pytest.raises(ConfigError, match="000.txt has become shorter during the run"):
+    with pytest.raises(ConfigError, match="000.txt has become shorter"):
         text.read(2, 6)
     (tmp_path / "000.txt").unlink()
-    with pytest.raises(ConfigError, match="cannot read data file .*000.txt: No such file"):
+    with pytest.raises(ConfigError, match="000.txt: No such file"):
         text.read(2, 6)

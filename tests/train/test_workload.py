@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import Job
 from pipeloom.train.config import Config, DataConfig, ModelConfig
 from pipeloom.train.model import GPT
-from pipeloom.train.workload import default_job, derive_seed, gpt_workload, job_workload
+from pipeloom.train.workload import derive_seed, gpt_workload, job_of, job_workload, tokens_of
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 
@@ -21,11 +20,6 @@ def batch(rows: int = 3) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     bytes_BT = torch.randint(256, (rows, 9), generator=generator)
     return {"input_ids": bytes_BT[:, :-1].contiguous(), "labels": bytes_BT[:, 1:].contiguous()}
-
-
-def test_the_untrained_loss_is_that_of_a_guess() -> None:
-    torch.manual_seed(0)
-    assert GPT(**SMALL)(**batch()).loss.item() == pytest.approx(math.log(256), abs=0.1)
 
 
 def test_no_byte_sees_the_ones_after_it() -> None:
@@ -38,14 +32,9 @@ def test_no_byte_sees_the_ones_after_it() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_or_not(tied: bool) -> None:
+def test_tied_or_not_it_exports(tied: bool) -> None:
     model = GPT(**SMALL, tied=tied)
     assert (model.head.weight is model.embed.weight) == tied
-    assert len([n for n, _ in model.named_parameters() if n in ("embed.weight", "head.weight")]) == 2 - tied
-
-
-def test_it_exports() -> None:
-    model = GPT(**SMALL)
     program = torch.export.export(model, (), batch())
     assert torch.equal(program.module()(**batch()).loss, model(**batch()).loss)
 
@@ -68,14 +57,15 @@ def test_batches_follow_from_seed_and_step(tiny: Config) -> None:
     found = one.train(5)
     assert found["input_ids"].shape == (4, 16) and found["input_ids"].dtype == torch.int64
     assert torch.equal(found["input_ids"][:, 1:], found["labels"][:, :-1])
-    assert one.tokens(found) == 64
+    assert tokens_of(one.job, found) == 64
 
 
 def test_the_job_gives_batches_of_any_size(tiny: Config) -> None:
-    job = default_job(tiny)
-    assert job.batch(0, 3)["labels"].shape == (3, 16)
-    assert job.weight is not None and job.weight(job.batch(0, 3)) == 48
-    assert isinstance(job.model(), GPT)
+    job = job_of(tiny)
+    sample = job.batch(0, 3)
+    assert sample["labels"].shape == (3, 16) and job.weight is not None and job.weight(sample) == 48
+    torch.manual_seed(0)
+    assert job.model()(**sample).loss.item() == pytest.approx(math.log(256), abs=0.1)  # that of a guess
 
 
 def test_too_little_text_is_said(tiny: Config, tmp_path) -> None:
@@ -100,7 +90,7 @@ def a_job(**others: object) -> Job:
 def test_a_job_of_ones_own(tiny: Config) -> None:
     workload = job_workload(dataclasses.replace(tiny, job="file.py:mine"), a_job())
     assert workload.train(3)["input"].tolist() == [[derive_seed(0, "train", 3)] * 2] * 4
-    assert workload.tokens(workload.train(3)) == 8  # rows of two integers each
+    assert tokens_of(workload.job, workload.train(3)) == 8  # rows of two integers each
     assert workload.data == "file.py:mine" and workload.rate == tiny.optimizer.learning_rate
     made = workload.job.optimizer(nn.Linear(2, 1).parameters())
     assert isinstance(made, torch.optim.AdamW)
@@ -112,8 +102,3 @@ def test_a_jobs_own_optimizer_stays(tiny: Config) -> None:
 
     workload = job_workload(tiny, a_job(optimizer=sgd))
     assert workload.job.optimizer is sgd and workload.rate is None
-
-
-def test_plain_fixture_is_the_same_model(tiny: Config, plain: Callable) -> None:
-    pipeline, workload = plain(tiny)
-    assert pipeline.step(workload.train(0)) == pytest.approx(5.545, abs=0.1)

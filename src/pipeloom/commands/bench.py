@@ -38,11 +38,12 @@ def bench(
     settings = settings_of(options)
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded
-    from ..train.early_ranks import start_ranks
+    from ..train.config import Config
+    from ..train.rank_processes import RankProcesses
 
-    with start_ranks(settings.devices, model) as started:
-        from ..train.benchmark import Bench, run_bench
+    with RankProcesses(settings.devices, Config(job=model)) as processes:
+        from ..train.benchmark import Bench, run_bench  # torch is loaded here, while the ranks load it, too
 
         bench = Bench(model=model, settings=settings, steps=steps, warmup=warmup, as_json=as_json)
-        status = run_bench(bench, started)
+        status = run_bench(bench, processes)
     ctx.exit(status)

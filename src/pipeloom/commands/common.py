@@ -209,15 +209,15 @@ def json_option(command: Command) -> Command:
 
 
 def job_of(model: str | None) -> Job:
-    """The job that MODEL names."""
+    """The job that MODEL names, the built-in GPT if it names none."""
     if model is not None:
         from ..tracer.job_loader import load_job
 
         return load_job(model)
+    from ..train import workload
     from ..train.config import Config
-    from ..train.workload import default_job
 
-    return default_job(Config())
+    return workload.job_of(Config())
 
 
 def cluster_of(given: Cluster | str | None) -> Cluster | None:

@@ -28,7 +28,7 @@ from .common import (
     settings_of,
 )
 from .plan_shape import print_shape
-from .plan_step import PlannedStep, made_of_ops, rehearsed_step, started_ranks, why_no_ranks
+from .plan_step import PlannedStep, made_of_ops, rehearsed_step, why_no_ranks
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -132,7 +132,10 @@ def _plan(
         )
         settings = settings.changed(cluster=_paired(settings))
     why_not = why_no_ranks(rehearse, settings.cluster is not None, profile_file)
-    with started_ranks(0 if why_not else settings.devices, model) as started:
+    from ..train.config import Config
+    from ..train.rank_processes import RankProcesses
+
+    with RankProcesses(0 if why_not else settings.devices, Config(job=model), needed=False) as processes:
         from .. import planning  # torch is loaded here, while the ranks load it, too
 
         job = job_of(model)
@@ -148,7 +151,7 @@ def _plan(
         if why_not:
             step = made_of_ops(plan, why_not, roofline=not request.local and profiled is None)
         else:
-            step = rehearsed_step(request, plan, planned, job, model=model, started=started)
+            step = rehearsed_step(request, plan, planned, job, processes, model=model)
     _show(request, plan, planned, step, changes, as_json=as_json)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +11,8 @@ if TYPE_CHECKING:
     from ..plan_request import PlanRequest
     from ..planner.microbatch_sizes import ProfiledModel
     from ..planner.what_if import Change
-    from ..runtime.launch.launch import StartedRanks
     from ..tracer.job import Job
+    from ..train.rank_processes import RankProcesses
 
 
 STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s")
@@ -32,16 +30,6 @@ def why_no_ranks(rehearse: bool, described: bool, profile_file: Path | None) -> 
     if profile_file is not None:
         return f"its costs are those of {profile_file}"
     return "" if rehearse else "--no-rehearse was given"
-
-
-def started_ranks(ranks: int, model: str | None) -> AbstractContextManager[StartedRanks | None]:
-    """Processes that will rehearse a plan for `ranks` of this machine; they load torch and the model while it
-    is made. None for 0 ranks, for more than there are cores, and in a process that is a rank itself."""
-    if not ranks or "RANK" in os.environ:
-        return nullcontext()
-    from ..train.early_ranks import start_ranks
-
-    return start_ranks(ranks, model, needed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +108,15 @@ def rehearsed_step(
     plan: Plan,
     planned: ProfiledModel,
     job: Job,
+    processes: RankProcesses,
     *,
     model: str | None,
-    started: StartedRanks | None,
 ) -> PlannedStep:
     """The step that its ranks rehearse, unless they cannot or it would take long.
 
-    planned: the job's model, as it was planned.  model: how the ranks find the job.  started: processes for
-    them.
+    planned: the job's model, as it was planned.  model: how the ranks find the job.
     """
     from ..train.plan_rehearsal import rehearse_plan
 
-    found = rehearse_plan(request, plan, job, model=model, planned=planned, started=started)
-    return PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=found.step_s, why_not=found.why_not)
+    step_s, why_not = rehearse_plan(request, plan, job, processes, model=model, planned=planned)
+    return PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=step_s, why_not=why_not)

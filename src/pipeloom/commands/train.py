@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,8 @@ def train(
     (predicted less measured, as a share of measured), step_error_quartiles (of all rehearsals), rehearsals
     (of each: step, predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
-    from ..train.config_text import Override, read_config
-    from ..train.early_ranks import ranks_for
+    from ..train.config import Override, read_config
+    from ..train.rank_processes import RankProcesses
 
     given: dict[str, Any] = {"data.paths": data or None, "job": job, "steps": steps, "compare": compare}
     given |= {f"pipeline.{name}": value for name, value in pipeline.items()}
@@ -90,9 +89,16 @@ def train(
         *overrides,
     )
     asked = read_config(config, changes)
-    with nullcontext() if resume else ranks_for(asked) as started:
+    with RankProcesses(0 if resume else _ranks_of(asked.pipeline), asked) as processes:
         from ..train.run import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
 
         request = TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)
-        status = run(request, started)
+        status = run(request, processes)
     ctx.exit(status)
+
+
+def _ranks_of(settings: PipelineConfig) -> int:
+    from ..ir.plan import load_plan
+    from ..train.rank_processes import ranks_of
+
+    return settings.devices if settings.plan is None else ranks_of(load_plan(Path(settings.plan)))

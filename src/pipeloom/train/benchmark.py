@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from statistics import median
 
-from ..ir.errors import PeerError, PipeloomError
+from ..ir.plan import Plan
 from ..ir.units import format_bytes
+from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import times_of
 from ..planning import make_request, plan_size, simulate
-from ..ranks import HandedModel, hand_over_model, take_over_model
 from ..runnable import require_runnable, require_training
-from ..runtime.launch.launch import StartedRanks, launch
 from ..settings import PlanSettings
 from ..step_reports import StepReport
-from ..tracer.job import Job
-from ..tracer.job_loader import load_job
 from .config import Config
-from .display import throughput
-from .run import exit_rank, measuring
-from .workload import default_job, tokens_of
+from .progress import throughput
+from .rank_processes import HandedModel, RankProcesses, ranks_of, take_over
+from .workload import job_of, tokens_of
 
 FEWEST_STEPS = 6
 """A bench of fewer steps than this, those that warm up included, does not rehearse."""
@@ -46,57 +42,45 @@ class Bench:
         or two: not where hardly more are asked for. The prediction is then that of the plan's profile."""
         return self.warmup + self.steps >= FEWEST_STEPS
 
-    def job(self) -> Job:
-        return default_job(Config()) if self.model is None else load_job(self.model)
 
+def run_bench(bench: Bench, processes: RankProcesses) -> int:
+    """Plan, run the ranks, print; returns the exit status.
 
-def run_bench(bench: Bench, started: StartedRanks | None = None) -> int:
-    """Plan, start the ranks, print; returns the exit status.
-
-    started: processes for the ranks, if they were started already.
-    Raises: PipeloomError for what is wrong before the ranks start.
+    Raises: PipeloomError for what is wrong before the ranks run.
     """
     require_runnable(bench.settings.schedule)
-    job = bench.job()
+    config = Config(job=bench.model)
+    job = job_of(config)
     request = make_request(job, bench.settings)
-    planned, model = plan_size(request, job)
-    require_training(planned)
-    sizes = {"microbatches": planned.microbatches, "microbatch_size": planned.microbatch_size}
+    plan, model = plan_size(request, job)
+    require_training(plan)
+    sizes = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
     bench = replace(bench, settings=bench.settings.changed(**sizes))
-    for sentence in [] if bench.as_json else times_of(planned):
+    for sentence in [] if bench.as_json else times_of(plan):
         print(sentence)
-    handed = hand_over_model(job, planned, captured=model.captured)
-    profiled_s = simulate(planned, model.graph, model.profiles, request.cluster).step_s
-    with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
-        path = Path(folder) / "plan.json"
-        planned.save(path)
-        ranks, args = len(set(planned.placement)), (bench, path, handed, profiled_s)
-        if started is not None and started.ranks == ranks:
-            return started.run(_rank, args)
-        return launch(_rank, ranks, args=args)
+    handed = processes.hand_over(config, job, plan, model.captured)
+    profiled_s = simulate(plan, model.graph, model.profiles, request.cluster).step_s
+    return processes.run(_time_steps, ranks_of(plan), bench, plan, handed, profiled_s)
 
 
-def _rank(bench: Bench, path: Path, model: HandedModel | None, profiled_s: float) -> None:
-    try:
-        require_runnable(bench.settings.schedule)  # which loads the operations of a user's own
-        _time_steps(bench, path, model, profiled_s)
-    except PeerError:
-        raise  # the launcher knows that the cause is elsewhere
-    except PipeloomError as error:
-        exit_rank(error)
-
-
-def _time_steps(bench: Bench, path: Path, model: HandedModel | None, profiled_s: float) -> None:
-    job = bench.job()
+def _time_steps(bench: Bench, plan: Plan, handed: HandedModel | None, profiled_s: float) -> None:
+    """In each rank."""
+    require_runnable(bench.settings.schedule)  # which loads the operations of a user's own
+    job = job_of(Config(job=bench.model))
     batch = job.batch(0, bench.settings.rows)
-    options = measuring(bench.settings)
-    with Pipeline(job, path, options=options, captured=take_over_model(model, job)) as pipeline:
+    options = options_to_measure(bench.settings)
+    with Pipeline(job, plan, options=options, captured=take_over(handed, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if bench.rehearses else profiled_s
         reports = list(pipeline.steps(repeat(batch, bench.warmup + bench.steps)))
-        rank, schedule = pipeline.rank, pipeline.plan.schedule
-    if rank == 0:
-        ran = bench.settings.changed(schedule=schedule)  # which the planner may have chosen
+    if pipeline.rank == 0:
+        ran = bench.settings.changed(schedule=plan.schedule)  # which the planner may have chosen
         _print(replace(bench, settings=ran), reports[bench.warmup :], tokens_of(job, batch), predicted_s)
+
+
+def options_to_measure(settings: PlanSettings) -> Options:
+    """Options of ranks that measure steps, and train nothing."""
+    folder = None if settings.offload_dir is None else Path(settings.offload_dir)
+    return Options(compare=False, offload_dir=folder, compile=settings.compile)
 
 
 def _print(bench: Bench, reports: list[StepReport], tokens: float | None, predicted_s: float) -> None:
@@ -118,11 +102,7 @@ def _print(bench: Bench, reports: list[StepReport], tokens: float | None, predic
         figures |= {key: getattr(bench.settings, key) for key in keys}
         print(json.dumps(figures | {"steps": bench.steps}, indent=1))
         return
-    by = (
-        "rehearsals of the ranks before it"
-        if bench.rehearses
-        else "the plan's profile: for so few steps ranks rehearse none"
-    )
+    by = "rehearsals of the ranks before it" if bench.rehearses else "the plan's profile: too few to rehearse"
     print(
         f"step        {step_s * 1e3:.1f} ms (median of {len(reports)}), "
         f"predicted {predicted_s * 1e3:.1f} ms by {by}"

@@ -1,4 +1,4 @@
-"""The settings of `pipeloom train`: frozen dataclasses with defaults, read from TOML, printed as TOML.
+"""The settings of `pipeloom train`: frozen dataclasses with defaults, read from TOML, written as TOML.
 
     name = "gpt"
     [model]
@@ -11,44 +11,57 @@ Every key may also be given as `--set model.width=256`.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
-from ..settings import PlanSettings, setting
+from ..ir.json_codec import shortened
+from ..ir.text_files import parse_toml
+from ..settings import LARGEST, PlanSettings, setting
 
+Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Meta(ge=0)]
 
-def _require(holds: bool, message: str, hint: str) -> None:
-    if not holds:
-        raise ConfigError(message, hint=hint)
-
-
-def _require_positive(section: str, **numbers: float) -> None:
-    for key, number in numbers.items():
-        _require(number > 0, f"{section}{key} is {number}", "use a value above 0")
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+"""What messages call the types of values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The byte-level GPT. context: bytes it sees at once.  tied: one matrix embeds and predicts."""
 
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    context: int = 128
-    dropout: float = 0.0
+    layers: Count = 4
+    width: Count = 128
+    heads: Count = 4
+    context: Count = 128
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     tied: bool = True
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "model.", layers=self.layers, width=self.width, heads=self.heads, context=self.context
-        )
-        _require(
-            self.width % self.heads == 0,
-            f"model.width {self.width} is not a multiple of model.heads {self.heads}",
-            "all heads have the same width",
-        )
-        _require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}", "use at least 0 and below 1")
+        if self.heads > 0 and self.width % self.heads:
+            raise ConfigError(
+                f"model.width {self.width} is not a multiple of model.heads {self.heads}",
+                hint="all heads have the same width",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +73,7 @@ class DataConfig:
     """
 
     paths: tuple[str, ...] = ()
-    validation_share: float = 0.05
-
-    def __post_init__(self) -> None:
-        share = self.validation_share
-        _require(0 < share < 1, f"data.validation_share is {share}", "use a share between 0 and 1, as 0.05")
+    validation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +85,11 @@ class OptimizerConfig:
     A job that brings its own optimizer uses only the schedule of these.
     """
 
-    learning_rate: float = 4e-3
-    weight_decay: float = 0.05
-    warmup_steps: int = 60
-    final_rate_share: float = 0.05
-    clip_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_positive("optimizer.", learning_rate=self.learning_rate)
-        for key in ("weight_decay", "warmup_steps", "final_rate_share", "clip_norm"):
-            value = getattr(self, key)
-            _require(value >= 0, f"optimizer.{key} is {value}", "use 0 or more")
+    learning_rate: Positive = 4e-3
+    weight_decay: NotNegative = 0.05
+    warmup_steps: Whole = 60
+    final_rate_share: NotNegative = 0.05
+    clip_norm: NotNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +102,16 @@ class PipelineConfig(PlanSettings):
     plan: str | None = setting(
         None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"
     )
-    timeout_s: float = setting(300.0, "Limit of each wait for other ranks, in seconds.")
+    timeout_s: Positive = setting(300.0, "Limit of each wait for other ranks, in seconds.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
-            self.autocast in (None, "bfloat16"),
-            f"pipeline.autocast is {shown(self.autocast)}",
-            'use "bfloat16", or leave it out; float16 would need the loss to be scaled, see docs/training.md',
-        )
-        _require_positive("pipeline.", timeout_s=self.timeout_s)
+        if self.autocast not in (None, "bfloat16"):
+            raise ConfigError(
+                f"pipeline.autocast is {shown(self.autocast)}",
+                hint='use "bfloat16", or leave it out; float16 would need the loss to be scaled, see '
+                "docs/training.md",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,33 +128,174 @@ class Config:
         steps around it; each takes nearly as long as a step. 0 for none.
     """
 
-    name: str = "gpt"
+    name: Annotated[str, Meta(pattern=r"^[^/\0]+$")] = "gpt"
     job: str | None = None
-    seed: int = 0
-    steps: int = 400
-    validate_every: int = 100
-    validation_batches: int = 4
-    checkpoint_every: int = 100
-    keep_checkpoints: int = 2
-    rehearsals: int = 21
+    seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)] = 0
+    steps: Count = 400
+    validate_every: Count = 100
+    validation_batches: Count = 4
+    checkpoint_every: Count = 100
+    keep_checkpoints: Count = 2
+    rehearsals: Whole = 1
     compare: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
-    def __post_init__(self) -> None:
-        _require_positive(
-            "",
-            steps=self.steps,
-            validate_every=self.validate_every,
-            validation_batches=self.validation_batches,
-            checkpoint_every=self.checkpoint_every,
-            keep_checkpoints=self.keep_checkpoints,
-        )
-        _require(self.rehearsals >= 0, f"rehearsals is {self.rehearsals}", "use 0 or more")
-        _require(
-            bool(self.name) and Path(self.name).name == self.name,
-            f"name is {shown(self.name)}",
-            "use a plain word: it names the run directory",
-        )
+
+Override: TypeAlias = str | tuple[str, Any]
+"""A setting that is changed: as text, "key=value", or its dotted key and its value."""
+
+
+def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config:
+    """The defaults, changed by a TOML file, changed by overrides.
+
+    Raises: ConfigError naming the key, and the file or the override, if something is missing, misspelt, of
+        the wrong type or out of range.
+    """
+    plain = {} if file is None else parse_toml(_read(file), str(file))
+    pairs = [_parse_override(each) if isinstance(each, str) else each for each in overrides]
+    for key, value in pairs:
+        _put(plain, key, value)
+    changed = {key for key, _ in pairs}
+
+    def place(key: str) -> str:
+        return f"{file}: " if file is not None and key not in changed else "--set: "
+
+    for key, _ in _items(plain):
+        _refuse_unknown(key, place(key))
+    try:
+        return msgspec.convert(plain, Config)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        key = path.rstrip("`").partition("[")[0]
+        found: Any = reduce(getitem, key.split("."), plain)
+        hint = re.sub(r"`(\w+)`", lambda match: WORDS.get(match[1], match[1]), what).lower()
+        raise ConfigError(f"{place(key)}{key} is {shown(found)}", hint=hint) from None
+    except ConfigError as error:  # values that do not go together
+        if file is None or changed:
+            raise
+        raise ConfigError(f"{file}: {error.message}", hint=error.hint) from None
+
+
+def key_of(override: Override) -> str:
+    """
+    >>> key_of("model.width = 64"), key_of(("steps", 3))
+    ('model.width', 'steps')
+    """
+    return override.partition("=")[0].strip() if isinstance(override, str) else override[0]
+
+
+def write_config(config: Config) -> str:
+    """The whole config as TOML, defaults included; `read_config` gives it back.
+
+    >>> print(write_config(Config()).partition("[")[0].rstrip())
+    name = "gpt"
+    seed = 0
+    steps = 400
+    validate_every = 100
+    validation_batches = 4
+    checkpoint_every = 100
+    keep_checkpoints = 2
+    rehearsals = 1
+    compare = true
+    """
+    import tomli_w  # here, since only `pipeloom train` writes a config
+
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
+
+
+def known_keys() -> list[str]:
+    """Every dotted key, in the order of the dataclasses.
+
+    >>> known_keys()[8:11]
+    ['rehearsals', 'compare', 'model.layers']
+    """
+    return list(_kinds())
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Dotted keys and their types."""
+    kinds: dict[str, Any] = {}
+    for name, kind in get_type_hints(Config, include_extras=True).items():
+        if dataclasses.is_dataclass(kind):
+            inner = get_type_hints(kind, include_extras=True)
+            kinds |= {f"{name}.{key}": type_ for key, type_ in inner.items()}
+        else:
+            kinds[name] = kind
+    return kinds
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read config file {file}: {error.strerror}",
+            hint="check the path; without a file, the defaults are used",
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {file} is not text", hint="write TOML in UTF-8") from None
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    """`key=value` with the value in TOML; a text may stand without quotes, and nothing unsets.
+
+    >>> _parse_override("model.width=64"), _parse_override("name=300"), _parse_override("data.paths=a.txt")
+    (('model.width', 64), ('name', '300'), ('data.paths', ['a.txt']))
+    """
+    key, equals, raw = (part.strip() for part in override.partition("="))
+    if not equals:
+        raise ConfigError(f"--set {shortened(override, most=80)} has no value", hint="write --set key=value")
+    _refuse_unknown(key, "--set: ")
+    kind = _kinds().get(key)
+    if not raw and type(None) in get_args(kind):
+        return key, None
+    if raw.startswith(('"', "'", "[")):
+        return key, parse_toml(f"value = {raw}", f"--set {key}")["value"]
+    if kind == tuple[str, ...]:
+        return key, [raw]
+    try:
+        return key, msgspec.convert(raw, kind, strict=False)
+    except msgspec.ValidationError:
+        return key, raw  # which is refused with all that is wrong
+
+
+def _items(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of what a file sets; a table where no table belongs counts as a value."""
+    for name, value in plain.items():
+        if isinstance(value, dict) and value:
+            yield from _items(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _refuse_unknown(key: str, place: str) -> None:
+    known = known_keys()
+    if key in known or any(each.startswith(f"{key}.") for each in known):
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # the right word in the wrong section
+        last = {each.rpartition(".")[2]: each for each in known}
+        near = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
+    hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+    raise ConfigError(f"{place}there is no setting {shortened(key, most=80)}", hint=hint)
+
+
+def _put(plain: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        plain = plain.setdefault(section, {})
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{section} is set to {shown(plain)}", hint=f"{section} is a table of settings")
+    plain[last] = value
+
+
+def _without_none(plain: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in plain.items()
+        if value is not None
+    }

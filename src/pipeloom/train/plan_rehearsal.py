@@ -12,73 +12,63 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-from ..ir.errors import PeerError, PipeloomError
+from ..ir.errors import PipeloomError
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import CapturedModel, PlanRequest
 from ..planner.microbatch_sizes import ProfiledModel
-from ..ranks import HandedModel, hand_over_model, take_over_model
 from ..runnable import require_runnable_plan, require_training
-from ..runtime.launch.launch import StartedRanks, launch
 from ..tracer.job import Job
-from ..tracer.job_loader import load_job
+from .benchmark import options_to_measure
 from .config import Config
 from .loop import LONG_STEP_S
-from .run import exit_rank, measuring
-from .workload import default_job
+from .rank_processes import HandedModel, RankProcesses, ranks_of, take_over
+from .workload import job_of
 
 SHARE_OF_MEMORY = 0.5
 """What rehearsing ranks may hold together, of the machine's memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRehearsal:
-    """What a rehearsal of a plan found.
-
-    step_s: seconds that a step takes; None if nothing was rehearsed.  why_not: why, as a sentence's end.
-    """
-
-    step_s: float | None = None
-    why_not: str = ""
 
 
 def rehearse_plan(
     request: PlanRequest,
     plan: Plan,
     job: Job,
+    processes: RankProcesses,
     *,
     model: str | None,
     planned: ProfiledModel | None = None,
-    started: StartedRanks | None = None,
-) -> PlanRehearsal:
+) -> tuple[float | None, str]:
     """Let the ranks of a plan for this machine rehearse a step of it; nothing is trained or kept.
 
     model: names the job for the ranks, None for the built-in GPT.  planned: its model, which is not captured
     again if it was captured for these micro-batches.
-    started: processes for the ranks, if they were started already.
+    Returns: the seconds of a step; or None, and why it was not rehearsed, as a sentence's end.
     Raises: CaptureError if the model cannot be captured.
     """
     if why_not := why_not_rehearsed(request, plan):
-        return PlanRehearsal(why_not=why_not)
+        return None, why_not
+    config = Config(job=model)
     captured = planned.captured if isinstance(planned, CapturedModel) else None
-    handed = hand_over_model(job, plan, captured=captured)
+    handed = processes.hand_over(config, job, plan, captured)
     with tempfile.TemporaryDirectory(prefix="pipeloom-plan-") as folder:
-        path = Path(folder) / "plan.json"
-        plan.save(path)
-        settings = request.options
-        args = (model, path, handed, measuring(settings))
-        if started is not None and started.ranks == settings.devices:
-            status = started.run(_rank, args)
-        else:
-            status = launch(_rank, settings.devices, args=args)
-        if status:
-            return PlanRehearsal(why_not=f"its ranks ended with exit status {status}")
-        return PlanRehearsal(step_s=json.loads(_found(path).read_text()))
+        result = Path(folder) / "step_s.json"
+        options = options_to_measure(request.options)
+        if status := processes.run(_rehearse, ranks_of(plan), config, plan, handed, result, options):
+            return None, f"its ranks ended with exit status {status}"
+        return json.loads(result.read_text()), ""
+
+
+def _rehearse(config: Config, plan: Plan, handed: HandedModel | None, result: Path, options: Options) -> None:
+    """In each rank; rank 0 writes the seconds of a step."""
+    job = job_of(config)
+    with Pipeline(job, plan, options=options, captured=take_over(handed, job)) as pipeline:
+        step_s = pipeline.predict().step_s
+        if pipeline.rank == 0:
+            result.write_text(json.dumps(step_s))
 
 
 def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
@@ -102,26 +92,3 @@ def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
     except PipeloomError as error:
         return error.message
     return ""
-
-
-def _job(model: str | None) -> Job:
-    return default_job(Config()) if model is None else load_job(model)
-
-
-def _found(path: Path) -> Path:
-    """Where rank 0 writes the seconds of a step, beside the plan."""
-    return path.with_name("step_s.json")
-
-
-def _rank(model: str | None, path: Path, handed: HandedModel | None, options: Options) -> None:
-    """options: without a comparison, as it trains nothing."""
-    try:
-        job = _job(model)
-        with Pipeline(job, path, options=options, captured=take_over_model(handed, job)) as pipeline:
-            step_s = pipeline.predict().step_s
-            if pipeline.rank == 0:
-                _found(path).write_text(json.dumps(step_s))
-    except PeerError:
-        raise  # the launcher knows that the cause is elsewhere
-    except PipeloomError as error:
-        exit_rank(error)

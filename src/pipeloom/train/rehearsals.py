@@ -10,9 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..ir.timeline import Timeline
+from ..pipeline import Pipeline
 
 T = TypeVar("T")
 
@@ -27,13 +28,6 @@ WARM_UP_STEPS = 3
 
 STEPS_PER_REHEARSAL = 8
 """A rehearsal takes nearly as long as a step: short runs make fewer."""
-
-
-class Rehearsing(Protocol):
-    """What rehearsals need of `pipeloom.Pipeline`."""
-
-    def measured(self) -> Timeline: ...
-    def rehearse(self) -> Timeline: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +84,17 @@ class StepRehearsals:
     """Rehearses at the planned steps of a run, and keeps the steps around them. Every rank does the same.
 
     first, end: steps done before and after the run.  rehearsals: at most so many.
-    drains: the pipeline drains after each step. If it does not, one measurement after each rehearsal has the
-        last few of the steps behind it.
+
+    If the pipeline does not drain after each step, one measurement after each rehearsal has the last few of
+    the steps behind it.
     """
 
-    def __init__(
-        self, pipeline: Rehearsing, *, first: int, end: int, rehearsals: int, drains: bool = True
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, *, first: int, end: int, rehearsals: int) -> None:
         self._pipeline = pipeline
         self._planned = rehearsal_steps(first, end, rehearsals)
-        self._after = AFTER if drains else STEADY_AFTER
+        self._after = AFTER if pipeline.drains_each_step else STEADY_AFTER
         self._compared = {s for at in self._planned for s in range(at - BEFORE, at + AFTER)}
-        if not drains:
+        if not pipeline.drains_each_step:
             self._compared = {at + STEADY_AFTER - 1 for at in self._planned}
         self._last = end - 1
         self._kept: dict[int, Timeline] = {}

@@ -3,164 +3,141 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from ..ir.explanation import Explanation
+from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.text_files import write_whole
 from ..ir.timeline import Timeline
+from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
 from ..viewer.html import write_report
-from ..viewer.report_facts import Comparison, StageRow, peak_of
-from ..viewer.stage_graph import StageEdge
+from ..viewer.report_facts import Comparison, peak_of
+from ..viewer.stage_graph import stage_edges
 from ..viewer.terminal import print_report
 from .config import Config
 from .loop import TrainOutcome
 
 
-def predicted_step(outcome: TrainOutcome, forecast: Timeline) -> Timeline:
-    """The prediction to show beside the measured step: of the same window, else the forecast."""
-    return forecast if outcome.comparison is None else outcome.comparison.middle.predicted
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """A run that has ended. graph: of its model.  forecast: a step, as predicted before the first one."""
 
+    config: Config
+    out: Path
+    plan: Plan
+    graph: OpGraph
+    outcome: TrainOutcome
+    forecast: Timeline
 
-def summary(
-    config: Config, out: Path, outcome: TrainOutcome, forecast: Timeline, plan: Plan
-) -> dict[str, Any]:
-    """The figures of a run as one JSON object.
+    @property
+    def predicted(self) -> Timeline:
+        """The prediction to show beside the measured step: of the same window, else the forecast."""
+        comparison = self.outcome.comparison
+        return self.forecast if comparison is None else comparison.middle.predicted
 
-    run: its directory. steps, first_step: steps done, and done before this start. stages, width, schedule,
-    microbatches: as planned. train_loss, validation_loss: [first, last] in nats per token, null before there
-    is one. forecast, predicted, measured: step_s, bubble, peak_bytes and residual_peak_bytes (per rank) of
-    one step, null if there is none: the forecast is made before the first step, the other two belong to one
-    rehearsal and the step that it is held against, but for measured bytes, the most since the run began.
-    middle_step_s: the median
-    of the steps since this start, without those that warm up. forecast_error: step time of the forecast less
-    that, as a share of it. step_error: predicted less measured step time, as a share of measured.
-    step_error_quartiles: of the errors of all rehearsals, null for fewer than four. rehearsals: of each the
-    steps done (step), step_s predicted and measured, and the number of steps (steps) that the measured one is
-    the middle of.
-    """
-    predicted, measured, comparison = predicted_step(outcome, forecast), outcome.timeline, outcome.comparison
-    return {
-        "run": str(out),
-        "name": config.name,
-        "steps": outcome.steps,
-        "first_step": outcome.first_step,
-        "stages": len(plan.stages),
-        "replicas": plan.width,
-        "schedule": plan.schedule,
-        "microbatches": plan.microbatches,
-        "train_loss": _ends(outcome.losses["train"]),
-        "validation_loss": _ends(outcome.losses["validation"]),
-        "forecast": _step(forecast),
-        "predicted": _step(predicted),
-        "measured": _step(measured),
-        "middle_step_s": outcome.middle_step_s,
-        "forecast_error": forecast_error(outcome, forecast),
-        "step_error": predicted.step_s / measured.step_s - 1 if measured else None,
-        "step_error_quartiles": comparison and comparison.quartiles,
-        "rehearsals": [
-            {
-                "step": w.step,
-                "predicted_step_s": w.predicted.step_s,
-                "measured_step_s": w.measured.step_s,
-                "steps": w.steps,
-            }
-            for w in (comparison.windows if comparison else ())
-        ],
-    }
+    @property
+    def forecast_step(self) -> Comparison:
+        """The step time of the forecast beside the run's middle one."""
+        middle_s = self.outcome.middle_step_s or None
+        return Comparison(name="step time, forecast", predicted=self.forecast.step_s, measured=middle_s)
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """As one JSON object, which the docstring of the command explains."""
+        outcome, measured, plan = self.outcome, self.outcome.timeline, self.plan
+        comparison = outcome.comparison
+        return {
+            "run": str(self.out),
+            "name": self.config.name,
+            "steps": outcome.steps,
+            "first_step": outcome.first_step,
+            "stages": len(plan.stages),
+            "replicas": plan.width,
+            "schedule": plan.schedule,
+            "microbatches": plan.microbatches,
+            "train_loss": _ends(outcome.losses["train"]),
+            "validation_loss": _ends(outcome.losses["validation"]),
+            "forecast": _step(self.forecast),
+            "predicted": _step(self.predicted),
+            "measured": None if measured is None else _step(measured),
+            "middle_step_s": outcome.middle_step_s,
+            "forecast_error": self.forecast_step.error,
+            "step_error": None if measured is None else self.predicted.step_s / measured.step_s - 1,
+            "step_error_quartiles": comparison and comparison.quartiles,
+            "rehearsals": [
+                {
+                    "step": window.step,
+                    "predicted_step_s": window.predicted.step_s,
+                    "measured_step_s": window.measured.step_s,
+                    "steps": window.steps,
+                }
+                for window in (comparison.windows if comparison else ())
+            ],
+        }
 
-def forecast_step(outcome: TrainOutcome, forecast: Timeline) -> Comparison:
-    """The step time of the forecast beside the run's middle one."""
-    return Comparison(
-        name="step time, forecast", predicted=forecast.step_s, measured=outcome.middle_step_s or None
-    )
+    def __str__(self) -> str:
+        """What was held against what: first what users plan with, then what rehearsals say."""
+        text = f"forecast before the first step: {self.forecast.step_s * 1e3:.0f} ms"
+        step = self.forecast_step
+        if step.error is not None and step.measured is not None:
+            text += f", off by {step.error:+.1%} from the middle step of {step.measured * 1e3:.0f} ms"
+        return text if self.outcome.comparison is None else f"{text}; {self.outcome.comparison}"
 
+    def write(self) -> None:
+        """trace.json, report.html and summary.json."""
+        timelines = [t for t in (self.predicted, self.outcome.timeline) if t is not None]
+        write_trace(self.out / "trace.json", timelines)
+        write_report(
+            self.out / "report.html",
+            title=f"{self.config.name}: {self.outcome.steps} steps",
+            predicted=self.predicted,
+            measured=self.outcome.timeline,
+            stages=stage_rows(self.graph, self.plan),
+            edges=stage_edges(self.plan.stage_graph(self.graph)),
+            losses=self.outcome.losses,
+            config=msgspec.to_builtins(asdict(self.config)),
+            caps=self.plan.caps,
+            explanations=explain_steps(self.plan, self.graph, timelines),
+            note=str(self),
+            forecast=self.forecast_step,
+        )
+        write_whole(self.out / "summary.json", json.dumps(self.figures, indent=1) + "\n")
 
-def compared(outcome: TrainOutcome, forecast: Timeline) -> str:
-    """What was held against what, in a sentence: first what users plan with, then what rehearsals say."""
-    before = f"forecast before the first step: {forecast.step_s * 1e3:.0f} ms"
-    error = forecast_error(outcome, forecast)
-    if error is not None and outcome.middle_step_s is not None:
-        before += f", off by {error:+.1%} from the middle step of {outcome.middle_step_s * 1e3:.0f} ms"
-    return before if outcome.comparison is None else f"{before}; {outcome.comparison}"
-
-
-def forecast_error(outcome: TrainOutcome, forecast: Timeline) -> float | None:
-    """The step time forecast before the first step, less that of the run's middle step, as a share of it."""
-    return forecast.step_s / outcome.middle_step_s - 1 if outcome.middle_step_s else None
-
-
-def write_files(
-    config: Config,
-    out: Path,
-    outcome: TrainOutcome,
-    *,
-    forecast: Timeline,
-    rows: Sequence[StageRow],
-    edges: Sequence[StageEdge],
-    figures: Mapping[str, Any],
-    caps: Sequence[int],
-    explanations: Sequence[Explanation] = (),
-) -> None:
-    """trace.json, report.html and summary.json."""
-    predicted = predicted_step(outcome, forecast)
-    timelines = [t for t in (predicted, outcome.timeline) if t is not None]
-    write_trace(out / "trace.json", timelines)
-    write_report(
-        out / "report.html",
-        title=f"{config.name}: {outcome.steps} steps",
-        predicted=predicted,
-        measured=outcome.timeline,
-        stages=rows,
-        edges=edges,
-        losses=outcome.losses,
-        config=msgspec.to_builtins(asdict(config)),
-        caps=caps,
-        explanations=explanations,
-        note=compared(outcome, forecast),
-        forecast=forecast_step(outcome, forecast),
-    )
-    write_whole(out / "summary.json", json.dumps(figures, indent=1) + "\n")
-
-
-def print_end(
-    console: Console, out: Path, outcome: TrainOutcome, forecast: Timeline, rows: Sequence[StageRow]
-) -> None:
-    """Predicted against measured, the losses, and where everything is."""
-    predicted = predicted_step(outcome, forecast)
-    foretold = forecast_step(outcome, forecast)
-    print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows, forecast=foretold)
-    console.print()
-    console.print(compared(outcome, forecast), highlight=False, soft_wrap=True)
-    for name, points in outcome.losses.items():
-        if points:
-            (first, before), (last, after) = points[0], points[-1]
-            console.print(
-                f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}", highlight=False
-            )
-    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    def print(self, console: Console) -> None:
+        """Predicted against measured, the losses, and where everything is."""
+        print_report(
+            console,
+            predicted=self.predicted,
+            measured=self.outcome.timeline,
+            stages=stage_rows(self.graph, self.plan),
+            forecast=self.forecast_step,
+        )
+        console.print()
+        console.print(str(self), highlight=False, soft_wrap=True)
+        for name, points in self.outcome.losses.items():
+            if points:
+                (first, before), (last, after) = points[0], points[-1]
+                console.print(
+                    f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}", highlight=False
+                )
+        console.print(f"report: {self.out / 'report.html'}", highlight=False, soft_wrap=True)
 
 
 def _ends(points: Sequence[tuple[int, float]]) -> list[float] | None:
     return [points[0][1], points[-1][1]] if points else None
 
 
-def _step(timeline: Timeline | None) -> dict[str, Any] | None:
-    if timeline is None:
-        return None
-    peaks = [peak_of(timeline, rank) for rank in range(timeline.ranks)]
-    residuals = list(timeline.residual_peaks)
+def _step(timeline: Timeline) -> dict[str, Any]:
     return {
         "step_s": timeline.step_s,
         "bubble": timeline.bubble,
-        "peak_bytes": peaks,
-        "residual_peak_bytes": residuals,
+        "peak_bytes": [peak_of(timeline, rank) for rank in range(timeline.ranks)],
+        "residual_peak_bytes": list(timeline.residual_peaks),
     }

@@ -1,51 +1,47 @@
-"""A whole run: decide the directory and the plan, start the ranks, train, report.
+"""A whole run: decide what to train and where, plan, run the ranks, report.
 
-On one machine this process plans and starts a process per rank. Under torchrun every process is a rank
-already: rank 0 plans, and what it found, or why it failed, goes to the others.
+On one machine this process plans and runs a process for each rank. Under torchrun every process is a rank
+already: rank 0 plans, and its result, or why it failed, goes to the others.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import signal
 import sys
-import warnings
-from collections.abc import Callable
+import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 
-from ..ir.errors import ConfigError, PeerError, PipeloomError
+from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
 from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
 from ..options import Options
 from ..pipeline import Pipeline
-from ..plan_request import CapturedModel, times_of
+from ..plan_request import COMPILED, times_of
 from ..planning import capture, make_request, plan_size, profile
-from ..ranks import HandedModel, rank_device, result_of_rank_0, take_over_model
-from ..reports import explain_steps, stage_rows
-from ..runnable import require_runnable, require_training
+from ..ranks import checkpoint_step, rank_device, result_of_rank_0
+from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.launch.connect import connect
-from ..runtime.launch.launch import StartedRanks, launch
 from ..runtime.launch.processes import terminate_as_exit
-from ..settings import PlanSettings
+from ..tracer.captured import Captured
 from ..tracer.job_loader import load_job
-from ..viewer.stage_graph import stage_edges
-from .config import Config
-from .config_text import Override, key_of, read_config, write_config
-from .follow_plan import follow_plan
-from .handing_over import autocast_of, hand_over
-from .loop import train, what_runs_first, why_at_once
-from .report import predicted_step, print_end, summary, write_files
-from .resuming import end_undisturbed, extended, interrupted, is_finished
-from .run_directory import DirectorySnapshot, find_run, new_run, require_new
-from .run_lock import RunLock
-from .workload import Workload, gpt_workload, job_workload, rate_scheduler
+from .config import Config, Override, key_of, read_config, write_config
+from .loop import resume_from, train, what_runs_first, why_at_once
+from .rank_processes import HandedModel, RankProcesses, autocast_of, ranks_of, run_rank, take_over
+from .report import RunReport
+from .run_directory import has_report, run_directory
+from .workload import Workload, rate_scheduler, workload_of
+
+_log = logging.getLogger("pipeloom")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,137 +61,93 @@ class TrainRequest:
         # In a log file the tables need no folding.
         return console if console.is_terminal else Console(stderr=self.as_json, width=120)
 
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return _named(read_config(self.file, self.overrides)).name
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
     """A request with everything decided; the same on every rank.
 
-    model: as it was captured once for all ranks, see `hand_over_model`; None until that was done, and where
-    each rank captures it.
+    model: captured once for all ranks; None if each rank captures it.
     """
 
     request: TrainRequest
     config: Config
     out: Path
-    snapshot: DirectorySnapshot
-    model: HandedModel | None = None
+    plan: Plan
+    model: HandedModel | None
 
 
-def run(request: TrainRequest, started: StartedRanks | None = None) -> int:
+def run(request: TrainRequest, processes: RankProcesses) -> int:
     """Train; returns the exit status.
 
-    started: processes for the ranks, if they were started already.
     Raises: PipeloomError for what is wrong before the ranks start.
     """
-    with RunLock() as lock:
-        return _run_alone(request, lock, started)
-
-
-def _run_alone(request: TrainRequest, lock: RunLock, started: StartedRanks | None) -> int:
     if "RANK" in os.environ:
-        settings = read_config(request.file, request.overrides).pipeline
-        device = rank_device(Options(device=settings.device))
-        group = connect(device, timeout_s=settings.timeout_s)
-        prepared = result_of_rank_0(group, lambda: prepare_run(request, lock=lock))
-        if not result_of_rank_0(group, lambda: _nothing_left(prepared)):
-            try:
-                run_rank(result_of_rank_0(group, lambda: with_model(prepared)))
-            finally:
-                if dist.get_rank(group) == 0:
-                    prepared.snapshot.restore(prepared.out)
-        return 0
-    with terminate_as_exit():
-        prepared = prepare_run(request, lock=lock, started=started)
-        if _nothing_left(prepared):
+        return _run_as_rank(request, processes)
+    with (
+        terminate_as_exit(),
+        run_directory(request.name, request.out, resume=request.resume) as out,
+    ):
+        prepared = prepare_run(request, out, processes)
+        if prepared is None:
             return 0
-        ranks = len(set(load_plan(prepared.out / "plan.json").placement))
         try:
-            args = (with_model(prepared, started),)
-            if started is not None and started.ranks == ranks:
-                return started.run(run_rank, args)
-            return launch(run_rank, ranks, args=args)
+            return processes.run(_train_rank, ranks_of(prepared.plan), prepared)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
             end_undisturbed()
-            prepared.snapshot.restore(prepared.out)
-            print(interrupted(prepared.out), file=sys.stderr)
+            print(interrupted(out), file=sys.stderr)
             raise
-        finally:
-            prepared.snapshot.restore(prepared.out)
 
 
-def _nothing_left(prepared: PreparedRun) -> bool:
-    """Whether a run is resumed that has ended and has its report; prints what it is asked to."""
-    request, out = prepared.request, prepared.out
-    if not request.resume or not is_finished(prepared.config, out, request.console):
-        return False
-    if request.as_json:
-        print((out / "summary.json").read_text(), end="")
-    return True
+def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
+    settings = read_config(request.file, request.overrides).pipeline
+    group = connect(rank_device(Options(device=settings.device)), timeout_s=settings.timeout_s)
+    with ExitStack() as stack:
+
+        def prepare() -> PreparedRun | None:
+            directory = run_directory(request.name, request.out, resume=request.resume)
+            return prepare_run(request, stack.enter_context(directory), processes)
+
+        prepared = result_of_rank_0(group, prepare)
+        if prepared is not None:
+            run_rank(_train_rank, prepared)
+    return 0
 
 
-def prepare_run(
-    request: TrainRequest,
-    plan_run: Callable[[Config, Workload, Console], PlannedRun] | None = None,
-    *,
-    lock: RunLock | None = None,
-    started: StartedRanks | None = None,
-) -> PreparedRun:
-    """Decide config, directory and plan, and write the first and the last into the second.
+def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> PreparedRun | None:
+    """Decide config and plan, and capture the model. Writes nothing.
 
-    plan_run: makes the plan; `make_plan` by default.  lock: takes the directory before it is read.
-    started: processes for the ranks, which prepare themselves as soon as there is a plan.
+    Returns: None if the run has ended and has its report, which is said.
     """
+    config, plan = decide(request, out)
+    if request.resume and _has_ended(config, out, request):
+        return None
+    workload, console, captured = workload_of(config), request.console, None
+    if plan is None:
+        plan, captured = make_plan(config, workload, console)
+    require_training(plan)
+    with console.status("capturing"):
+        model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
+    return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
+
+
+def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
+    """The config of a run; and its plan, if it is resumed without a change of what planning reads."""
     config = _named(read_config(request.file, request.overrides))
-    if not request.resume:
-        require_new(request.out)
-        out, replan = None, True
-    else:
-        out = find_run(config.name, request.out)
-        if lock is not None:
-            lock.take(out)
-        before = read_config(out / "config.toml")
+    if request.resume:
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
-            if "steps" not in map(key_of, request.overrides):
-                config = extended(config, out, request.console)
-        replan = _planned_from(config) != _planned_from(before)
-    if replan and config.pipeline.plan is not None:
+        if _planned_from(config) == _planned_from(read_config(out / "config.toml")):
+            require_runnable(config.pipeline.schedule)
+            return config, load_plan(out / "plan.json")
+    if config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.schedule)
-    workload = make_workload(config)
-    planned = (plan_run or make_plan)(config, workload, request.console) if replan else None
-    if planned is not None:
-        require_training(planned.plan)
-    model = None
-    if planned is not None and planned.model is not None:
-        model = hand_over(config, workload.job, planned.plan, planned.model, started)
-    # Only now: a request that cannot be planned leaves no directory behind.
-    snapshot = DirectorySnapshot.of(out or request.out)
-    if out is None:
-        out = new_run(config.name, request.out)
-        if lock is not None:
-            lock.take(out)
-        require_new(out)  # again: another run may have ended here in between
-    try:
-        if planned is not None:
-            planned.plan.save(out / "plan.json")
-        write_whole(out / "config.toml", write_config(config))
-    except ConfigError:
-        snapshot.restore(out)
-        raise
-    return PreparedRun(request=request, config=config, out=out, snapshot=snapshot, model=model)
-
-
-def with_model(prepared: PreparedRun, started: StartedRanks | None = None) -> PreparedRun:
-    """The run with its model captured, if planning did not capture it: its plan was there already.
-
-    Raises: CaptureError if the model cannot be captured.
-    """
-    if prepared.model is not None:
-        return prepared
-    config, plan = prepared.config, load_plan(prepared.out / "plan.json")
-    with prepared.request.console.status("capturing"):
-        return replace(prepared, model=hand_over(config, make_workload(config).job, plan, None, started))
+    return config, None
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:
@@ -211,34 +163,63 @@ def _named(config: Config) -> Config:
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
 
 
-def make_workload(config: Config) -> Workload:
-    """Raises: ConfigError if the job or the data are not there."""
-    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+def _has_ended(config: Config, out: Path, request: TrainRequest) -> bool:
+    """Whether a run that is resumed has nothing left to do; prints what it is asked to.
+
+    Raises: CheckpointError if there is nothing to resume from.
+    """
+    steps = checkpoint_step(out / "checkpoint")
+    if steps < config.steps or not has_report(out, steps):
+        return False
+    request.console.print(
+        f"{out} is finished: {steps} of {config.steps} steps are done. "
+        f"To train longer: --resume --steps N, with N above {steps}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if request.as_json:
+        print((out / "summary.json").read_text(), end="")
+    return True
 
 
-class PlannedRun(NamedTuple):
-    """A plan, and the model if it was captured to make it."""
+def end_undisturbed() -> None:
+    """This process is ending, and says what it leaves: a second and a third Ctrl-C have nothing to add."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
-    plan: Plan
-    model: CapturedModel | None = None
+
+def interrupted(out: Path) -> str:
+    """What a run that was broken off leaves."""
+    if not (out / "config.toml").exists():
+        return f"{out} had not begun to train, and is gone"
+    try:
+        return (
+            f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"
+        )
+    except CheckpointError:
+        return f"{out} has no checkpoint yet, so it cannot be resumed: remove it, or start anew elsewhere"
 
 
-def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRun:
-    """Read the plan that the config names, or capture, profile and plan."""
+def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Plan, Captured | None]:
+    """Read the plan that the config names, or capture, profile and plan.
+
+    Returns: the plan, and the model if it was captured.
+    """
     settings = config.pipeline
     if settings.plan is not None:
-        return PlannedRun(with_caps(load_plan(Path(settings.plan)), settings.memory))
+        return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
-        made: dict[str, Any] = {}
+        model: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
             captured = capture(workload.job, settings.microbatch_size, autocast=autocast_of(config))
             profiled = profile(captured, device=settings.device, compile=settings.compile)
-            made = {"captured": captured, "profiled": profiled}
+            model = {"captured": captured, "profiled": profiled}
         clips = settings.clips or bool(config.optimizer.clip_norm)
-        plan, model = plan_size(make_request(workload.job, settings, clips=clips), workload.job, **made)
+        plan, planned = plan_size(make_request(workload.job, settings, clips=clips), workload.job, **model)
     for sentence in times_of(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
-    return PlannedRun(plan, model)
+    return plan, planned.captured
 
 
 def with_caps(plan: Plan, memory: str | int | None) -> Plan:
@@ -249,36 +230,61 @@ def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     if memory is None:
         return plan
     size = parse_bytes(memory)
-    ranks = len(set(plan.placement))
-    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * ranks))
+    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * ranks_of(plan)))
 
 
-def as_sentence(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning as users of a command see it: what it says, without the line of ours that gave it.
+def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> Config:
+    """A plan file decides the ranks, the replicas, the schedule, weight versions, micro-batches,
+    whether replicas share the optimizer, and, if it was made for that, that stages are compiled.
 
-    >>> as_sentence("the disk is slow", UserWarning, "run.py", 7)
-    'warning: the disk is slow\\n'
+    The config keeps its own planner and schedule if nothing can be planned by the plan's: a searched order is
+    no schedule. A schedule of the user's own is named by the user only: a `file.py:function` of the plan,
+    whose rows say all there is, does not get into the config, since what stands there is imported.
+
+    Raises: ConfigError if one of these is also given on the command line, and differently.
     """
-    return f"warning: {message}\n"
-
-
-def run_rank(prepared: PreparedRun) -> None:
-    """Everything that one rank does. What is wrong is one sentence, never our traceback."""
-    warnings.formatwarning = as_sentence
-    try:
-        _train_rank(prepared)
-    except PeerError:
-        raise  # the launcher knows that the cause is elsewhere
-    except PipeloomError as error:
-        exit_rank(error)
+    settings = config.pipeline
+    fixed: dict[str, Any] = {
+        "ranks": ranks_of(plan) // plan.width,
+        "replicas": plan.width,
+        "shard_optimizer": plan.shard_optimizer,
+        "planner": plan.planner,
+        "schedule": plan.schedule,
+        "weights": plan.weights,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+    }
+    if COMPILED in plan.notes:
+        fixed["compile"] = True
+    elif settings.compile:
+        _log.warning(
+            "the plan %s was made with the times and the memory of eager stages, the run compiles them; "
+            "`pipeloom plan --compile` makes one for compiled stages",
+            settings.plan,
+        )
+    if settings.chunks is not None:
+        fixed["chunks"] = len(plan.stages) * plan.width // ranks_of(plan)
+    if settings.global_batch is not None:
+        fixed["global_batch"] = plan.microbatches * plan.microbatch_size
+    overridden = set(map(key_of, overrides))
+    for key, value in fixed.items():
+        given = getattr(settings, key)
+        if f"pipeline.{key}" in overridden and given != value:
+            raise ConfigError(
+                f"pipeline.{key} is to be {given}, but the plan {settings.plan} has {value}",
+                hint="leave one of them out; --set pipeline.plan= does without the plan file",
+            )
+    for key in {"planner", "schedule"} - names_to_plan_by(plan).keys():
+        del fixed[key]
+    return replace(config, pipeline=replace(settings, **fixed))
 
 
 def _train_rank(prepared: PreparedRun) -> None:
-    config, out, console = prepared.config, prepared.out, prepared.request.console
+    """Everything that one rank does."""
+    config, plan, out, request = prepared.config, prepared.plan, prepared.out, prepared.request
+    console = request.console
     require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
-    workload, planned = make_workload(config), load_plan(out / "plan.json")
+    workload = workload_of(config)
     options = Options(
         device=config.pipeline.device,
         seed=config.seed,
@@ -289,55 +295,34 @@ def _train_rank(prepared: PreparedRun) -> None:
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
         timeout_s=config.pipeline.timeout_s,
-        compare=config.compare and not prepared.request.resume and Options().compare,
+        compare=config.compare and not request.resume and Options().compare,
     )
-    captured = take_over_model(prepared.model, workload.job)
-    with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:
+    captured = take_over(prepared.model, workload.job)
+    with Pipeline(workload.job, plan, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
-        resume = prepared.request.resume
         if pipeline.rank == 0:
-            told = at_once or what_runs_first(config.rehearsals, validates=not resume)
+            told = at_once or what_runs_first(config.rehearsals, validates=not request.resume)
             console.print(told, highlight=False, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
-        outcome = train(
-            pipeline,
-            config,
-            workload,
-            out,
-            resume=resume,
-            console=console,
-            at_once=bool(at_once),
-        )
+        if request.resume:
+            resume_from(out, pipeline, workload)
+        if pipeline.rank == 0:  # only now: a run that cannot begin changes nothing
+            plan.save(out / "plan.json")
+            write_whole(out / "config.toml", write_config(config))
+        outcome = train(pipeline, config, workload, out, console=console, at_once=bool(at_once))
         if pipeline.rank != 0:
             return
-        rows = stage_rows(pipeline.captured.graph, planned)
-        figures = summary(config, out, outcome, forecast, planned)
-        shown = predicted_step(outcome, forecast), outcome.timeline
-        reasons = explain_steps(planned, pipeline.captured.graph, shown)
-        write_files(
-            config,
-            out,
-            outcome,
+        report = RunReport(
+            config=config,
+            out=out,
+            plan=plan,
+            graph=pipeline.captured.graph,
+            outcome=outcome,
             forecast=forecast,
-            rows=rows,
-            edges=stage_edges(planned.stage_graph(pipeline.captured.graph)),
-            figures=figures,
-            caps=planned.caps,
-            explanations=reasons,
         )
-        print_end(console, out, outcome, forecast, rows)
-    if prepared.request.as_json:
-        print(json.dumps(figures, indent=1))
-
-
-def measuring(settings: PlanSettings) -> Options:
-    """Options of ranks that measure steps, and train nothing."""
-    folder = None if settings.offload_dir is None else Path(settings.offload_dir)
-    return Options(compare=False, offload_dir=folder, compile=settings.compile)
-
-
-def exit_rank(error: PipeloomError) -> NoReturn:
-    """End a rank with a sentence and a hint; the launcher prints them once."""
-    sys.exit(str(error))
+        report.write()
+        report.print(console)
+    if request.as_json:
+        print(json.dumps(report.figures, indent=1))

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..ir.errors import ConfigError
 from ..tracer.job import Job
+from ..tracer.job_loader import load_job
 from .config import Config
 from .model import GPT
 from .text import Text, files_of, split, standard_library
@@ -35,10 +36,6 @@ class Workload:
     validation: Callable[[int], Batch]
     data: str
     rate: float | None
-
-    def tokens(self, batch: Batch) -> float | None:
-        """How many tokens a batch has; None for data of another kind."""
-        return tokens_of(self.job, batch)
 
 
 def tokens_of(job: Job, batch: Batch) -> float | None:
@@ -85,7 +82,7 @@ def gpt_workload(config: Config) -> Workload:
     return Workload(
         job=Job(
             name=config.name,
-            model=lambda: build_model(config),
+            model=lambda: GPT(**vars(config.model)),
             batch=lambda seed, size: batch(train, seed, size),
             weight=lambda batch: batch["labels"].numel(),
             optimizer=lambda parameters: make_optimizer(config, parameters),
@@ -112,21 +109,14 @@ def job_workload(config: Config, job: Job) -> Workload:
     )
 
 
-def default_job(config: Config) -> Job:
-    """The job of `pipeloom train` without a model of one's own."""
-    return gpt_workload(config).job
+def workload_of(config: Config) -> Workload:
+    """Raises: ConfigError if the job or the data are not there."""
+    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
 
 
-def build_model(config: Config) -> GPT:
-    sizes = config.model
-    return GPT(
-        layers=sizes.layers,
-        width=sizes.width,
-        heads=sizes.heads,
-        context=sizes.context,
-        dropout=sizes.dropout,
-        tied=sizes.tied,
-    )
+def job_of(config: Config) -> Job:
+    """The job that a config names, as it is, else the built-in GPT. Raises: ConfigError as `workload_of`."""
+    return gpt_workload(config).job if config.job is None else load_job(config.job)
 
 
 def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -1,0 +1,64 @@
+"""Progress of training for people: a live bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..ir.units import format_bytes
+
+LINE_EVERY = 10
+"""Steps from one plain line to the next."""
+
+
+class StepProgress(Progress):
+    """Shows steps as they end; a context manager around the training loop."""
+
+    def __init__(self, console: Console, *, steps: int, done: int) -> None:
+        super().__init__(
+            TextColumn("training"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            disable=not console.is_terminal,  # a log file gets no control characters
+        )
+        self._task = self.add_task("training", total=steps, completed=done, figures="")
+        self._steps = steps
+
+    def show(self, figures: Mapping[str, Any]) -> None:
+        """figures: of a step as metrics.jsonl has them, with the latest validation loss, None before it."""
+        step = figures["step"]
+        if self.console.is_terminal:
+            self.update(self._task, completed=step, figures=step_text(figures))
+        elif step % LINE_EVERY == 0 or step in (1, self._steps):
+            line = f"step {step}/{self._steps}  {step_text(figures)}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def step_text(figures: Mapping[str, Any]) -> str:
+    """
+    >>> speed = {"rows_per_s": 101.5, "tokens_per_s": 13e3, "bubble": 0.111}
+    >>> step_text({"loss": 2.5, "validation_loss": None, "peak_bytes": (3 << 20, 2 << 20), **speed})
+    'loss 2.500  13,000 tokens/s  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB'
+    """
+    validation = figures["validation_loss"]
+    shown = "" if validation is None else f"  validation {validation:.3f}"
+    speed = throughput(figures["rows_per_s"], figures["tokens_per_s"])
+    memory = " | ".join(map(format_bytes, figures["peak_bytes"]))
+    bubble = f"{figures['bubble']:.1%}".replace("%", " %")
+    return f"loss {figures['loss']:.3f}{shown}  {speed}  bubble {bubble}  memory {memory}"
+
+
+def throughput(rows_per_s: float, tokens_per_s: float | None) -> str:
+    """Tokens per second where the data are tokens, else rows; three figures of what is below 100.
+
+    >>> throughput(101.5, 13e3), throughput(101.5, None), throughput(1.234, None)
+    ('13,000 tokens/s', '102 rows/s', '1.23 rows/s')
+    """
+    speed, unit = (rows_per_s, "rows/s") if tokens_per_s is None else (tokens_per_s, "tokens/s")
+    return f"{speed:,.0f} {unit}" if speed >= 99.5 else f"{speed:.3g} {unit}"

@@ -1,0 +1,334 @@
+"""A run: its config and plan, what its ranks are handed, how it is resumed, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled import KnownRatios
+from runs import even_plan
+
+from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.ir.plan import Plan
+from pipeloom.settings import PlanSettings
+from pipeloom.train.benchmark import Bench, run_bench
+from pipeloom.train.config import Config, PipelineConfig, write_config
+from pipeloom.train.rank_processes import RankProcesses
+from pipeloom.train.run import (
+    PreparedRun,
+    TrainRequest,
+    decide,
+    follow_plan,
+    prepare_run,
+    run,
+    with_caps,
+)
+from pipeloom.train.workload import Workload
+
+MODULE = sys.modules[run.__module__]
+REPORT = ("summary.json", "report.html", "trace.json")
+
+
+def refuse_to_export(*_: object, **__: object) -> None:
+    raise AssertionError("a rank exported the model again")
+
+
+def launch_here(rank: Callable[..., None], ranks: int, *, args: tuple[Any, ...]) -> int:
+    """One rank, in this process, in which nothing can be exported."""
+    assert ranks == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.export, "export", refuse_to_export)
+        rank(*args)
+    return 0
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks run in this process, and rehearse in no time."""
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch_here)
+    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
+
+
+@pytest.fixture
+def start(here: None, tiny: Config, tmp_path: Path) -> Callable[..., int]:
+    """Trains for two steps on one rank."""
+    config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, ranks=1))
+    (tmp_path / "config.toml").write_text(write_config(config))
+
+    def start(*overrides: str, resume: bool = False, **more: Any) -> int:
+        file = None if resume else tmp_path / "config.toml"
+        request = TrainRequest(file=file, out=tmp_path / "a", overrides=overrides, resume=resume, **more)
+        return run(request, RankProcesses())
+
+    return start
+
+
+def one_stage(config: Config, workload: Workload, console: object) -> tuple[Plan, None]:
+    return even_plan(workload.job, 1, microbatches=config.pipeline.microbatches), None
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_rank_trains_and_validates_what_it_was_handed_and_says_what_nobody_asked_for(
+    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        return " ".join(capsys.readouterr().err.split())
+
+    unasked = "before the first step the ranks rehearse one, which the forecast is made of"
+    assert start(as_json=True) == 0
+    assert f"{unasked}, and the model is validated as it begins" in said()
+    # Going on plans nothing, and captures once all the same.
+    assert start("steps=3", resume=True, as_json=True) == 0
+    assert unasked in (text := said()) and "validated as it begins" not in text
+
+
+@pytest.mark.slow
+def test_a_long_step_comes_first_and_nothing_else_runs(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    walks: list[int] = []
+    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", walks.append)
+    monkeypatch.setattr("pipeloom.train.loop.LONG_STEP_S", 0.0)
+    assert start(as_json=True) == 0
+    written = lines(tmp_path / "a")
+    assert walks == [] and [line["step"] for line in written] == [1, 2] and written[-1]["validation_loss"] > 0
+    figures = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert figures["rehearsals"] == [] and figures["forecast"]["step_s"] > 0
+    assert "rehearses none, the forecast is the plan's" in " ".join(capsys.readouterr().err.split())
+
+
+def test_bench_does_what_was_asked_for(
+    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One step is one step: no rehearsals, and the line says where the prediction is from."""
+    job = tmp_path / "small_job.py"
+    job.write_text(
+        """import torch
+from pipeloom import Job
+
+def job():
+    def batch(seed, size):
+        ids = torch.randint(8, (size, 5), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+    return Job(model=Model, batch=batch)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
+    )
+
+    def refuse_to_rehearse(*_: object, **__: object) -> None:
+        raise AssertionError("a step that nobody asked for was run")
+
+    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
+    settings = PlanSettings(ranks=1, microbatches=2, microbatch_size=2)
+    bench = Bench(model=f"{job}:job", settings=settings, steps=1, warmup=0, as_json=False)
+    assert run_bench(bench, RankProcesses()) == 0
+    printed = capsys.readouterr().out
+    assert "(median of 1)" in printed and "by the plan's profile" in printed
+    tokens, rows = re.search(r"([\d,.]+) tokens/s \(([\d,.]+) rows/s\)", printed).groups()  # type: ignore[union-attr]
+    assert float(tokens.replace(",", "")) == pytest.approx(5 * float(rows.replace(",", "")), rel=0.02)
+
+
+@pytest.fixture
+def prepared(tiny: Config, tmp_path: Path) -> Callable[..., PreparedRun]:
+    """A new run of two layers, prepared."""
+    file = tmp_path / "config.toml"
+    file.write_text(write_config(replace(tiny, model=replace(tiny.model, layers=2))))
+
+    def prepared(*overrides: str) -> PreparedRun:
+        request = TrainRequest(file=file, overrides=overrides)
+        ready = prepare_run(request, tmp_path / "run", RankProcesses())
+        assert ready is not None and not (tmp_path / "run").exists()
+        return ready
+
+    return prepared
+
+
+def test_a_run_is_planned_by_the_planner_of_its_config(prepared: Callable, tmp_path: Path) -> None:
+    """It was always `exact`."""
+    plan = prepared("pipeline.planner=balanced").plan
+    assert plan.planner == "balanced"
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="pipeline.planner is to be probe, but the plan"):
+        prepared(f"pipeline.plan={tmp_path / 'plan.json'}", "pipeline.planner=probe")
+
+
+def test_an_unknown_planner_is_refused_before_any_work(
+    prepared: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeloom.planning.capture", lambda *_, **__: pytest.fail("it was captured"))
+    with pytest.raises(PlanError, match="did you mean exact?"):
+        prepared("pipeline.planner=exat")
+
+
+def test_a_run_that_compiles_is_planned_with_compiled_times(
+    prepared: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", KnownRatios())
+    how = "forwards 0.50 and backwards 3.00 times as long as eager"
+    assert prepared("pipeline.compile=true").plan.notes == {"compiled": how}
+    assert f"times of compiled functions: {how}" in " ".join(capsys.readouterr().out.split())
+    assert not prepared("pipeline.compile=false").plan.notes
+    assert "compiled" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def plan(tiny: Config) -> Plan:
+    return one_stage(tiny, MODULE.workload_of(tiny), None)[0]
+
+
+def test_a_plan_decides_whether_its_stages_are_compiled(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    """Its times and its memory are those of one or the other."""
+    compiled = replace(plan, notes={"compiled": "forwards 0.50 times as long as eager"})
+    on = Config(pipeline=PipelineConfig(compile=True, plan="p.json"))
+    assert follow_plan(Config(), compiled, ()).pipeline.compile
+    assert follow_plan(on, compiled, ("pipeline.compile=true",)).pipeline.compile
+    with pytest.raises(ConfigError, match="pipeline.compile is to be False"):
+        follow_plan(Config(), compiled, ("pipeline.compile=false",))
+    assert "eager stages" not in caplog.text
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        assert follow_plan(on, plan, ()).pipeline.compile
+    assert "p.json was made with the times and the memory of eager stages" in caplog.text
+
+
+def test_names_that_nothing_can_be_planned_by_do_not_get_into_the_config(plan: Plan) -> None:
+    """A run that followed such a plan could not be resumed with other micro-batches and no plan."""
+    before = Config(pipeline=PipelineConfig(planner="probe", schedule="gpipe"))
+    for planner, schedule, expected in (
+        ("by hand", "searched", ("probe", "gpipe")),
+        ("balanced", "interleaved:v=3", ("balanced", "interleaved:v=3")),
+        ("balanced", "mine.py:zigzag", ("balanced", "gpipe")),  # a file that is not there, and not looked for
+    ):
+        settings = follow_plan(before, replace(plan, planner=planner, schedule=schedule), ()).pipeline
+        assert (settings.planner, settings.schedule) == expected
+
+
+def test_a_cap_beside_a_plan_file_is_the_lower_one(plan: Plan) -> None:
+    """It was left out where the plan came from a file: the run took what it wanted."""
+    given = replace(plan, caps=(300 * 1024,))
+    assert with_caps(given, None).caps == given.caps
+    assert with_caps(given, "200KiB").caps == with_caps(replace(given, caps=()), "200KiB").caps == (204800,)
+    assert with_caps(given, "9TiB").caps == given.caps
+
+
+@pytest.mark.parametrize(
+    ("setting", "planned_anew"),
+    [
+        *((f"pipeline.{each}", False) for each in ("offload_dir=x", "accumulate=2", "compile=true")),
+        ("optimizer.learning_rate=0.5", False),
+        ("model.layers=2", True),
+        *(
+            (f"pipeline.{each}", True)
+            for each in (
+                *("ranks=1", "schedule=gpipe", "microbatches=4", "microbatch_size=4", "memory=1GiB"),
+                *("split_backward=true", "autocast=bfloat16", "device=cuda"),
+            )
+        ),
+    ],
+)
+def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
+    tiny: Config, plan: Plan, tmp_path: Path, setting: str, planned_anew: bool
+) -> None:
+    (tmp_path / "config.toml").write_text(write_config(tiny))
+    plan.save(tmp_path / "plan.json")
+    request = TrainRequest(resume=True, overrides=("steps=20", setting))
+    config, kept = decide(request, tmp_path)
+    assert config.steps == 20 and config != replace(tiny, steps=20)
+    assert kept == (None if planned_anew else plan)
+
+
+@pytest.mark.parametrize("missing", [REPORT, pytest.param(REPORT[1:], marks=pytest.mark.slow)])
+def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
+    start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: tuple[str, ...]
+) -> None:
+    """It was killed after its last checkpoint: `--resume` doubled it without a word."""
+    out = tmp_path / "a"
+    assert start() == 0
+    for name in missing:
+        (out / name).unlink()
+    assert start(resume=True) == 0
+    assert [line["step"] for line in lines(out)] == [0, 1, 2]
+    figures = json.loads((out / "summary.json").read_text())
+    assert (figures["steps"], figures["first_step"], figures["measured"]) == (2, 2, None)
+    assert all(figures["train_loss"]) and all((out / name).is_file() for name in REPORT)
+    before = {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    capsys.readouterr()
+    assert start(resume=True, as_json=True) == 0
+    said = capsys.readouterr()
+    assert "is finished: 2 of 2 steps are done. To train longer: --resume --steps N" in said.err
+    assert json.loads(said.out) == figures
+    assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_the_report_of_fewer_steps_is_none(start: Callable[..., int], tmp_path: Path) -> None:
+    assert start() == 0
+    summary = (tmp_path / "a" / "summary.json").read_text()
+    assert start("steps=4", resume=True) == 0
+    for damaged in (summary, ""):  # killed before the new one was written
+        (tmp_path / "a" / "summary.json").write_text(damaged)
+        assert start(resume=True) == 0
+        assert [line["step"] for line in lines(tmp_path / "a")] == [0, 1, 2, 3, 4]
+        assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_resume_that_cannot_begin_changes_nothing(start: Callable[..., int], tmp_path: Path) -> None:
+    assert start() == 0
+    (tmp_path / "text" / "0.txt").write_text("longer than it was, " * 30)
+    before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match="is of other data"):
+        start("steps=9", "pipeline.microbatches=4", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("ends_by", [KeyboardInterrupt, SystemExit])
+def test_however_it_is_ended_it_says_how_far_it_is(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ends_by: type
+) -> None:
+    """SIGTERM said nothing; a second Ctrl-C came in the middle of the sentence."""
+
+    def launch(*_: object, **__: object) -> int:
+        raise ends_by(143)
+
+    def impatient(out: Path) -> str:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        return "kept"
+
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", launch)
+    monkeypatch.setattr(MODULE, "make_plan", one_stage)
+    monkeypatch.setattr(MODULE, "interrupted", impatient)
+    with pytest.raises(ends_by):
+        start()
+    assert capsys.readouterr().err == "kept\n"
+    assert not (tmp_path / "a").exists()
