@@ -34,8 +34,8 @@ class ActionIndex:
             entries = np.flatnonzero(self._columns.kind == code)
             table = np.full(self._shape, NOWHERE, np.int32)
             table[self._columns.stage[entries], self._columns.microbatch[entries]] = entries
-            self._tables[code] = table
             self.counted[code] = len(entries)
+            self._tables[code] = table  # last: other threads take it as soon as it is there
         return self._tables[code]
 
     def gradients(self) -> Ints:
