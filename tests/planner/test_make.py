@@ -78,9 +78,9 @@ def test_explain_has_one_row_per_stage():
     graph, profile = layers(5)
     plan = make_plan.make_plan(graph, profile, cluster_of(2), ranks=2, schedule="1f1b", microbatches=2)
     first, second = plan_table.plan_rows(plan)
-    assert (first["rank"], first["first_op"], second["last_op"]) == (0, "op0", "op4")
-    assert first["peak_bytes"] == plan.stages[0].memory.total
-    assert first["filled"] == plan.peaks[0] / 2**30
+    assert (first.rank, first.first_op, second.last_op) == (0, "op0", "op4")
+    assert first.peak_bytes == plan.stages[0].memory.total
+    assert first.filled == plan.peaks[0] / 2**30
 
 
 def test_more_stages_than_ops():
@@ -180,7 +180,7 @@ def test_explain_is_plain_data():
     plan = make_plan.make_plan(graph, profile, cluster_of(2), ranks=2, schedule="gpipe", microbatches=2)
     rows = plan_table.plan_rows(plan)
     assert json_codec.to_json(rows)
-    assert all(a["last_op"] < b["first_op"] for a, b in pairwise(rows))
+    assert all(a.last_op < b.first_op for a, b in pairwise(rows))
 
 
 def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
@@ -206,11 +206,11 @@ def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
         microbatches=1,
     )
     rows = plan_table.plan_rows(made, graph)
-    assert [(row["reads"], row["depth"]) for row in rows] == [
+    assert [(row.reads, row.depth) for row in rows] == [
         ((), 3),
         ((0,), 2),
         ((), 3),
         ((2,), 2),
         ((1, 3), 1),
     ]
-    assert {row["depth"] for row in plan_table.plan_rows(made)} == {None}
+    assert {row.depth for row in plan_table.plan_rows(made)} == {None}

@@ -17,8 +17,8 @@ from ..ir.text_files import write_whole
 from ..ir.timeline import Timeline
 from ..viewer.chrome import write_trace
 from ..viewer.html import write_report
-from ..viewer.report_facts import Comparison, StageRow, peak_of
 from ..viewer.stage_graph import StageEdge
+from ..viewer.tables import Comparison, StageRow, peak_of
 from ..viewer.terminal import print_report
 from .config import Config
 from .loop import TrainOutcome
