@@ -1,9 +1,10 @@
-"""The command line: output, `--json` keys, exit statuses, and one sentence for each mistake."""
+"""The command line: files, exit statuses, and one sentence for each mistake. Screens: test_screens.py."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from pipeloom.cli import main
+from pipeloom.commands.common import emit
+from pipeloom.commands.plan import stages_table
+from pipeloom.planner.plan_table import PlannedStage
 from pipeloom.runtime.checkpoint import checkpoint
 from pipeloom.runtime.checkpoint.state import TrainState
 
@@ -112,56 +116,38 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], check=True)
 
 
-def test_profile_prints_figures_and_saves(folder: Path) -> None:
+def test_profile_and_plan_add_up_and_save(folder: Path) -> None:
     words = ["profile", "tiny_job.py:job", "--cluster", "cluster.toml"]
     figures = json.loads(good(*words, "--save", "p.json", "--save-graph", "g.json", "--json"))
-    assert set(figures) == {
-        "model",
-        "device",
-        "source",
-        "compiled",
-        "batch",
-        "ops",
-        "parameters",
-        "forward_s",
-        "input_grad_s",
-        "weight_grad_s",
-        "kinds",
-    }
-    assert (figures["model"], figures["device"], figures["source"]) == ("tiny", "slow", "roofline")
-    assert figures["parameters"] == 4 * (8 * 8 + 8) and figures["batch"] == ["x[4,8]float32"]
-    assert set(figures["kinds"][0]) == {"target", "calls", "forward_s", "backward_s"}
-    linear = next(kind for kind in figures["kinds"] if "linear" in kind["target"])
-    assert linear["calls"] == 4
     assert sum(k["forward_s"] for k in figures["kinds"]) == pytest.approx(figures["forward_s"])
-    table = good(*words)
-    assert "tiny: 11 ops, 288 parameters, roofline on slow" in table and "aten.linear.default" in table
+    assert figures["parameters"] == 4 * (8 * 8 + 8) and figures["batch"] == ["x[4,8]float32"]
+    planned = json.loads(good(*PLAN, "--profile", "p.json", "-o", "plan.json", "--json"))
+    assert sum(stage["ops"] for stage in planned["stages"]) == figures["ops"] == 11
+    assert all((folder / name).is_file() for name in ("p.json", "g.json", "plan.json"))
 
 
-def test_plan_prints_figures_and_saves(folder: Path) -> None:
-    figures = json.loads(good(*PLAN, "-o", "plan.json", "--json"))
-    assert set(figures) == {
-        "predicted_step_s",
-        "predicted_by",
-        "profiled_step_s",
-        "not_rehearsed",
-        "compiled",
-        "planner",
-        "schedule",
-        "weights",
-        "replicas",
-        "microbatches",
-        "microbatch_size",
-        "graph",
-        "stages",
-        "limits",
-        "branches",
-        "what_if",
-    }
-    assert (figures["planner"], figures["schedule"], figures["microbatches"]) == ("exact", "1f1b", 2)
-    first, second = figures["stages"]
-    assert first["ops"] + second["ops"] == 11 and first["peak_bytes"] > 0
-    assert "predicted step" in good(*PLAN)
+def test_planners_are_listed() -> None:
+    names = [row["name"] for row in json.loads(good("plan", "--planners", "--json"))["planners"]]
+    assert "exact" in names and all(name in good("plan", "--planners") for name in names)
+
+
+@pytest.mark.parametrize("ways", [(), ("recomputed",), ("offloaded",), ("recomputed", "offloaded")])
+@pytest.mark.parametrize("reads", [(), (7,)])
+def test_sizes_of_a_plan_are_in_full_and_only_what_there_is_has_a_column(
+    ways: tuple[str, ...], reads: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last letters of caps were cut off, as "12.0 M…", where a table was wider than 120 letters."""
+    mib = 2**20
+    sizes = {f"{way}_bytes": 1000 * mib + 2**17 for way in ways} | {"cap_bytes": 999 * mib}
+    texts = {"layers": "encoder.layers.10 .. 19", "reads": reads, "depth": 2}
+    zeros = {one.name: 1 for one in fields(PlannedStage)} | {"offload_ratio": None, "link_use": None}
+    zeros |= {name: 0 for name in ("stage", "rank", "recomputed_bytes", "offloaded_bytes")}
+    emit(None, [stages_table([PlannedStage(**(zeros | texts | sizes))])], as_json=False)
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "999.0 MiB" in shown and "encoder.layers.10 .. 19" in shown
+    heads = shown.split("\n")[0].split()
+    assert [way for way in ("recomputed", "offloaded") if way in heads] == list(ways)
+    assert ("residuals" in heads) == (not ways) and ("reads" in heads) == ("depth" in heads) == bool(reads)
 
 
 def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
@@ -175,14 +161,11 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout)
-    assert set(figures) == {"step_s", "bubble", "ranks"} and len(figures["ranks"]) == 2
-    assert set(figures["ranks"][0]) == {"rank", "busy_s", "peak_bytes", "peak"}
     assert 0 < figures["bubble"] < 1 and figures["ranks"][0]["peak_bytes"] > 0
     assert "PP:0F0" in (folder / "t.json").read_text()
     page = (folder / "r.html").read_text()
-    assert (
-        "Why ranks are idle" in page and page.count('class="edge"') == 1 and page.count('class="stage"') == 2
-    )
+    assert "why ranks are idle" in page
+    assert page.count('class="edge"') == 1 and page.count('class="stage"') == 2
 
 
 def test_simulate_refuses_eager_times_for_a_plan_of_compiled_stages(folder: Path) -> None:
@@ -196,15 +179,12 @@ def test_simulate_refuses_eager_times_for_a_plan_of_compiled_stages(folder: Path
 
 def test_simulate_with_the_model(folder: Path) -> None:
     good(*PLAN, "-o", "plan.json")
-    assert "predicted:" in good("simulate", "plan.json", "tiny_job.py:job", "--cluster", "cluster.toml")
+    assert "simulated:" in good("simulate", "plan.json", "tiny_job.py:job", "--cluster", "cluster.toml")
 
 
 def test_verify_passes_and_fails(folder: Path) -> None:
     words = ["verify", "tiny_job.py:job", "--ranks", "3", "--microbatches", "2"]
     figures = json.loads(good(*words, "--split-backward", "--json"))
-    assert set(figures) == {
-        *("passed", "tolerance", "reference", "independent", "loss", "gradients", "parameters", "buffers")
-    }
     assert figures["passed"] and len(figures["gradients"]) == len(figures["parameters"]) == 8
     assert "equal within the tolerance 1e-05" in good(*words)
     failed = run(*words, "--tolerance", "-1")
@@ -214,36 +194,32 @@ def test_verify_passes_and_fails(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["train", "none.toml"], 2, "error: cannot read config file none.toml: No such file or directory\n"),
-        (["train", "--set", "modle.width=3"], 2, "no setting modle.width\nhint: did you mean model.width?\n"),
-        (["train", "--memory", "300apples"], 2, "has the unknown unit 'apples'"),
-        (["train", "--data", "nowhere"], 2, "error: cannot read data file nowhere: No such file"),
-        (["train", "--job", "tiny_job.py:jbo"], 2, "no function jbo\nhint: did you mean job?\n"),
-        (["train", "--resume"], 2, "error: there is no run runs/gpt-<n> to resume\n"),
-        (["train", "--resume", "--out", "."], 2, "error: . holds no run\n"),
-        (["train", "--set", "pipeline.plan=none.json"], 2, "error: cannot read Plan from none.json"),
-        (["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--ranks", "99"], 1, "error: 99 stages"),
-        ([*PLAN, "--memory", "1GiB"], 2, "error: --memory and --cluster were both given\n"),
-        ([*PLAN[:2], "--pair-nodes"], 2, "error: --pair-nodes without --cluster\n"),
-        ([*PLAN, "--compile"], 1, "has times by roofline, which are of eager ops; compiled ones"),
-        (["plan", "--compile", "--max-batch"], 2, "--compile and --max-batch were both given\n"),
-        ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile were both given\n"),
-        (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile were both given\n"),
-        (
-            [*PLAN, "--pair-nodes", "--replicas", "2"],
-            2,
-            "error: --replicas and --pair-nodes were both given\n",
-        ),
-        ([*PLAN, "--schedule", "1f1"], 1, "error: no schedule is named '1f1'\nhint: did you mean 1f1b?"),
-        (["verify", "none.py:job"], 2, "error: there is no file none.py\n"),
-        (["verify", "tiny_job.py:job", "--plan", "none.json"], 2, "error: cannot read Plan from none.json"),
-        (["simulate", "none.json"], 2, "error: cannot read Plan from none.json"),
-        (["simulate", "cluster.toml"], 2, "error: cluster.toml is not a valid Plan"),
-        ([*PLAN, "-o", "no/p.json"], 2, "error: cannot write no/p.json: there is no folder no\n"),
-        (["profile", "--save", "no/p.json"], 2, "error: cannot write no/p.json: there is no folder no\n"),
-        (["cluster", "detect", "-o", "no/c.toml"], 2, "cannot write no/c.toml: there is no folder no\n"),
-        (["train", "--out", "cluster.toml/a"], 2, "directory: cluster.toml/a: Not a directory"),
-        (["profil"], 2, "No such command 'profil'"),
+        (["train", "none.toml"], 2, "none.toml"),
+        (["train", "--set", "modle.width=3"], 2, "model.width?"),
+        (["train", "--memory", "300apples"], 2, "'apples'"),
+        (["train", "--data", "nowhere"], 2, "nowhere"),
+        (["train", "--job", "tiny_job.py:jbo"], 2, "did you mean job?"),
+        (["train", "--resume"], 2, "runs/gpt-<n>"),
+        (["train", "--resume", "--out", "."], 2, ". holds no run"),
+        (["train", "--set", "pipeline.plan=none.json"], 2, "none.json"),
+        (["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--ranks", "99"], 1, "99 stages"),
+        ([*PLAN, "--memory", "1GiB"], 2, "--memory and --cluster"),
+        ([*PLAN[:2], "--pair-nodes"], 2, "--pair-nodes without --cluster"),
+        ([*PLAN, "--compile"], 1, "roofline"),
+        (["plan", "--compile", "--max-batch"], 2, "--compile and --max-batch"),
+        ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile"),
+        (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
+        ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
+        ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),
+        (["verify", "none.py:job"], 2, "none.py"),
+        (["verify", "tiny_job.py:job", "--plan", "none.json"], 2, "none.json"),
+        (["simulate", "none.json"], 2, "none.json"),
+        (["simulate", "cluster.toml"], 2, "not a valid Plan"),
+        ([*PLAN, "-o", "no/p.json"], 2, "no folder no"),
+        (["profile", "--save", "no/p.json"], 2, "no folder no"),
+        (["cluster", "detect", "-o", "no/c.toml"], 2, "no folder no"),
+        (["train", "--out", "cluster.toml/a"], 2, "Not a directory"),
+        (["profil"], 2, "'profil'"),
     ],
 )
 def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:

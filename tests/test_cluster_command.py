@@ -56,11 +56,6 @@ def test_a_built_in_cluster_as_a_file_to_be_changed(tmp_path):
     assert "rtx-4090" in run("show", str(file)).output
 
 
-@pytest.mark.parametrize("command", ["show", "list"])
-def test_help_says_what_json_has(command):
-    assert "With --json" in run(command, "--help").output
-
-
 def test_an_unknown_name_is_a_sentence():
     result = run("show", "8 x a100-41")
     assert result.exit_code == 2

@@ -53,7 +53,7 @@ def test_two_optimizers_in_one_are_planned_simulated_and_verified() -> None:
     kept = [stage["memory"]["optimizer"] for stage in json.loads(Path("plan.json").read_text())["stages"]]
     assert sum(kept) == 4 * (16 * 16 * 4 + 16 * 8 + 4)  # a momentum; two averages and a count
     simulated = run("simulate", "plan.json", "mine.py:both", *cluster, "--json")
-    assert [rank["peak"]["optimizer"] for rank in json.loads(simulated.output)["ranks"]] == kept
+    assert [rank["peaks"]["optimizer"] for rank in json.loads(simulated.output)["ranks"]] == kept
     for more in ((), ("--replicas", "2", "--shard-optimizer")):
         verified = run("verify", "mine.py:both", "--ranks", "2", *more)
         assert verified.exit_code == 0 and "equal within" in verified.output, verified.output

@@ -1,4 +1,4 @@
-"""pipeloom schedule: what each command prints, its JSON keys, and one sentence for each mistake."""
+"""pipeloom schedule: what its figures say, and one sentence for each mistake. Screens: test_screens.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from pipeloom.ir import json_codec
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.schedules import registry
-
-FIGURES = {"step_s", "bubble", "span_s", "span_bubble", "peak", "peak_bytes"}
 
 
 def call(*words: str) -> Result:
@@ -82,7 +80,8 @@ def test_list_names_everything_and_what_cannot_run_yet() -> None:
     found = read("list")
     assert tuple(found) == registry.names()
     assert found["seq1f1b"]["lacks"] == "sequence slices"  # type: ignore[index]
-    assert "zb_v" in good("list")
+    assert "interleaved" in found["interleaved_1f1b"]["aliases"]  # type: ignore[index]
+    assert "zb_v" in good("list") and "also: ScheduleInterleaved1F1B, interleaved" in good("list")
 
 
 @pytest.mark.sampled(10)
@@ -98,39 +97,20 @@ def test_every_schedule_is_drawn_and_explained(name: str) -> None:
     assert found["idle_s"] == pytest.approx(2 * found["step_s"] * found["bubble"])  # type: ignore[operator]
 
 
-def test_show_is_a_picture_with_the_figures_of_each_rank() -> None:
-    shown = good("show", "1f1b", "-p", "2", "-m", "2", "-F", "2", "-I", "2", "-W", "2")
-    squeezed = [re.sub(r"([ ─·])\1+", r"\1", line).strip() for line in shown.splitlines()]
-    assert squeezed == [
-        "bubble peak",
-        "rank 0 F0─F1─·B0─·B1─ 33.3 % 2",
-        "rank 1 ·F0─B0─F1─B1─· 33.3 % 1",
-        "0 18.00 s",
-        "F forward B backward · idle",
-        "step 18; bubble 33.3 % until the last rank ends, 33.3 % of the longest span of a rank; "
-        "peak 2 micro-batches",
-    ]
-
-
 def test_show_writes_a_page_and_a_trace(tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     found = read("show", "zb_h1", "--html", str(page), "--trace", str(trace))
-    assert set(found) == FIGURES | {"name", "ranks", "stages", "microbatches", "by_rank", "rows", "weights"}
     assert (found["ranks"], found["stages"], found["microbatches"]) == (4, 4, 8)
     assert found["rows"][3].startswith("3F0 3I0 3F1")  # type: ignore[index]
-    ranks = found["by_rank"]
-    assert isinstance(ranks, list) and set(ranks[0]) == {"rank", "busy_s", "bubble", "peak"}
-    assert sum(r["bubble"] for r in ranks) / 4 == pytest.approx(found["bubble"])
+    assert sum(r["bubble"] for r in found["by_rank"]) / 4 == pytest.approx(found["bubble"])  # type: ignore[attr-defined]
     assert "show the critical path" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
 
 
-def test_compare_prints_both_bubbles_and_peaks() -> None:
+def test_compare_has_both_bubbles_and_peaks() -> None:
     found: dict[str, dict[str, float]] = read("compare", "1f1b", "zb_2p", "zb_v")  # type: ignore[assignment]
-    assert all(set(figures) == FIGURES for figures in found.values())
     assert found["1f1b"]["step_s"] == 33.0 and found["1f1b"]["peak"] == 4.0
     assert found["zb_2p"]["step_s"] == 27.0 and found["zb_2p"]["span_bubble"] == pytest.approx(0.0)
     assert found["zb_v"]["step_s"] == 25.5
-    assert "27.3 %" in good("compare", "1f1b")
 
 
 def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None:
@@ -143,21 +123,9 @@ def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None
 
 def test_explain_names_the_sources_and_they_add_up() -> None:
     found = read("explain", "1f1b")
-    assert set(found) == {
-        "name",
-        "step_s",
-        "bubble",
-        "span_s",
-        "span_bubble",
-        "idle_s",
-        "reasons",
-        "sources",
-        "path",
-        "path_text",
-    }
     assert found["reasons"] == {"fill": 12.0, "drain": 12.0, "warm-up": 6.0, "order": 6.0}
     sources = found["sources"]
-    assert isinstance(sources, list) and set(sources[0]) == {"reason", "rank", "seconds", "share", "text"}
+    assert isinstance(sources, list)
     assert sum(s["seconds"] for s in sources) == pytest.approx(4 * 33 - 4 * 24)
     assert sum(s["share"] for s in sources) == pytest.approx(found["bubble"])
     assert found["path_text"] == [
@@ -213,59 +181,64 @@ def test_a_bidirectional_file_is_recognised(folder: Path) -> None:
 
 
 MISTAKES = [
-    (["show", "1f1b", "-p", "0"], 2, "0 is not in the range"),
-    (["show", "1f1b", "-m", "0"], 2, "0 is not in the range"),
-    (["show", "1f1b", "-p", "x"], 2, "'x' is not a valid integer"),
-    (["show", "1f1"], 1, "error: no schedule is named '1f1'\nhint: did you mean 1f1b?"),
-    (["compare", "zb_vv"], 1, "error: no schedule is named 'zb_vv'\nhint: did you mean zb_v?"),
-    (["show", "1f1b:memory=2"], 1, "error: 1f1b has no options"),
-    (["show", "gis_g:group=x"], 1, "error: cannot read option 'group=x'"),
-    (["show", "gis_g:size=3"], 1, "error: this schedule has no option 'size'\nhint: its options: group"),
-    (["show", "seq1f1b:slices=0"], 1, "error: seq1f1b:slices=0: a micro-batch has 0 slices"),
-    (["show", "seq1f1b:slices=1.5"], 1, "a micro-batch has 1.5 slices"),
-    (["show", "dualpipe", "-m", "7"], 1, "each direction, and 7 is odd\nhint: give an even number"),
-    (["show", "chimera", "-v", "3"], 1, "error: chimera runs one stage per rank in each direction, not 3"),
-    (["show", "1f1b", "-F", "a"], 2, "'a' is not a number; write 1.5, or 1,2,1,1 per stage"),
-    (["show", "1f1b", "-W", "-1"], 2, "-1 is not a time: times are finite and at least 0"),
-    (["show", "1f1b", "-I", "nan"], 2, "nan is not a time"),
-    (["show", "1f1b", "-F", "1,2,3"], 2, "error: F has 3 times for 4 stages\nhint: give one time for all"),
-    (["show", "1f1b", "-T", "1,2"], 2, "error: -T has 2 times for the 3 boundaries between 4 stages"),
-    (["show", "1f1b", "--memory", "2"], 1, "error: 1f1b does not keep to --memory 2: rank 0 needs 3 micro"),
-    (["show", "1f1b", "--memory", "2"], 1, "hint: without a limit a rank of it holds up to 4 micro-batches"),
-    (["show", "zb_1p", "--memory", "0.5"], 1, "error: zb_1p does not keep to --memory 0.5"),
-    (["show", "1f1b", "--memory", "much"], 2, "error: cannot read --memory 'much'"),
-    (["show", "1f1b", "--memory", "-1"], 2, "error: --memory is -1"),
-    (["show", "1f1b", "--memory", "3GiB"], 2, "error: --memory 3GiB: what residuals take is not known"),
-    (["show", "1f1b", "--times", "none.json"], 2, "error: cannot read Plan from none.json: No such file"),
-    (["show", "1f1b", "--times", "."], 2, "is a directory"),
-    (["show", "1f1b", "--times", "cell.csv"], 2, "error: cell.csv is neither a plan nor a profile"),
-    (
-        ["show", "1f1b", "--times", "plan.json", "-F", "2"],
-        2,
-        "--forward-s and --times were both given",
-    ),
-    (["show", "1f1b", "-p", "3", "--times", "plan.json"], 2, "error: F has 2 times for 3 stages"),
-    (["show", "1f1b", "--html", "no/x.html"], 2, "error: cannot write no/x.html: there is no folder no"),
-    (["show", "1f1b", "--trace", "no/x.json"], 2, "error: cannot write no/x.json: there is no folder no"),
-    (["show", "1f1b", "--html", "."], 2, "is a directory"),
-    (["export", "1f1b", "-o", "no/x.csv"], 2, "error: cannot write no/x.csv: there is no folder no"),
-    (["check", "none.csv"], 1, "error: cannot read none.csv: No such file or directory\n"),
-    (["check", "."], 2, "is a directory"),
-    (["check", "binary.csv"], 1, "error: cannot read binary.csv: it is no text"),
-    (["check", "empty.csv"], 1, "there is no action in it"),
-    (["check", "cell.csv"], 1, "error: row 1, cell 2: cannot read '0FOO'"),
-    (["check", "order.csv"], 1, "error: rank 1 runs 1B0 before 1F0, which it needs\nhint: move 1F0"),
-    (["check", "twice.csv"], 1, "error: stage 0 stands in the rows of ranks 0 and 1"),
-    (["check", "stuck.csv"], 1, "error: no rank can move: rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),
-    (["check", "stuck.csv", "--replicas", "3"], 1, "error: stuck.csv has 2 stages, which 3 replicas do not"),
-    (["compare"], 2, "Missing argument 'NAME...'"),
-    (["shw"], 2, "No such command 'shw'"),
+    ("show 1f1b -p 0", 2, "range"),
+    ("show 1f1b -m 0", 2, "range"),
+    ("show 1f1b -p x", 2, "'x'"),
+    ("show 1f1", 1, "did you mean 1f1b?"),
+    ("compare zb_vv", 1, "did you mean zb_v?"),
+    ("show 1f1b:memory=2", 1, "1f1b has no options"),
+    ("show gis_g:group=x", 1, "'group=x'"),
+    ("show gis_g:size=3", 1, "its options: group"),
+    ("show seq1f1b:slices=0", 1, "0 slices"),
+    ("show seq1f1b:slices=1.5", 1, "1.5 slices"),
+    ("show dualpipe -m 7", 1, "7 is odd"),
+    ("show chimera -v 3", 1, "one stage per rank"),
+    ("show 1f1b -F a", 2, "'a'"),
+    ("show 1f1b -W -1", 2, "-1"),
+    ("show 1f1b -I nan", 2, "nan"),
+    ("show 1f1b -F 1,2,3", 2, "3 times for 4 stages"),
+    ("show 1f1b -T 1,2", 2, "2 times for the 3 boundaries"),
+    ("show 1f1b --memory 2", 1, "holds up to 4 micro-batches"),
+    ("show zb_1p --memory 0.5", 1, "--memory 0.5"),
+    ("show 1f1b --memory much", 2, "'much'"),
+    ("show 1f1b --memory -1", 2, "--memory is -1"),
+    ("show 1f1b --memory 3GiB", 2, "not known"),
+    ("show 1f1b --times none.json", 2, "none.json"),
+    ("show 1f1b --times .", 2, "directory"),
+    ("show 1f1b --times cell.csv", 2, "neither a plan nor a profile"),
+    ("show 1f1b --times plan.json -F 2", 2, "--forward-s and --times"),
+    ("show 1f1b -p 3 --times plan.json", 2, "2 times for 3 stages"),
+    ("show 1f1b --html no/x.html", 2, "no folder no"),
+    ("show 1f1b --trace no/x.json", 2, "no folder no"),
+    ("show 1f1b --html .", 2, "directory"),
+    ("export 1f1b -o no/x.csv", 2, "no folder no"),
+    ("check none.csv", 1, "none.csv"),
+    ("check .", 2, "directory"),
+    ("check binary.csv", 1, "no text"),
+    ("check empty.csv", 1, "no action"),
+    ("check cell.csv", 1, "row 1, cell 2"),
+    ("check order.csv", 1, "1B0 before 1F0"),
+    ("check twice.csv", 1, "ranks 0 and 1"),
+    ("check stuck.csv", 1, "rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),
+    ("check stuck.csv --replicas 3", 1, "3 replicas"),
+    ("compare", 2, "NAME..."),
+    ("shw", 2, "'shw'"),
+    ("show gis --edges 0-1", 1, "several stages on each rank"),
+    ("show chimera --edges 0-1", 1, "several stages on each rank"),
+    ("show 1f1b --edges 0-1,1-3", 1, "no edge names stage 2"),
+    ("show 1f1b --edges 0-1,0-1", 1, "given twice"),
+    ("show 1f1b --edges 0-1,1-0", 1, "0 -> 1 -> 0"),
+    ("show 1f1b --edges 0-1 -p 2", 2, "--ranks and --edges"),
+    ("show 1f1b --edges 0>1", 2, "'0>1'"),
+    ("show 1f1b --edges 0-1,1-2 -T 1,1,1", 2, "3 times for the 2 boundaries"),
+    ("check order.csv --edges 0-1,1-2", 1, "--edges names 3"),
+    ("show order.csv --edges 0-1", 1, "stages of its own"),
 ]
 
 
-@pytest.mark.parametrize(("words", "status", "message"), MISTAKES)
-def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:
-    result = call(*words)
+@pytest.mark.parametrize(("command", "status", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(folder: Path, command: str, status: int, message: str) -> None:
+    result = call(*command.split())
     assert result.exit_code == status
     assert result.stdout == "" and "Traceback" not in result.stderr
     assert message in result.stderr
@@ -279,7 +252,7 @@ def test_one_schedule_that_cannot_be_does_not_end_a_comparison() -> None:
     shown = result.stdout
     assert all(name in shown for name in ("1f1b", "interleaved:v=2", "interleaved:v=4"))
     figures = json.loads(call(*words, "--json").stdout)
-    assert set(figures["nonsense"]) == {"error", "hint"}
+    assert "nonsense" in figures["nonsense"]["error"]
     assert figures["interleaved:v=4"]["bubble"] < figures["interleaved:v=2"]["bubble"]
 
 
@@ -301,11 +274,6 @@ def test_a_page_without_a_run_is_simulated(folder: Path) -> None:
     page = re.sub(r"<script>/\*\*.*?</script>", "", (folder / "page.html").read_text(), flags=re.DOTALL)
     assert "simulated" in page and "predicted<" not in page
     assert "<b>predicted" not in page and ">error</th>" not in page and ">stages</th>" not in page
-
-
-def test_aliases_are_listed() -> None:
-    assert "also: ScheduleInterleaved1F1B, interleaved" in good("list")
-    assert "interleaved" in read("list")["interleaved_1f1b"]["aliases"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("words", [["-F", "0", "-I", "0", "-W", "0"], ["-p", "1"], ["-m", "1"]])
@@ -381,23 +349,3 @@ def test_check_holds_a_file_against_a_graph_of_stages(folder: Path) -> None:
     good("export", "1f1b", "-m", "4", *edges, "-o", "towers.csv")
     assert "are complete and cannot block" in good("check", "towers.csv", *edges)
     assert "they wait in a circle" in call("check", "towers.csv").stderr
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["show", "gis", "--edges", "0-1"], "gis runs several stages on each rank, --edges gives each stage"),
-        (["show", "chimera", "--edges", "0-1"], "chimera runs several stages on each rank"),
-        (["show", "1f1b", "--edges", "0-1 1-3"], "no edge names stage 2"),
-        (["show", "1f1b", "--edges", "0-1 0-1"], "the edge 0-1 is given twice"),
-        (["show", "1f1b", "--edges", "0-1 1-0"], "in a circle: 0 -> 1 -> 0"),
-        (["show", "1f1b", "--edges", "0-1", "-p", "2"], "--ranks and --edges were both given"),
-        (["show", "1f1b", "--edges", "0>1"], "'0>1' is not an edge; write 0-1"),
-        (["show", "1f1b", "--edges", "0-1 1-2", "-T", "1,1,1"], "3 times for the 2 boundaries between 3"),
-        (["check", "order.csv", "--edges", "0-1 1-2"], "has 2 stages, --edges names 3"),
-        (["show", "order.csv", "--edges", "0-1"], "order.csv has stages of its own"),
-    ],
-)
-def test_a_mistake_in_edges_is_one_sentence(folder: Path, words: list[str], message: str) -> None:
-    result = call(*words)
-    assert result.exit_code != 0 and message in result.stderr

@@ -13,7 +13,6 @@ from .commands.plan import plan
 from .commands.profile import profile
 from .commands.schedule import schedule
 from .commands.schedule_search import search
-from .commands.schedule_tuning import diff, sensitivity, why
 from .commands.simulate import simulate
 from .commands.train import train
 from .commands.verify import verify
@@ -25,7 +24,6 @@ def main() -> None:
     """Train an unmodified PyTorch model across devices that are each too small for it."""
 
 
-for part in (search, diff, why, sensitivity):
-    schedule.add_command(part)
+schedule.add_command(search)
 for command in (train, profile, plan, simulate, schedule, verify, bench, export, cluster):
     main.add_command(command)

@@ -14,7 +14,7 @@ from .ir.timeline import Timeline
 from .lowering.passes import lower
 from .planner.search.layer_groups import layer_names
 from .simulator.idle_time.explain import explain_idle_time
-from .viewer.report_facts import StageRow
+from .viewer.tables import StageRow
 
 MOST_NAMES = 4
 """Of a stage, before only the first and the last of a container are shown."""

@@ -134,7 +134,7 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them(gpt: Job) -> None:
     graph, cluster = graph_of(gpt), cpu_cluster(2, memory="1MiB")
     step = planning.simulate(found, graph, planning.estimate(graph, cluster), cluster)
     assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
-    filled = [row["filled"] for row in plan_rows(found)]
+    filled = [row.filled for row in plan_rows(found)]
     assert filled == [found.peaks[rank] / 2**20 for rank in found.placement]
     most = max(found.peaks)
     fullest = f"the fullest is rank {found.peaks.index(most)}, with {format_bytes(most)} of 1.0 MiB ("

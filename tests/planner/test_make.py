@@ -57,10 +57,10 @@ def test_a_plan_cuts_schedules_and_predicts(schedule, split, tied, tmp_path):
 def test_explain_has_one_row_per_stage():
     plan = planned(*layers(5), 2)
     first, second = plan_rows(plan)
-    assert (first["rank"], first["first_op"], second["last_op"]) == (0, "op0", "op4")
-    assert first["last_op"] < second["first_op"]
-    assert first["peak_bytes"] == plan.stages[0].memory.total
-    assert first["filled"] == plan.peaks[0] / GiB
+    assert (first.rank, first.first_op, second.last_op) == (0, "op0", "op4")
+    assert first.last_op < second.first_op
+    assert first.peak_bytes == plan.stages[0].memory.total
+    assert first.filled == plan.peaks[0] / GiB
     assert json_codec.to_json([first, second])
 
 
@@ -128,6 +128,6 @@ def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
     ops = tuple(replace(op, inputs=inputs) for op, inputs in zip(graph.ops, reads, strict=True))
     towers = replace(graph, ops=ops)
     made = replace(planned(graph, profile, 5), graph=towers.fingerprint)
-    found = [(row["reads"], row["depth"]) for row in plan_rows(made, towers)]
+    found = [(row.reads, row.depth) for row in plan_rows(made, towers)]
     assert found == [((), 3), ((0,), 2), ((), 3), ((2,), 2), ((1, 3), 1)]
-    assert {row["depth"] for row in plan_rows(made)} == {None}
+    assert {row.depth for row in plan_rows(made)} == {None}

@@ -82,5 +82,5 @@ def test_directions_may_differ_and_a_device_without_a_link_has_no_ratio() -> Non
     first, second = copy_loads(plan_of(15, 15, ranks=2), cluster)
     assert first is not None and (first.ratio, first.utilisation) == (1.5, 1.0) and second is None
     rows = plan_rows(plan_of(15, 15, ranks=2), cluster=cluster)
-    assert [row["offload_ratio"] for row in rows] == [1.5, None]
-    assert [row["offloadable_stages"] for row in rows] == [1, None]
+    assert [row.offload_ratio for row in rows] == [1.5, None]
+    assert [row.offloadable_stages for row in rows] == [1, None]

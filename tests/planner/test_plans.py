@@ -204,7 +204,7 @@ def test_sizes_between_two_that_were_captured():
 def test_explain_and_limits_say_what_the_time_goes_into():
     plan, costs = planned("dawnpiper", 6, 3, 1.35)
     rows = plan_table.plan_rows(plan, costs.graph)
-    assert rows[0]["layers"] == "layers.0 .. 2" and rows[-1]["layers"] == "layers.5"
-    assert all(a["last_op"] != b["first_op"] for a, b in pairwise(rows))
+    assert rows[0].layers == "layers.0 .. 2" and rows[-1].layers == "layers.5"
+    assert all(a.last_op != b.first_op for a, b in pairwise(rows))
     said = " ".join(plan_table.limits(plan))
     assert "is the slowest" in said and "full to 95% of the cap" in said

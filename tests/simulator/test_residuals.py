@@ -28,8 +28,8 @@ from pipeloom.ir.timeline import MemoryCurve, Timeline
 from pipeloom.lowering.passes import lower
 from pipeloom.simulator.idle_time.explain import explain_idle_time
 from pipeloom.simulator.simulate import simulate
-from pipeloom.viewer.blocks import timelines_figure
 from pipeloom.viewer.chrome import chrome_trace
+from pipeloom.viewer.plots import timelines_figure
 
 KEPT = StageCost(
     forward_s=1.0,

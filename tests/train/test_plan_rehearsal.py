@@ -16,7 +16,7 @@ from tests.support import zoo
 
 from pipeloom import plan as plan_job
 from pipeloom.cli import main
-from pipeloom.commands.plan_step import PlannedStep
+from pipeloom.commands.plan import PlannedStep
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planning import make_request, plan_size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.viewer.blocks import PAIR, timelines_figure
 from pipeloom.viewer.chrome import chrome_trace
 from pipeloom.viewer.html import write_report
+from pipeloom.viewer.plots import PAIR, timelines_figure
 from pipeloom.viewer.terminal import gantt
 
 

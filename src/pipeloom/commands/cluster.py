@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import NEW_FILE, console, json_option, new_table, print_json
+from ..ir import json_codec
+from .common import NEW_FILE, emit, json_option
 
 if TYPE_CHECKING:
     from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
     from ..machine import Detected
+    from ..viewer.tables import Table
 
 
 @click.group()
@@ -23,35 +27,45 @@ def cluster() -> None:
 @cluster.command("list")
 @json_option
 def list_(*, as_json: bool) -> None:
-    """List the devices that clusters can be made of.
-
-    With --json: devices, a list of name, aliases, about, memory_bytes, memory_bytes_per_s and flops_per_s.
-    """
+    """List the devices that clusters can be made of."""
     from ..clusters.devices import built_in_devices
-    from ..ir.units import format_bytes
 
     entries = list(built_in_devices().values())
-    if as_json:
-        print_json({"devices": [_listed(entry) for entry in entries]})
-        return
-    heads = ("name", "also", "memory", "16-bit TFLOP/s", "float32 TFLOP/s", "memory GB/s", "about")
-    table = new_table(*heads, left=("name", "also", "about"))
+    emit({"devices": [_listed(entry) for entry in entries]}, _list_screen(entries), as_json=as_json)
+
+
+def _listed(entry: BuiltIn) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "aliases": entry.aliases,
+        "about": entry.about,
+        "memory_bytes": entry.bytes("memory"),
+        "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
+        "flops_per_s": entry.numbers("flops_per_s"),
+    }
+
+
+def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
+    from ..ir.units import format_bytes
+    from ..viewer.tables import Column, Table
+
+    columns = (
+        Column("name", left=True),
+        Column("also", left=True),
+        Column("memory", format_bytes),
+        *(Column(f"{kind} TFLOP/s", "{:,.4g}".format) for kind in ("16-bit", "float32")),
+        Column("memory GB/s", "{:,.0f}".format),
+        Column("about", left=True),
+    )
+    rows = []
     for entry in entries:
         rates = entry.numbers("flops_per_s")
         half = max(rates.get("bfloat16", 0.0), rates.get("float16", 0.0))
-        size = entry.bytes("memory")
-        table.add_row(
-            entry.name,
-            ", ".join(entry.aliases),
-            format_bytes(size) if size else "a share",
-            f"{half / 1e12:,.4g}",
-            f"{rates['float32'] / 1e12:,.4g}",
-            f"{entry.number('memory_bytes_per_s') / 1e9:,.0f}",
-            entry.about,
-        )
-    out = console()
-    out.print(table)
-    out.print("\nclusters of them: 8 x a100-40, 2 nodes of 8 x h100, 4 x v100-32 + 4 x rtx-2080ti")
+        figures = (half / 1e12, rates["float32"] / 1e12, entry.number("memory_bytes_per_s") / 1e9)
+        size = entry.bytes("memory") or "a share"
+        rows.append((entry.name, ", ".join(entry.aliases), size, *figures, entry.about))
+    yield Table("", columns, rows)
+    yield "\nclusters of them: 8 x a100-40, 2 nodes of 8 x h100, 4 x v100-32 + 4 x rtx-2080ti"
 
 
 @cluster.command()
@@ -59,11 +73,7 @@ def list_(*, as_json: bool) -> None:
 @click.option("--output", "-o", type=NEW_FILE, help="Write the cluster to this file, to be changed by hand.")
 @json_option
 def show(*, name: str, output: Path | None, as_json: bool) -> None:
-    """Show every figure of NAME with its source: a device, a cluster as "8 x a100-40", or a cluster file.
-
-    With --json: devices (a list of what ranks have), links, and sources: per built-in device and figure,
-    its value and source.
-    """
+    """Show every figure of NAME with its source: a device, a cluster as "8 x a100-40", or a cluster file."""
     from ..clusters.devices import built_in_devices
     from ..clusters.files import save_cluster
     from ..clusters.names import find_cluster
@@ -73,12 +83,10 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
         save_cluster(described, output, note=f"{name}; for sources: pipeloom cluster show")
     built_in = built_in_devices()
     kinds = [built_in[kind] for kind in dict.fromkeys(d.name for d in described.devices) if kind in built_in]
-    if as_json:
-        print_json({**_described(described), "sources": {kind.name: _sourced(kind) for kind in kinds}})
-        return
-    _print_cluster(described)
-    for kind in kinds:
-        _print_figures(kind)
+    sources = {
+        kind.name: {f.name: {**f.table, "source": f.source} for f in kind.figures.values()} for kind in kinds
+    }
+    emit(_described(described) | {"sources": sources}, _show_screen(described, kinds), as_json=as_json)
 
 
 @cluster.command()
@@ -96,10 +104,7 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
 def detect(
     *, device: str, devices: int | None, directory: Path | None, output: Path | None, as_json: bool
 ) -> None:
-    """Measure this machine, to plan, profile and simulate with --cluster FILE. Takes about half a minute.
-
-    With --json: devices, links, and measured: a list of name, value, low, high, unit, of.
-    """
+    """Measure this machine, to plan, profile and simulate with --cluster FILE. Takes about half a minute."""
     from ..clusters.files import save_cluster
     from ..machine import detect as measure
 
@@ -111,82 +116,66 @@ def detect(
     )
     if output is not None:
         save_cluster(detected.cluster, output, note=_note(detected))
-    if as_json:
-        print_json({**_described(detected.cluster), "measured": [vars(row) for row in detected.measured]})
-        return
-    _print_cluster(detected.cluster)
-    table = new_table("figure", "measured", "lowest", "highest", "of", left=("figure", "of"))
-    for row in detected.measured:
-        values = (_amount(value, row.unit) for value in (row.value, row.low, row.high))
-        table.add_row(row.name, *values, row.of)
-    out = console()
-    out.print()
-    out.print(table)
-    if output is not None:
-        out.print(f"\nwritten to {output}", highlight=False)
-
-
-def _listed(entry: BuiltIn) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "aliases": list(entry.aliases),
-        "about": entry.about,
-        "memory_bytes": entry.bytes("memory"),
-        "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
-        "flops_per_s": entry.numbers("flops_per_s"),
-    }
-
-
-def _sourced(kind: BuiltIn) -> dict[str, Any]:
-    return {f.name: {**f.table, "source": f.source} for f in kind.figures.values()}
+    result = _described(detected.cluster) | {"measured": detected.measured}
+    emit(result, _detect_screen(detected, output), as_json=as_json)
 
 
 def _described(described: Cluster) -> dict[str, Any]:
     """Devices and links as JSON."""
-    import msgspec
-
-    values: dict[str, Any] = msgspec.to_builtins(described)
+    values: dict[str, Any] = json_codec.as_plain(described)
     return {"devices": values.pop("devices"), "links": values}
 
 
-def _print_cluster(described: Cluster) -> None:
-    from itertools import groupby
+def _show_screen(described: Cluster, kinds: Sequence[BuiltIn]) -> Iterator[Table | str]:
+    from ..viewer.tables import Column, Table
 
+    yield from _cluster_screen(described)
+    columns = (Column("figure", left=True), Column("value"), Column("source", left=True))
+    for kind in kinds:
+        yield f"\n{kind.name}: {kind.about}"
+        yield Table("", columns, [(f.name, _value(f), f.source) for f in kind.figures.values()])
+
+
+def _detect_screen(detected: Detected, output: Path | None) -> Iterator[Table | str]:
+    from ..viewer.tables import Column, Table
+
+    yield from _cluster_screen(detected.cluster)
+    columns = (Column("figure", left=True), *map(Column, ("measured", "lowest", "highest")))
+    rows = [
+        (row.name, *(_amount(value, row.unit) for value in (row.value, row.low, row.high)), row.of)
+        for row in detected.measured
+    ]
+    yield ""
+    yield Table("", (*columns, Column("of", left=True)), rows)
+    if output is not None:
+        yield f"\nwritten to {output}"
+
+
+def _cluster_screen(described: Cluster) -> Iterator[Table | str]:
     from ..ir.units import format_bytes
+    from ..viewer.tables import Column, Table
 
-    heads = ("ranks", "device", "node", "memory", "to host GB/s", "back GB/s", "host memory", "shares")
-    table = new_table(*heads, left=("device", "shares"))
+    columns = (
+        *(Column("ranks"), Column("device", left=True), Column("node"), Column("memory", format_bytes)),
+        *(Column("to host GB/s", _rate), Column("back GB/s", _rate), Column("host memory", format_bytes)),
+        Column("shares", left=True),
+    )
+    rows = []
     first = 0
     for device, same in groupby(described.devices):
         count = len(list(same))
-        shared = [name for name in (device.group, device.switch) if name]
-        table.add_row(
-            str(first) if count == 1 else f"{first}-{first + count - 1}",
-            device.name,
-            str(device.node),
-            format_bytes(device.memory_bytes),
-            _rate(device.host_link),
-            _rate(device.reload_link),
-            format_bytes(device.host_memory_bytes) if device.host_memory_bytes else "–",
-            ", ".join(shared) or "–",
-        )
+        ranks = str(first) if count == 1 else f"{first}-{first + count - 1}"
+        shares = ", ".join(name for name in (device.group, device.switch) if name)
+        host = (device.host_link, device.reload_link)
+        figures = (device.node, device.memory_bytes, *host, device.host_memory_bytes or None)
+        rows.append((ranks, device.name, *figures, shares or None))
         first += count
-    out = console()
-    out.print(table)
+    yield Table("", columns, rows)
     links = {"within a node": described.within_node, "between nodes": described.between_nodes}
     links |= {"node": described.node_link, **described.groups, **described.switches}
     for name, link in links.items():
         if link is not None:
-            out.print(f"{name}: {_rate(link)} GB/s, {link.latency_s * 1e6:.1f} us", highlight=False)
-
-
-def _print_figures(kind: BuiltIn) -> None:
-    out = console()
-    out.print(f"\n{kind.name}: {kind.about}", highlight=False)
-    table = new_table("figure", "value", "source", left=("figure", "source"))
-    for figure in kind.figures.values():
-        table.add_row(figure.name, _value(figure), figure.source)
-    out.print(table)
+            yield f"{name}: {_rate(link)} GB/s, {link.latency_s * 1e6:.1f} us"
 
 
 def _value(figure: Figure) -> str:
@@ -213,8 +202,8 @@ def _amount(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def _rate(link: Link | None) -> str:
-    return "–" if link is None else f"{link.bandwidth_bytes_per_s / 1e9:.4g}"
+def _rate(link: Link) -> str:
+    return f"{link.bandwidth_bytes_per_s / 1e9:.4g}"
 
 
 def _note(detected: Detected) -> str:

@@ -1,4 +1,4 @@
-"""What commands share: errors as one sentence, the MODEL argument, options that several have, JSON output."""
+"""What commands share: errors as one sentence, options that several have, and how results are printed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import Field, fields
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 from click.core import ParameterSource
 
+from ..ir import json_codec
 from ..ir.errors import ConfigError, PipeloomError
 from ..settings import PlanSettings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
 
     from ..ir.cluster import Cluster
     from ..ir.profile import Profile
     from ..tracer.job import Job
+    from ..viewer.tables import Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -229,21 +231,32 @@ def cluster_of(given: Cluster | str | None) -> Cluster | None:
 
 def load_profile(path: Path | None) -> Profile | None:
     """The saved profile that --profile names."""
-    from ..ir import json_codec
     from ..ir.profile import Profile
 
     return None if path is None else json_codec.load(path, Profile)
 
 
-def new_table(*heads: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
-    """An empty table with columns of figures. left: columns of words."""
-    from rich import box
-    from rich.table import Table
+def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: bool) -> None:
+    """Print the result as one JSON object, or what stands on the screen: tables, lines of text, drawings.
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in heads:
-        table.add_column(head, justify="left" if head in left else "right", no_wrap=no_wrap)
-    return table
+    result: dataclasses, dicts, lists and numbers; infinities and NaN become text, since JSON has neither.
+    screen: a generator, which does not run if it is not asked for.
+    """
+    if as_json:
+        click.echo(json.dumps(_finite(json_codec.as_plain(result)), indent=1))
+        return
+    from ..viewer.tables import Table
+
+    out = console()
+    for thing in screen:
+        if isinstance(thing, str):
+            click.echo(thing)
+            continue
+        shown = thing.to_rich() if isinstance(thing, Table) else thing
+        if not out.is_terminal:  # a table in a file or a pipe needs no folding
+            room = out.measure(shown, options=out.options.update(max_width=1000))
+            out.width = max(out.width, room.maximum if isinstance(thing, Table) else room.minimum)
+        out.print(shown)
 
 
 def console() -> Console:
@@ -254,16 +267,11 @@ def console() -> Console:
     return output if output.is_terminal else Console(width=120)
 
 
-def print_json(values: object) -> None:
-    """One object, indented; infinities and NaN as text, since JSON has neither."""
-    click.echo(json.dumps(_finite(values), indent=1))
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+    if isinstance(value, float) and not isfinite(value):
         return str(value)
     return value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +16,40 @@ from .common import (
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
-    console,
+    emit,
     exclusive,
     job_of,
     json_option,
     load_profile,
     model_argument,
-    new_table,
     plan_options,
-    print_json,
     settings_of,
 )
-from .plan_shape import print_shape
-from .plan_step import PlannedStep, made_of_ops, rehearsed_step, why_no_ranks
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ..ir.cluster import Cluster
     from ..ir.plan import Plan
-    from ..plan_request import PlanRequest
-    from ..planner.microbatch_sizes import ProfiledModel
+    from ..planner.plan_table import PlannedStage
+    from ..planner.shape_search import RankedShape
     from ..planner.what_if import Change
     from ..settings import PlanSettings
+    from ..viewer.tables import Table
+
+STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s")
+"""Notes of a plan that are seconds of a step."""
+
+SHOWN = 5
+"""Shapes that --closed-form lists: the chosen one, and the next best."""
+
+CHOSEN = (
+    *("replicas", "chunks", "microbatches", "microbatch_size", "max_batch", "best_batch"),
+    *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile"),
+)
+"""Options that say what --ranks auto chooses, or do not go with a cluster described by figures."""
+
+DESCRIBED = "it is for devices that are described by figures"
 
 
 @click.command(epilog=MODEL_HELP)
@@ -68,33 +79,121 @@ def plan(*, planners: bool, closed_form: bool, as_json: bool, **options: Any) ->
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
-    With --json: predicted_step_s; predicted_by: rehearsal where the plan's ranks rehearsed a step on this
-    machine, else profile or roofline; profiled_step_s: what its ops make alone, which the plan file has;
-    not_rehearsed: why, else null; compiled: with --compile, how the times of compiled functions compare with
-    eager ones, else null; planner, schedule, weights, replicas, microbatches, microbatch_size, graph;
-    limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
-    branches and with no_branches, of the latter also sequential_step_s (each stage waits for the one in
-    front), else null; what_if: a list of what, step_s, gain (share of the step's time); and stages, of the
-    first replica: a list of stage, rank, node, ops, first_op, last_op, layers, reads (stages), depth (ranks
-    of the longest path from it to the end), forward_s, input_grad_s, weight_grad_s, recompute_s, offload_s,
-    reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals kept_bytes, recomputed_bytes
-    and offloaded_bytes, peak_bytes, cap_bytes, filled; and what offloading them all would ask:
-    offload_ratio (k, copying by computing), link_use (share of the time that the link to the host copies),
-    offloadable_stages (of its rank, so that all copies hide).
-
-    With --ranks auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
-    depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
-    --closed-form it has next: a list of the same of the next best; without, simulated (how many shapes),
-    planner, limits and stages.
+    With --ranks auto it chooses width, depth, rows per micro-batch and recomputation.
     """
     if planners:
-        _list(as_json)
+        _list(as_json=as_json)
     elif options["ranks"] == "auto":
-        print_shape(_print, closed_form=closed_form, as_json=as_json, **options)
+        _plan_shape(closed_form=closed_form, as_json=as_json, **options)
     elif closed_form:
         raise ConfigError("--closed-form without --ranks auto", hint="add it: --ranks auto --closed-form")
     else:
         _plan(as_json=as_json, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan, and what is said about it.
+
+    predicted_step_s: what a step takes.  predicted_by: "rehearsal" if the plan's ranks rehearsed a step on
+    this machine, else "profile" or "roofline".  profiled_step_s: what its ops make alone, as the plan file
+    has it.  not_rehearsed: why, else None.  compiled: how the times of compiled functions compare with eager
+    ones, else None.  limits: what keeps the plan from being faster.  branches: where stages run side by side,
+    step_s, peak_bytes and depth with branches and with no_branches; of the latter also sequential_step_s
+    (each stage waits for the one in front).  what_if: what other clusters would gain.
+    stages: of the first replica.
+    """
+
+    predicted_step_s: float
+    predicted_by: str
+    profiled_step_s: float
+    not_rehearsed: str | None
+    planner: str
+    schedule: str
+    weights: str
+    replicas: int
+    microbatches: int
+    microbatch_size: int
+    graph: str
+    compiled: str | None
+    limits: Sequence[str]
+    branches: Mapping[str, Mapping[str, float]] | None
+    what_if: Sequence[Change]
+    stages: Sequence[PlannedStage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A step of a plan in seconds, and where that comes from.
+
+    profiled_s: what the plan's ops make alone.  rehearsed_s: what its ranks rehearsed; None if they did not,
+    and why_not says why.  source: of the times of ops: "profile", measured here or saved, or "roofline".
+    """
+
+    profiled_s: float
+    rehearsed_s: float | None = None
+    why_not: str = ""
+    source: str = "profile"
+
+    @property
+    def step_s(self) -> float:
+        return self.profiled_s if self.rehearsed_s is None else self.rehearsed_s
+
+    @property
+    def sentence(self) -> str:
+        """What the step holds.
+
+        >>> PlannedStep(profiled_s=0.3, rehearsed_s=0.38).sentence[-38:]
+        'optimizer; its ops alone make 300.0 ms'
+        >>> PlannedStep(profiled_s=0.3, source="roofline", why_not="of other devices").sentence
+        'that is made of ops by roofline; not rehearsed: of other devices'
+        """
+        if self.rehearsed_s is not None:
+            return (
+                "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
+                f"optimizer; its ops alone make {self.profiled_s * 1e3:.1f} ms"
+            )
+        if self.source == "roofline":
+            return f"that is made of ops by roofline; not rehearsed: {self.why_not}"
+        return (
+            "that is made of ops that were timed one by one, without what ranks do between them; "
+            f"not rehearsed: {self.why_not}"
+        )
+
+    @property
+    def scale(self) -> float:
+        """By which other steps, which were only simulated, are told longer than they are."""
+        return self.step_s / self.profiled_s if self.profiled_s else 1.0
+
+    def told(self, plan: Plan) -> Plan:
+        """The plan with this step, and with those beside it that its notes tell."""
+        from ..planner.beside_1f1b import STEP_BESIDE
+
+        beside = (*STEPS_OF_BRANCHES, STEP_BESIDE)
+        steps = {key: str(self.scale * float(plan.notes[key])) for key in beside if key in plan.notes}
+        return replace(plan, predicted_step_s=self.step_s, notes={**plan.notes, **steps})
+
+    def report(self, plan: Plan, stages: list[PlannedStage], changes: Sequence[Change] = ()) -> PlanReport:
+        """What is said of the plan with this step."""
+        from .. import plan_request
+        from ..planner import plan_table
+
+        told = self.told(plan)
+        return PlanReport(
+            predicted_step_s=self.step_s,
+            predicted_by=self.source if self.rehearsed_s is None else "rehearsal",
+            profiled_step_s=self.profiled_s,
+            not_rehearsed=self.why_not or None,
+            **{key: getattr(plan, key) for key in ("planner", "schedule", "weights", "graph")},
+            replicas=plan.width,
+            microbatches=plan.microbatches,
+            microbatch_size=plan.microbatch_size,
+            compiled=plan.notes.get(plan_request.COMPILED),
+            limits=plan_table.limits(told),
+            branches=plan_table.branch_figures(told) or None,
+            what_if=[replace(c, step_s=None if c.step_s is None else self.scale * c.step_s) for c in changes],
+            stages=stages,
+        )
 
 
 def _plan(
@@ -123,20 +222,23 @@ def _plan(
             "compile",
             hint="each size would be compiled: search the size without --compile, then plan for it",
         )
+    exclusive(
+        "pair_nodes", "replicas", hint="leave out one: the replicas of a stage are on neighbouring ranks"
+    )
     settings, profiled = settings_of(options), load_profile(profile_file)
     if pair_nodes:
-        exclusive(
-            "pair_nodes",
-            "replicas",
-            hint="leave out one: the replicas of a stage are on neighbouring ranks",
-        )
         settings = settings.changed(cluster=_paired(settings))
-    why_not = why_no_ranks(rehearse, settings.cluster is not None, profile_file)
+    why_not = "" if rehearse else "--no-rehearse was given"
+    if settings.cluster is not None:
+        why_not = DESCRIBED
+    elif profile_file is not None:
+        why_not = f"its costs are those of {profile_file}"
     from ..train.config import Config
     from ..train.rank_processes import RankProcesses
 
     with RankProcesses(0 if why_not else settings.devices, Config(job=model), needed=False) as processes:
-        from .. import planning  # torch is loaded here, while the ranks load it, too
+        from .. import machine, plan_request, planning  # torch is loaded here, while the ranks load it, too
+        from ..planner.plan_table import plan_rows
 
         job = job_of(model)
         with _watching() as watch:
@@ -149,43 +251,18 @@ def _plan(
                 plan.save(output)
             changes = request.changes(plan, planned) if what_if else []
         if why_not:
-            step = made_of_ops(plan, why_not, roofline=not request.local and profiled is None)
+            source = "profile" if request.local or profiled is not None else "roofline"
+            step = PlannedStep(profiled_s=plan.predicted_step_s, why_not=why_not, source=source)
         else:
-            step = rehearsed_step(request, plan, planned, job, processes, model=model)
-    _show(request, plan, planned, step, changes, as_json=as_json)
+            from ..train.plan_rehearsal import rehearse_plan
 
-
-def _show(
-    request: PlanRequest,
-    plan: Plan,
-    planned: ProfiledModel,
-    step: PlannedStep,
-    changes: list[Change],
-    *,
-    as_json: bool,
-) -> None:
-    from .. import machine, plan_request
-    from ..planner import plan_table
-
-    rows = plan_table.plan_rows(plan, planned.graph, request.cluster)
-    told, changes = step.told(plan), step.scaled(changes)
-    if as_json:
-        figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS} | {"replicas": plan.width}
-        what_ifs = [vars(change) for change in changes]
-        said = {
-            "compiled": plan.notes.get(plan_request.COMPILED),
-            "limits": plan_table.limits(told),
-            "branches": plan_table.branch_figures(told) or None,
-        }
-        print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
-    else:
-        speed = [machine.disk_speed(request.cluster)] if request.options.offload_dir else []
-        _print(
-            rows,
-            told,
-            [step.sentence, *plan_request.times_of(plan), *speed, *plan_table.limits(told)],
-            changes,
-        )
+            rehearsed_s, why_not = rehearse_plan(request, plan, job, processes, model=model, planned=planned)
+            step = PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=rehearsed_s, why_not=why_not)
+    report = step.report(plan, plan_rows(plan, planned.graph, request.cluster), changes)
+    about = [step.sentence, *plan_request.times_of(plan)]
+    if request.options.offload_dir:
+        about.append(machine.disk_speed(request.cluster))
+    emit(report, screen(report, about), as_json=as_json)
 
 
 def _paired(settings: PlanSettings) -> Cluster:
@@ -198,17 +275,6 @@ def _paired(settings: PlanSettings) -> Cluster:
             "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
         )
     return pair_low_with_high(replace(cluster, devices=cluster.devices[: settings.ranks]))
-
-
-JSON_KEYS = (
-    "planner",
-    "schedule",
-    "weights",
-    "microbatches",
-    "microbatch_size",
-    "graph",
-)
-"""What `--json` says of the whole plan."""
 
 
 class _Line:
@@ -243,103 +309,158 @@ def _watching() -> Iterator[_Line]:
         yield _Line(progress)
 
 
-def _list(as_json: bool) -> None:
-    from ..planner.registry import PLANNERS
-
-    rows = [
-        {
-            "name": name,
-            "granularity": p.granularity,
-            "optimises": p.optimises,
-            "about": p.about,
-            "source": p.source,
-        }
-        for name, p in PLANNERS.items()
-    ]
-    if as_json:
-        print_json({"planners": rows})
-        return
-    heads = ("planner", "granularity", "frees memory", "about", "source")
-    table = new_table(*heads, left=heads)
-    for row in rows:
-        table.add_row(row["name"], row["granularity"], row["optimises"], row["about"], row["source"])
-    console().print(table)
-
-
-def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes: list[Change]) -> None:
-    from ..ir.units import format_bytes
-
-    ways = [kind for kind in ("recomputed", "offloaded") if any(row[f"{kind}_bytes"] for row in rows)]
-    kinds = ("kept", *ways) if ways else ("residuals",)
-    chain = all(row.get("reads") in (None, (), (row["stage"] - 1,)) for row in rows)
-    wiring = [] if chain else ["reads", "depth"]
-    nodes = ["node"] if len({row.get("node") for row in rows}) > 1 else []
-    heads = ["stage", "rank", *nodes, *wiring, "ops", "layers", "F ms", "B ms", "parameters"]
-    linked = any(row["offload_ratio"] is not None for row in rows)
-    more = ("k", "link") if linked else ()
-    table = new_table(*heads, *kinds, "peak", "cap", *more, left=("reads", "layers"), no_wrap=True)
-    for row in rows:
-        backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
-        cap = row["cap_bytes"]
-        table.add_row(
-            str(row["stage"]),
-            str(row["rank"]),
-            *([str(row["node"])] if nodes else []),
-            *([] if chain else [", ".join(map(str, row["reads"])) or "–", str(row["depth"])]),
-            str(row["ops"]),
-            row["layers"],
-            f"{row['forward_s'] * 1e3:.2f}",
-            f"{backward_s * 1e3:.2f}",
-            format_bytes(row["parameters_bytes"]),
-            *(format_bytes(row[f"{kind}_bytes"]) for kind in kinds),
-            format_bytes(row["peak_bytes"]),
-            "–" if cap is None else format_bytes(cap),
-            *(_copying(row) if linked else ()),
-        )
-    out = console()
-    if not out.is_terminal:  # a size that is cut short says nothing
-        out.width = max(out.width, out.measure(table, options=out.options.update(max_width=1000)).maximum)
-    out.print(table)
+def screen(report: PlanReport, about: Sequence[str]) -> Iterator[Table | str]:
+    """What is printed. about: sentences on the step that it takes."""
+    stages = report.stages
+    yield stages_table(stages)
+    ways = _ways(stages)
     if ways:
-        out.print(f"{', '.join(kinds)}: of one micro-batch's residuals", highlight=False)
-    if linked:
-        out.print(_offloadable(rows), highlight=False)
-    rows_each = f"{plan.microbatches} micro-batches of {plan.microbatch_size}"
-    rows_each += f" on {plan.width} replicas of every stage" if plan.width > 1 else ""
-    out.print(f"predicted step: {plan.predicted_step_s * 1e3:.1f} ms, {rows_each}", highlight=False)
-    for sentence in sentences:
-        out.print(sentence, highlight=False)
-    for change in changes:
-        out.print(f"{change.what}: {_gain(change)}", highlight=False)
+        yield f"{', '.join(['kept', *ways])}: of one micro-batch's residuals"
+    if any(stage.offload_ratio is not None for stage in stages):
+        yield _offloadable([(stage.rank, stage.offloadable_stages or 0) for stage in stages])
+    each = f"{report.microbatches} micro-batches of {report.microbatch_size}"
+    each += f" on {report.replicas} replicas of every stage" if report.replicas > 1 else ""
+    yield f"predicted step: {report.predicted_step_s * 1e3:.1f} ms, {each}"
+    yield from about
+    yield from report.limits
+    for change in report.what_if:
+        if change.step_s is None:
+            yield f"{change.what}: no plan"
+        else:
+            yield f"{change.what}: step {change.step_s * 1e3:.1f} ms, {change.gain:+.1%} faster"
 
 
-def _copying(row: dict[str, Any]) -> tuple[str, str]:
-    """Of a stage, k and how much of the time its link copies."""
-    k, use = row["offload_ratio"], row["link_use"]
-    return ("–", "–") if k is None else (f"{k:.2f}", f"{use:.0%}")
+def _ways(stages: Sequence[PlannedStage]) -> list[str]:
+    """What is done to residuals, apart from keeping them."""
+    return [w for w in ("recomputed", "offloaded") if any(getattr(s, f"{w}_bytes") for s in stages)]
 
 
-def _offloadable(rows: list[dict[str, Any]]) -> str:
-    """How many stages of each rank may be offloaded whole.
+def stages_table(stages: Sequence[PlannedStage]) -> Table:
+    """What each stage runs, takes and holds."""
+    from ..ir.units import format_bytes
+    from ..viewer.tables import Column, Table
 
-    >>> row = {"rank": 0, "offloadable_stages": 1}
-    >>> print(_offloadable([row, row | {"rank": 1, "offloadable_stages": 0}]))
+    kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
+    chain = all(s.reads in (None, (), (s.stage - 1,)) for s in stages)
+    nodes = len({s.node for s in stages}) > 1
+    columns = [Column("stage"), Column("rank"), Column("node"), Column("reads", left=True), Column("depth")]
+    columns += [Column("ops"), Column("layers", left=True)]
+    columns += [Column("F ms", "{:.2f}".format), Column("B ms", "{:.2f}".format)]
+    columns += [Column(name, format_bytes) for name in ("parameters", *kinds, "peak", "cap")]
+    columns += [Column("k", "{:.2f}".format), Column("link", "{:.0%}".format)]
+    rows = [
+        (
+            *(s.stage, s.rank, s.node if nodes else None),
+            *((None, None) if chain else (", ".join(map(str, s.reads or ())) or "–", s.depth)),
+            *(s.ops, s.layers),
+            *(s.forward_s * 1e3, (s.input_grad_s + s.weight_grad_s + s.recompute_s) * 1e3),
+            *(getattr(s, f"{name}_bytes") for name in ("parameters", *kinds, "peak", "cap")),
+            *(s.offload_ratio, s.link_use),
+        )
+        for s in stages
+    ]
+    return Table("", columns, rows).without_empty_columns()
+
+
+def _offloadable(stages: Sequence[tuple[int, int]]) -> str:
+    """How many stages of each rank may be offloaded whole. stages: of each its rank, and that number.
+
+    >>> print(_offloadable([(0, 1), (1, 0)]))
     k: copying by computing. Copies hide if these leave whole: 1 of 1 stages of rank 0, 0 of 1 of rank 1
     """
-    counts: dict[int, int] = {}
-    for row in rows:
-        counts[row["rank"]] = counts.get(row["rank"], 0) + 1
-    allowed = {row["rank"]: row["offloadable_stages"] or 0 for row in rows}
+    ranks = [rank for rank, _ in stages]
+    counts, allowed = {rank: ranks.count(rank) for rank in ranks}, dict(stages)
     each = {(allowed[rank], count) for rank, count in counts.items()}
     if len(each) == 1 and len(counts) > 1:
-        said = f"{allowed[0]} of the {counts[0]} stages of each rank"
+        whole = f"{allowed[0]} of the {counts[0]} stages of each rank"
     else:
         listed = [(f"{allowed[rank]} of {counts[rank]}", rank) for rank in sorted(counts)]
-        said = ", ".join(f"{n}{' stages' if at == 0 else ''} of rank {r}" for at, (n, r) in enumerate(listed))
-    return f"k: copying by computing. Copies hide if these leave whole: {said}"
+        whole = ", ".join(f"{n}{' stages' if i == 0 else ''} of rank {r}" for i, (n, r) in enumerate(listed))
+    return f"k: copying by computing. Copies hide if these leave whole: {whole}"
 
 
-def _gain(change: Change) -> str:
-    if change.step_s is None:
-        return "no plan"
-    return f"step {change.step_s * 1e3:.1f} ms, {change.gain:+.1%} faster"
+def _list(*, as_json: bool) -> None:
+    from ..planner.registry import PLANNERS
+    from ..viewer.tables import Column, Table
+
+    keys = ("granularity", "optimises", "about", "source")
+    rows = [{"name": name, **{key: getattr(p, key) for key in keys}} for name, p in PLANNERS.items()]
+    heads = ("planner", "granularity", "frees memory", "about", "source")
+    columns = [Column(head, left=True) for head in heads]
+    emit({"planners": rows}, [Table("", columns, [tuple(r.values()) for r in rows])], as_json=as_json)
+
+
+def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **options: Any) -> None:
+    """Choose width, depth and micro-batches. Raises: ConfigError for options that do not fit."""
+    for name in CHOSEN:
+        exclusive("ranks", name, hint="leave out one: sizes follow from --cluster and --global-batch")
+    if closed_form and output is not None:
+        raise ConfigError(
+            "--closed-form makes no plan that could be written",
+            hint="leave it out, and plans are simulated",
+        )
+    from .. import planning, shapes
+    from ..planner.plan_table import plan_rows
+
+    job = job_of(options["model"])
+    request = planning.make_request(job, settings_of({**options, "ranks": 1}))
+    if closed_form:
+        ranked = shapes.closed_form_shapes(request, job)
+        assert request.options.global_batch is not None, "refused before"
+        best, *others = [_figures_of(shape, request.options.global_batch) for shape in ranked[:SHOWN]]
+        screen_of_shapes = _shapes_screen([best, *others], len(ranked))
+        emit({**best, "next": others}, screen_of_shapes, as_json=as_json)
+        return
+    shaped, model = shapes.plan_shape(request, job)
+    plan, shape = shaped.plan, shaped.shape
+    if output is not None:
+        plan.save(output)
+    step = PlannedStep(profiled_s=plan.predicted_step_s, why_not=DESCRIBED, source="roofline")
+    report = step.report(plan, plan_rows(plan, model.graph))
+    count = plan.microbatches // plan.width
+    figures = vars(shape) | {
+        "microbatches": count,
+        "rows_per_s": shaped.rows_per_s,
+        "step_s": plan.predicted_step_s,
+        "peak_bytes": max(plan.peaks),
+        "simulated": shaped.simulated,
+        "planner": plan.planner,
+        "limits": report.limits,
+        "stages": report.stages,
+    }
+    treated = "some residuals recomputed" if shape.recompute else "every residual kept"
+    about = [
+        step.sentence,
+        f"width {shape.width}, depth {shape.depth}, {count} micro-batches of {plan.microbatch_size} rows in "
+        f"each pipeline, {treated}",
+        f"{shaped.rows_per_s:.2f} rows/s, the most of what was simulated ({shaped.simulated} shapes)",
+    ]
+    emit(figures, screen(report, about), as_json=as_json)
+
+
+def _figures_of(ranked: RankedShape, batch: int) -> dict[str, Any]:
+    shape, rate, peak = ranked
+    more = {"rows_per_s": rate, "step_s": batch / rate, "peak_bytes": round(peak)}
+    return vars(shape) | {"microbatches": shape.microbatches(batch)} | more
+
+
+def _shapes_screen(figures: Sequence[Mapping[str, Any]], fit: int) -> Iterator[Table | str]:
+    from ..ir.units import format_bytes, show_time
+    from ..viewer.tables import Column, Table
+
+    columns = {
+        "width": Column("width"),
+        "depth": Column("depth"),
+        "microbatch_size": Column("rows"),
+        "microbatches": Column("micro-batches"),
+        "recompute": Column("recompute", lambda recompute: "yes" if recompute else "no"),
+        "rows_per_s": Column("rows/s", "{:.2f}".format),
+        "step_s": Column("step", show_time),
+        "peak_bytes": Column("peak", format_bytes),
+    }
+    yield Table("", list(columns.values()), [[row[key] for key in columns] for row in figures])
+    best = figures[0]
+    yield (
+        f"{fit} shapes fit, by formulas; chosen: {best['width']} x {best['depth']} stages, "
+        f"{best['microbatches']} micro-batches of {best['microbatch_size']} rows in each"
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,19 +14,18 @@ from .common import (
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
-    console,
+    emit,
     exclusive,
     job_of,
     json_option,
     model_argument,
-    new_table,
     plan_options,
-    print_json,
 )
 
 if TYPE_CHECKING:
     from ..ir.graph import OpGraph
     from ..ir.profile import Profile
+    from ..viewer.tables import Table
 
 
 @click.command(epilog=MODEL_HELP)
@@ -53,10 +52,7 @@ def profile(
 ) -> None:
     """Measure, or estimate, the cost of every op of MODEL.
 
-    With --json: model, device, source ("measured" or "roofline"), compiled (with --compile how costs compare
-    with those of eager ops, else null), batch, ops, parameters, forward_s,
-    input_grad_s, weight_grad_s (of one micro-batch, summed over ops), and kinds: a list of target, calls,
-    forward_s, backward_s, the slowest first. With several kinds of device in the cluster, the first counts.
+    With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
     from ..ir import json_codec
@@ -76,73 +72,90 @@ def profile(
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
             json_codec.save(noun, path)
-    figures = summary(captured.graph, costs)
-    if as_json:
-        print_json(figures)
-    else:
-        _print(figures, top)
+    summary = summarise(captured.graph, costs)
+    emit(summary, _screen(summary, top), as_json=as_json)
 
 
 @dataclass
-class _Kind:
+class OpKind:
+    """All calls of one kind of op."""
+
     target: str
     calls: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
 
 
-def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
-    """The documented keys of `--json`."""
-    kinds: dict[str, _Kind] = {}
+@dataclass(frozen=True, kw_only=True)
+class ProfileSummary:
+    """What the ops of a model cost, in seconds of one micro-batch.
+
+    source: "measured" or "roofline".  compiled: of compiled functions, how they compare with eager ops.
+    forward_s, input_grad_s, weight_grad_s: summed over ops.  kinds: the slowest first.
+    """
+
+    model: str
+    device: str
+    source: str
+    compiled: str | None
+    batch: Sequence[str]
+    ops: int
+    parameters: int
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    kinds: Sequence[OpKind]
+
+
+def summarise(graph: OpGraph, costs: Profile) -> ProfileSummary:
+    kinds: dict[str, OpKind] = {}
     for op in graph.ops:
-        kind, cost = kinds.setdefault(op.target, _Kind(op.target)), costs.costs[op.name]
+        kind, cost = kinds.setdefault(op.target, OpKind(op.target)), costs.costs[op.name]
         kind.calls += 1
         kind.forward_s += cost.forward_s
         kind.backward_s += cost.backward_s
-    by_time = sorted(kinds.values(), key=lambda k: -(k.forward_s + k.backward_s))
-    return {
-        "model": graph.name,
-        "device": costs.device,
-        "source": costs.source,
-        "compiled": costs.compiled or None,
-        "batch": list(costs.batch),
-        "ops": len(graph.ops),
-        "parameters": sum(prod(p.shape) for p in graph.parameters),
-        "forward_s": _sum(c.forward_s for c in costs.costs.values()),
-        "input_grad_s": _sum(c.input_grad_s for c in costs.costs.values()),
-        "weight_grad_s": _sum(c.weight_grad_s for c in costs.costs.values()),
-        "kinds": [vars(kind) for kind in by_time],
-    }
-
-
-def _print(figures: dict[str, Any], top: int) -> None:
-    out = console()
-    out.print(
-        f"{figures['model']}: {figures['ops']} ops, {figures['parameters']:,} parameters, "
-        f"{figures['source']} on {figures['device']} with {', '.join(figures['batch'])}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+    parts = ("forward_s", "input_grad_s", "weight_grad_s")
+    return ProfileSummary(
+        model=graph.name,
+        device=costs.device,
+        source=costs.source,
+        compiled=costs.compiled or None,
+        batch=costs.batch,
+        ops=len(graph.ops),
+        parameters=sum(prod(p.shape) for p in graph.parameters),
+        **{part: sum((getattr(c, part) for c in costs.costs.values()), 0.0) for part in parts},
+        kinds=sorted(kinds.values(), key=lambda k: -(k.forward_s + k.backward_s)),
     )
-    if figures["compiled"]:
-        out.print(f"compiled: {figures['compiled']}", highlight=False, soft_wrap=True)
-    table = new_table("op", "calls", "forward ms", "backward ms", "share", left=("op",))
-    total = _sum(k["forward_s"] + k["backward_s"] for k in figures["kinds"])
-    for kind in figures["kinds"][:top]:
-        both = kind["forward_s"] + kind["backward_s"]
-        table.add_row(
-            kind["target"],
-            str(kind["calls"]),
-            f"{kind['forward_s'] * 1e3:.3f}",
-            f"{kind['backward_s'] * 1e3:.3f}",
-            f"{both / total:.1%}" if total else "",
-        )
-    backward_s = figures["input_grad_s"] + figures["weight_grad_s"]
-    table.add_row(
-        "all", str(figures["ops"]), f"{figures['forward_s'] * 1e3:.3f}", f"{backward_s * 1e3:.3f}", ""
+
+
+def _screen(summary: ProfileSummary, top: int) -> Iterator[Table | str]:
+    from ..ir.units import show_share
+    from ..viewer.tables import Column, Table
+
+    yield (
+        f"{summary.model}: {summary.ops} ops, {summary.parameters:,} parameters, "
+        f"{summary.source} on {summary.device} with {', '.join(summary.batch)}"
     )
-    out.print(table)
-
-
-def _sum(values: Iterable[float]) -> float:
-    return float(sum(values))
+    if summary.compiled:
+        yield f"compiled: {summary.compiled}"
+    backward_s = summary.input_grad_s + summary.weight_grad_s
+    total_s = summary.forward_s + backward_s
+    rows = [(k.target, k.calls, k.forward_s, k.backward_s) for k in summary.kinds[:top]]
+    rows.append(("all", summary.ops, summary.forward_s, backward_s))
+    ms = "{:.3f}".format
+    columns = (
+        Column("op", left=True),
+        Column("calls"),
+        Column("forward ms", ms),
+        Column("backward ms", ms),
+        Column("share", show_share),
+    )
+    shares = [(forward_s + back_s) / total_s if total_s else None for _, _, forward_s, back_s in rows]
+    yield Table(
+        "",
+        columns,
+        [
+            (target, calls, forward_s * 1e3, back_s * 1e3, share)
+            for (target, calls, forward_s, back_s), share in zip(rows, shares, strict=True)
+        ],
+    )

@@ -1,87 +1,315 @@
-"""pipeloom schedule: list, show, check, compare, explain and export schedules, without a model."""
+"""pipeloom schedule: list, show, check, compare, explain, tune and export schedules, without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
-from ..ir.weight_policy import Updates
-from .common import FILE, NEW_FILE, console, json_option, new_table, print_json
-from .schedule_options import TIMES_HELP, refuse_shape, shape_options, updates_options
+from ..ir.weight_policy import WEIGHT_POLICIES, Updates
+from .common import FILE, NEW_FILE, Command, console, emit, exclusive, json_option
 
 if TYPE_CHECKING:
-    from ..schedules.scenario import Scenario, SimulatedSchedule
+    from rich.console import RenderableType
 
-NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
+    from ..schedules.scenario import Scenario, SimulatedSchedule
+    from ..schedules.tuning import Cause, Divergence, Sensitivity
+    from ..viewer.path import Fold
+    from ..viewer.reasons import IdleSource
+    from ..viewer.tables import Table
+
 MOST_LINES = 60
 """A drawing goes on below itself up to so many lines, so that micro-batches have room for their numbers."""
 
 SHOWN = 3
 """Sources that `explain` prints under each reason."""
 
+STAGE_TIMES = ("forward_s", "input_grad_s", "weight_grad_s")
+
+
+class TimesType(click.ParamType[float | tuple[float, ...]]):
+    """One time for all ranks, or several with commas, per stage."""
+
+    name = "seconds[,seconds…]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | tuple[float, ...]:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        numbers = []
+        for part in value.split(","):
+            try:
+                number = float(part)
+            except ValueError:
+                self.fail(f"{part.strip()!r} is not a number; write 1.5, or 1,2,1,1 per stage", param, ctx)
+            if not isfinite(number) or number < 0:
+                self.fail(f"{part.strip()} is not a time: times are finite and at least 0", param, ctx)
+            numbers.append(number)
+        return numbers[0] if len(numbers) == 1 else tuple(numbers)
+
+
+class EdgesType(click.ParamType[tuple[tuple[int, int], ...]]):
+    """Edges of a stage graph: "0-1 1-4 2-3 3-4"."""
+
+    name = "edges"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        edges = []
+        for part in value.replace(",", " ").split():
+            found = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
+            if found is None:
+                self.fail(f"{part!r} is not an edge; write 0-1 for a message from stage 0 to 1", param, ctx)
+            edges.append((int(found[1]), int(found[2])))
+        if not edges:
+            self.fail('there is no edge in it; write some, as in "0-1 1-4 2-3 3-4"', param, ctx)
+        return tuple(edges)
+
+
+EDGES = click.option(
+    "--edges",
+    type=EdgesType(),
+    help='Stages that are no chain, by who sends to whom: "0-1 1-4 2-3 3-4" are two towers of two stages and '
+    "what joins them. Stage 0 is on rank 0, and so on.",
+)
+SHAPE = (
+    click.option(
+        "--ranks",
+        "-p",
+        type=click.IntRange(1, 4096),
+        default=4,
+        show_default=True,
+        help="Devices in the pipeline.",
+    ),
+    click.option(
+        "--microbatches",
+        "-m",
+        type=click.IntRange(1),
+        default=8,
+        show_default=True,
+        help="Micro-batches per step.",
+    ),
+    click.option(
+        "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
+    ),
+)
+SHORTEST = click.option(
+    "--shortest",
+    type=click.Choice(("step", "span")),
+    default="step",
+    show_default=True,
+    help="Of a schedule's variants take the one with the shortest step; or with the shortest span, from a "
+    "rank's first action to its last, which counts where each rank goes on by itself.",
+)
+TIMES = (
+    click.option("--forward-s", "-F", type=TimesType(), help="Time of a forward.  [default: 1]"),
+    click.option("--input-grad-s", "-I", type=TimesType(), help="Time of an input gradient.  [default: 1]"),
+    click.option(
+        "--weight-grad-s",
+        "-W",
+        type=TimesType(),
+        help="Time of a weight gradient; a whole backward, B, takes I + W.  [default: 1]",
+    ),
+    click.option(
+        "--transfer-s",
+        "-T",
+        type=TimesType(),
+        default=0.0,
+        show_default=True,
+        help="Time of a message between ranks; several: one per boundary of two stages, or per edge.",
+    ),
+    click.option(
+        "--per-node",
+        type=click.IntRange(1),
+        help="Ranks of a node: messages between nodes then wait for each other on one link out of "
+        "each and one into it. Without it, every message has a link of its own.",
+    ),
+    click.option(
+        "--times",
+        type=FILE,
+        help="Take F, I and W from a saved plan (per stage) or profile (spread evenly) instead.",
+    ),
+    click.option(
+        "--pair-factor",
+        type=click.FloatRange(0),
+        default=1.0,
+        show_default=True,
+        help="What a pair of actions, F&B, takes of the sum of their times.",
+    ),
+    click.option(
+        "--copy-ratio",
+        "-k",
+        type=click.FloatRange(0, min_open=True),
+        default=0.75,
+        show_default=True,
+        help="What copying the residuals of a stage to the host and back takes of the time of its F, I and "
+        "W: for schedules that offload.",
+    ),
+    click.option(
+        "--per-uplink",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Neighbouring ranks that share one uplink to the host.",
+    ),
+    click.option(
+        "--memory",
+        default="",
+        help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
+        "a plan.",
+    ),
+)
+*_ABOUT, _LAST = (policy.about for policy in WEIGHT_POLICIES.values())
+_VERSIONED = [name for name, policy in WEIGHT_POLICIES.items() if not policy.flushes]
+_KEPT = [f"{policy.kept} for {name}" for name, policy in WEIGHT_POLICIES.items() if policy.kept]
+_UNLIMITED = [name for name in _VERSIONED if not WEIGHT_POLICIES[name].kept]
+UPDATES = (
+    click.option(
+        "--weights",
+        type=click.Choice(tuple(WEIGHT_POLICIES)),
+        help=f"How weights are updated: {', '.join(_ABOUT)}, or {_LAST}; "
+        "by default as the schedule is meant.",
+    ),
+    click.option(
+        "--update-every",
+        type=click.IntRange(1),
+        help=f"Micro-batches per update, for {' and '.join(_VERSIONED)}.  [default: 1]",
+    ),
+    click.option(
+        "--keep-versions",
+        type=click.IntRange(1),
+        help=f"Weight versions that a stage keeps; by default {', '.join(_KEPT)}, and as many as it needs "
+        f"for {' and '.join(_UNLIMITED)}.",
+    ),
+)
+TIMES_HELP = (
+    "Times are seconds, or any one unit: one number is the time of one micro-batch on all stages of a rank "
+    "together; several, as 1,2,1,1, are the times of the stages from front to back."
+)
+HELP = f"NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3. {TIMES_HELP}"
+FILES = (
+    click.option(
+        "--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory."
+    ),
+    click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing."),
+)
+
+
+def with_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """-p, -m, -v, --edges, --shortest, times and memory, handed to the command as one `scenario`."""
+
+    @wraps(command)
+    def with_scenario(**arguments: Any) -> Any:
+        from ..schedules.scenario import MicrobatchTimes, Scenario, load_work
+
+        for name in ("ranks", "chunks"):
+            exclusive("edges", name, hint="each stage that an edge names has a rank of its own")
+        for name in STAGE_TIMES:
+            exclusive("times", name, hint="give the file or the numbers")
+        names = [*STAGE_TIMES, *(one.name for one in fields(Scenario))]
+        taken = {name: arguments.pop(name) for name in names}
+        given = {name: value for name, value in taken.items() if value is not None}
+        numbers = {name: given.pop(name) for name in STAGE_TIMES if name in given}
+        given["times"] = load_work(given["times"]) if "times" in given else MicrobatchTimes(**numbers)
+        return command(scenario=Scenario(**given), **arguments)
+
+    return with_options(with_scenario, (*SHAPE, EDGES, SHORTEST, *TIMES))
+
+
+def refuse_shape(file: str) -> None:
+    """Refuse what `shape_options` says of a schedule's shape, where a file of rows has it already.
+
+    Raises: ConfigError that names the options.
+    """
+    names = {"ranks": "-p", "microbatches": "-m", "chunks": "-v", "shortest": "--shortest"}
+    source = click.get_current_context().get_parameter_source
+    given = [option for name, option in names.items() if source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} were given, and the rows of {file} have their ranks and micro-batches",
+            hint=f"leave out {' and '.join(given)}; they are for schedules in Python files",
+        )
+
+
+def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--weights and what goes with it, handed to the command as `updates`: None unless given."""
+
+    @wraps(command)
+    def with_updates(
+        *, weights: Any, update_every: int | None, keep_versions: int | None, **arguments: Any
+    ) -> Any:
+        if (weights is None or WEIGHT_POLICIES[weights].flushes) and (update_every or keep_versions):
+            raise ConfigError(
+                "--update-every and --keep-versions say nothing without versions of weights",
+                hint=f"add {' or '.join(f'--weights {name}' for name in _VERSIONED)}",
+            )
+        updates = Updates(policy=weights, every=update_every or 1, kept=keep_versions) if weights else None
+        return command(updates=updates, **arguments)
+
+    return with_options(with_updates, UPDATES)
+
+
+def file_options(command: Command) -> Command:
+    return with_options(command, FILES)
+
 
 @click.group()
 def schedule() -> None:
-    """List, draw, check, compare, explain and export pipeline schedules, without a model."""
+    """List, draw, check, compare, explain, tune and export pipeline schedules, without a model."""
 
 
 @schedule.command("list")
 @json_option
 def list_them(*, as_json: bool) -> None:
-    """Print the schedules of the library, with the names that torch, Megatron-LM and papers have for them.
-
-    With --json: name -> about, place, lacks, aliases.
-    """
+    """Print the schedules of the library, with the names that torch, Megatron-LM and papers have for them."""
     from ..schedules.scenario import library
 
     entries = library()
-    if as_json:
-        print_json(entries)
-        return
+    emit(entries, _library_screen(entries), as_json=as_json)
+
+
+def _library_screen(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, entry in entries.items():
         lacks = f" (shown only: running it needs {entry['lacks']})" if entry["lacks"] else ""
-        click.echo(f"{name:<18} {entry['about']}{lacks}")
+        yield f"{name:<18} {entry['about']}{lacks}"
         if entry["aliases"]:
-            click.echo(f"{'':<18} also: {', '.join(entry['aliases'])}")
-    click.echo(
+            yield f"{'':<18} also: {', '.join(entry['aliases'])}"
+    yield (
         "\nF: forward, I: input gradient, W: weight gradient, B: I and W as one. A word in `` is an option, "
         "written\nbehind a colon: pipeloom schedule show gis_g:group=3. Schedules with several stages on "
         "each rank have `v`,\nhow many: pipeloom schedule compare interleaved:v=2 interleaved:v=4"
     )
 
 
-@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
+@schedule.command(epilog=HELP)
 @click.argument("name")
 @shape_options
 @updates_options
-@click.option("--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory.")
-@click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
+@file_options
 @json_option
-def show(
-    *,
-    name: str,
-    scenario: Scenario,
-    updates: Updates | None,
-    html: Path | None,
-    trace: Path | None,
-    as_json: bool,
-) -> None:
-    """Draw the schedule NAME.
-
-    With --json: name, ranks, stages, microbatches, step_s, bubble (idle share of rank-time until the last
-    rank ends), span_s (longest time from a rank's first action to its last), span_bubble (idle share of
-    that), peak (most micro-batches of residuals on a rank), peak_bytes (null where sizes are not known),
-    by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
-    one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
-    """
+def show(*, name: str, scenario: Scenario, updates: Updates | None, **files: Any) -> None:
+    """Draw the schedule NAME."""
     from ..schedules.scenario import simulate_schedule, updates_of
 
-    simulated = simulate_schedule(name, scenario)
-    _present(simulated, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
+    _present(simulate_schedule(name, scenario), updates or updates_of(name), **files)
 
 
 @schedule.command(epilog=TIMES_HELP)
@@ -96,8 +324,7 @@ def show(
 @click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
 @shape_options
 @updates_options
-@click.option("--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory.")
-@click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
+@file_options
 @json_option
 def check(
     *,
@@ -106,17 +333,15 @@ def check(
     operations: Path | None,
     scenario: Scenario,
     updates: Updates | None,
-    html: Path | None,
-    trace: Path | None,
     as_json: bool,
+    **files: Any,
 ) -> None:
     """Prove that the schedule in FILE can run, and draw it.
 
     FILE is CSV with one row per rank and one action per cell, as `export` writes it and
     torch.distributed.pipelining reads it; or, if it ends in .txt, rows of actions with blanks between
     them; or a schedule in the language, as mine.py:zigzag, for so many ranks (-p) and micro-batches (-m).
-    Says which rule is broken, where, and what to change, and exits
-    with 1, if it cannot run. With --json: the keys of `show`.
+    Says which rule is broken, where, and what to change, and exits with 1, if it cannot run.
     """
     from ..schedules.scenario import simulate_file, simulate_schedule, updates_of, weights
 
@@ -138,10 +363,97 @@ def check(
         click.echo(
             f"{file}: {count} actions on {simulated.schedule.ranks} ranks are complete and cannot block"
         )
-    _present(simulated, updates, html=html, trace=trace, as_json=as_json)
+    _present(simulated, updates, as_json=as_json, **files)
 
 
-@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
+def _present(
+    simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
+) -> None:
+    from ..ir.units import SizeUnit
+    from ..schedules import scenario
+    from ..viewer.chrome import write_trace
+    from ..viewer.html import write_report
+
+    schedule = simulated.schedule
+    if html is not None:
+        unit = SizeUnit(name="micro-batches", bytes=scenario.UNIT)
+        write_report(
+            html,
+            title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, "
+            "simulated",
+            predicted=simulated.timeline,
+            explanations=[scenario.explain(simulated)],
+            size_unit=None if simulated.peaks_bytes else unit,
+        )
+    if trace is not None:
+        write_trace(trace, [simulated.timeline])
+    stages = scenario.weights(simulated, updates)
+    versions = {
+        "policy": updates.policy,
+        "update_every": updates.every,
+        "versions": [s.needed for s in stages],
+        "staleness": [max(s.staleness, default=0) for s in stages],
+    }
+    step_s = simulated.summary.step_s
+    figures = {
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": simulated.microbatches,
+        **_figures(simulated),
+        "by_rank": [
+            {
+                "rank": r.rank,
+                "busy_s": r.busy_s,
+                "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
+                "peak": simulated.peaks[r.rank],
+            }
+            for r in simulated.summary.ranks
+        ],
+        "rows": str(schedule).splitlines() if as_json else [],  # of large schedules this takes a while
+        "weights": versions if stages else None,
+    }
+    emit(figures, _drawing(simulated, figures), as_json=as_json)
+
+
+def _drawing(simulated: SimulatedSchedule, figures: Mapping[str, Any]) -> Iterator[RenderableType]:
+    from ..ir.units import show_share
+    from ..viewer.terminal import gantt
+
+    beside = {
+        "bubble": [show_share(rank["bubble"]) for rank in figures["by_rank"]],
+        "peak": [f"{rank['peak']:.4g}" for rank in figures["by_rank"]],
+    }
+    yield gantt(simulated.timeline, columns=console().width, beside=beside, most_lines=MOST_LINES)
+    yield (
+        f"step {figures['step_s']:.6g}; bubble {show_share(figures['bubble'])} until the last rank ends, "
+        f"{show_share(figures['span_bubble'])} of the longest span of a rank; peak "
+        f"{_peak(simulated, ' micro-batches')}"
+    )
+    if (weights := figures["weights"]) is not None:
+        kept, late = (" ".join(map(str, weights[key])) for key in ("versions", "staleness"))
+        yield (
+            f"weights {weights['policy']}, an update every {weights['update_every']} micro-batches; "
+            f"per stage, versions kept {kept}, gradients late by up to {late} updates"
+        )
+
+
+def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
+    """step_s: of a step.  bubble: idle share of rank-time until the last rank ends.  span_s: the longest time
+    from a rank's first action to its last.  span_bubble: idle share of that.  peak: most micro-batches of
+    residuals on a rank.  peak_bytes: None where sizes are not known."""
+    figures = {key: getattr(simulated.summary, key) for key in ("step_s", "bubble", "span_s", "span_bubble")}
+    return figures | {"peak": simulated.peak, "peak_bytes": max(simulated.peaks_bytes, default=None)}
+
+
+def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
+    from ..ir.units import format_bytes
+
+    size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
+    return f"{simulated.peak:.4g}{unit}{size}"
+
+
+@schedule.command(epilog=HELP)
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @shape_options
 @json_option
@@ -153,8 +465,6 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
     goes on by itself (post-validation).
 
     A schedule that cannot be built so is named with the reason, after those that can; the exit status is 1.
-
-    With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`; or error, hint.
     """
     from ..schedules.scenario import simulate_schedule
 
@@ -165,62 +475,85 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
             by_name[name] = simulate_schedule(name, scenario)
         except (ScheduleError, PlanError) as error:
             refused[name] = error
-    if as_json:
-        errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
-        print_json({name: _figures(simulated) for name, simulated in by_name.items()} | errors)
-    elif by_name:
-        _print_comparison(by_name)
+    figures = {name: _figures(simulated) for name, simulated in by_name.items()}
+    errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
+    emit(figures | errors, _comparison(by_name), as_json=as_json)
     for why in refused.values():
         click.echo(f"error: {why.message}" + (f"\nhint: {why.hint}" if why.hint else ""), err=True)
     if refused:
         click.get_current_context().exit(1)
 
 
-def _print_comparison(by_name: Mapping[str, SimulatedSchedule]) -> None:
-    bubbles = "bubble until\nthe last ends", "bubble of the\nlongest span"
-    table = new_table("schedule", "step time", *bubbles, "peak,\nmicro-batches", left=("schedule",))
-    for name, simulated in by_name.items():
-        s = simulated.summary
-        table.add_row(name, f"{s.step_s:.6g}", _percent(s.bubble), _percent(s.span_bubble), _peak(simulated))
-    console().print(table)
+def _comparison(by_name: Mapping[str, SimulatedSchedule]) -> Iterator[Table]:
+    from ..ir.units import show_share
+    from ..viewer.tables import Column, Table
+
+    columns = (
+        Column("schedule", left=True),
+        Column("step time", "{:.6g}".format),
+        Column("bubble until\nthe last ends", show_share),
+        Column("bubble of the\nlongest span", show_share),
+        Column("peak,\nmicro-batches"),
+    )
+    rows = [
+        (name, one.summary.step_s, one.summary.bubble, one.summary.span_bubble, _peak(one))
+        for name, one in by_name.items()
+    ]
+    if rows:
+        yield Table("", columns, rows)
 
 
-@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
+@schedule.command(epilog=HELP)
 @click.argument("name")
 @shape_options
 @json_option
 def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
-    """Say why ranks are idle, and print the critical path.
-
-    With --json: name, step_s, bubble, span_s, span_bubble, idle_s, reasons (reason -> rank-seconds, adding up
-    to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,
-    start_s, end_s, waiting (what waits for the link that it holds); and path_text: the path as it is printed.
-    """
+    """Say why ranks are idle, and print the critical path."""
     from ..schedules.scenario import explain as idle_reasons, simulate_schedule
-    from ..viewer import path, reasons
+    from ..viewer.path import fold
+    from ..viewer.reasons import sources
 
     simulated = simulate_schedule(name, scenario)
     explanation = idle_reasons(simulated)
-    if not as_json:
-        _print_explanation(name, simulated)
-        return
+    causes, legs = sources(explanation), fold(explanation.path)
     figures = _figures(simulated)
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
-    parts = ("reason", "rank", "seconds", "share", "text")
-    print_json(
-        {
-            "name": name,
-            **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
-            "idle_s": explanation.idle_s,
-            "reasons": explanation.by_reason,
-            "sources": [{key: getattr(s, key) for key in parts} for s in reasons.sources(explanation)],
-            "path": [{key: getattr(p, key) for key in pieces} for p in explanation.path],
-            "path_text": [str(fold) for fold in path.fold(explanation.path)],
-        }
+    result = {
+        "name": name,
+        **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
+        "idle_s": explanation.idle_s,
+        "reasons": explanation.by_reason,
+        "sources": causes,
+        "path": [{key: getattr(piece, key) for key in pieces} for piece in explanation.path],
+        "path_text": list(map(str, legs)),
+    }
+    emit(result, _explanation(result, explanation.ranks, causes, legs), as_json=as_json)
+
+
+def _explanation(
+    figures: Mapping[str, Any], ranks: int, causes: Sequence[IdleSource], legs: Sequence[Fold]
+) -> Iterator[str]:
+    from ..ir.explanation import REASONS
+    from ..ir.units import show_share
+    from ..viewer.reasons import merged
+
+    yield (
+        f"{figures['name']}: {show_share(figures['bubble'])} of rank-time is idle until the last rank ends "
+        f"({figures['idle_s']:.6g} of {ranks} x {figures['step_s']:.6g}); "
+        f"{show_share(figures['span_bubble'])} of the longest span of a rank"
     )
+    for reason, seconds, share, own in merged(causes):
+        yield f"\n  {show_share(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}"
+        for source in own[:SHOWN]:
+            yield f"          {show_share(source.share):>6}  {source.text}"
+        if rest := own[SHOWN:]:
+            yield f"          {show_share(sum(r.share for r in rest)):>6}  {len(rest)} more"
+    yield "\ncritical path: only what makes one of these shorter makes the step shorter"
+    for leg in legs:
+        yield f"  from {leg.start_s:<8.6g} for {leg.end_s - leg.start_s:<8.6g} {leg}"
 
 
-@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
+@schedule.command(epilog=HELP)
 @click.argument("name")
 @click.option("--output", "-o", type=NEW_FILE, help="File to write; standard output without it.")
 @click.option("--transfers", is_flag=True, help="Write sends and receives too (torch's compute_comms).")
@@ -230,6 +563,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
+    from ..ir.text_files import write_whole
     from ..schedules.scenario import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)
@@ -238,128 +572,99 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
     if output is None:
         click.echo(text, nl=False)
     else:
-        from ..ir.text_files import write_whole
-
         write_whole(output, text)
 
 
-def _figures(simulated: SimulatedSchedule) -> dict[str, float | None]:
-    s = simulated.summary
-    return {
-        "step_s": s.step_s,
-        "bubble": s.bubble,
-        "span_s": s.span_s,
-        "span_bubble": s.span_bubble,
-        "peak": simulated.peak,
-        "peak_bytes": max(simulated.peaks_bytes, default=None),
-    }
+@schedule.command(epilog=HELP)
+@click.argument("one", metavar="A")
+@click.argument("other", metavar="B")
+@shape_options
+@json_option
+def diff(*, one: str, other: str, scenario: Scenario, as_json: bool) -> None:
+    """Say where the schedules A and B first differ on each rank, and how long ranks are idle in each, and
+    why."""
+    from ..schedules.scenario import simulate_schedule
+    from ..schedules.tuning import divergences, idle_side_by_side
+
+    names, both = (one, other), [simulate_schedule(name, scenario) for name in (one, other)]
+    places, idle = divergences(*both), idle_side_by_side(*both)
+    steps = [simulated.summary.step_s for simulated in both]
+    reasons = {reason: (a, b) for reason, a, b in idle}
+    result = {"step_s": steps, "divergences": places, "idle": reasons}
+    emit(result, _differences(names, steps, places, reasons), as_json=as_json)
 
 
-def _by_rank(simulated: SimulatedSchedule) -> list[dict[str, Any]]:
-    step_s = simulated.summary.step_s
-    return [
-        {
-            "rank": r.rank,
-            "busy_s": r.busy_s,
-            "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
-            "peak": simulated.peaks[r.rank],
-        }
-        for r in simulated.summary.ranks
-    ]
+def _differences(
+    names: tuple[str, str],
+    steps: Sequence[float],
+    places: Sequence[Divergence],
+    idle: Mapping[str, tuple[float, float]],
+) -> Iterator[str | Table]:
+    from ..viewer.tables import Column, Table
 
-
-def _percent(share: float) -> str:
-    # An idle share of nothing can come out as minus a rounding error.
-    return f"{100 * share + 0.0:.1f} %".replace("-0.0", "0.0")
-
-
-def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
-    from ..ir.units import format_bytes
-
-    size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
-    return f"{simulated.peak:.4g}{unit}{size}"
-
-
-def _present(
-    simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
-) -> None:
-    from ..schedules.scenario import UNIT, explain as idle_reasons
-    from ..viewer import chrome, terminal, units
-    from ..viewer.html import write_report
-
-    schedule, versions = simulated.schedule, _versions(simulated, updates)
-    if html is not None:
-        unit = units.SizeUnit(name="micro-batches", bytes=UNIT)
-        write_report(
-            html,
-            title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, "
-            "simulated",
-            predicted=simulated.timeline,
-            explanations=[idle_reasons(simulated)],
-            size_unit=None if simulated.peaks_bytes else unit,
+    one, other = names
+    yield f"step {steps[0]:.6g} in {one}, {steps[1]:.6g} in {other}"
+    if not places:
+        yield "they run the same actions in the same order on every rank"
+    for d in places:
+        a, b = (
+            f"{action} at {start:.6g}" if action else "nothing more"
+            for action, start in zip(d.actions, d.starts_s, strict=True)
         )
-    if trace is not None:
-        chrome.write_trace(trace, [simulated.timeline])
-    s, by_rank = simulated.summary, _by_rank(simulated)
-    if as_json:
-        shape = {
-            "name": schedule.name,
-            "ranks": schedule.ranks,
-            "stages": schedule.stages,
-            "microbatches": simulated.microbatches,
-        }
-        rows = str(schedule).splitlines()
-        print_json({**shape, **_figures(simulated), "by_rank": by_rank, "rows": rows, "weights": versions})
-        return
-    beside = {
-        "bubble": [_percent(r["bubble"]) for r in by_rank],
-        "peak": [f"{r['peak']:.4g}" for r in by_rank],
-    }
-    out = console()
-    out.print(terminal.gantt(simulated.timeline, columns=out.width, beside=beside, most_lines=MOST_LINES))
-    click.echo(
-        f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
-        f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(simulated, ' micro-batches')}"
-    )
-    if versions is not None:
-        kept, late = (" ".join(map(str, versions[key])) for key in ("versions", "staleness"))
-        click.echo(
-            f"weights {updates.policy}, an update every {updates.every} micro-batches; per stage, versions "
-            f"kept {kept}, gradients late by up to {late} updates"
-        )
+        yield f"rank {d.rank}: the same {d.place} actions, then {a} in {one}, {b} in {other}"
+    seconds = "{:.6g}".format
+    columns = [Column("idle, rank-seconds", left=True), Column(one, seconds), Column(other, seconds)]
+    columns.append(Column("difference", "{:+.6g}".format))
+    yield Table("", columns, [(reason, a, b, b - a) for reason, (a, b) in idle.items()])
 
 
-def _versions(simulated: SimulatedSchedule, updates: Updates) -> dict[str, Any] | None:
-    from ..schedules.scenario import weights
+@schedule.command(epilog=HELP)
+@click.argument("name")
+@click.argument("action")
+@shape_options
+@json_option
+def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
+    """Say why ACTION, such as 2B5, of the schedule NAME begins when it does: the chain of causes back to the
+    start."""
+    from ..schedules.scenario import simulate_schedule
+    from ..schedules.tuning import why as causes_of
 
-    stages = weights(simulated, updates)
-    if not stages:
-        return None
+    causes = causes_of(simulate_schedule(name, scenario), action)
+    lines = (f"{c.action:>8} on rank {c.rank} from {c.start_s:<8.6g} {_words(c)}" for c in causes)
+    emit(causes, lines, as_json=as_json)
+
+
+def _words(cause: Cause) -> str:
     return {
-        "policy": updates.policy,
-        "update_every": updates.every,
-        "versions": [s.needed for s in stages],
-        "staleness": [max(s.staleness, default=0) for s in stages],
-    }
+        "rank": f"its rank ran {cause.cause} until then",
+        "message": f"it needed {cause.cause}",
+        "start": "nothing was before it",
+    }[cause.reason]
 
 
-def _print_explanation(name: str, simulated: SimulatedSchedule) -> None:
-    from ..ir.explanation import REASONS
-    from ..schedules.scenario import explain as idle_reasons
-    from ..viewer import path, reasons
+@schedule.command(epilog=HELP)
+@click.argument("name")
+@shape_options
+@json_option
+def sensitivity(*, name: str, scenario: Scenario, as_json: bool) -> None:
+    """Say what a step of NAME takes if F, I or W of one stage, or all messages, take 10 % less.
 
-    explanation, s = idle_reasons(simulated), simulated.summary
-    click.echo(
-        f"{name}: {_percent(s.bubble)} of rank-time is idle until the last rank ends "
-        f"({explanation.idle_s:.6g} of {explanation.ranks} x {explanation.step_s:.6g}); "
-        f"{_percent(s.span_bubble)} of the longest span of a rank"
-    )
-    for reason, seconds, share, own in reasons.merged(reasons.sources(explanation)):
-        click.echo(f"\n  {_percent(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}")
-        for source in own[:SHOWN]:
-            click.echo(f"          {_percent(source.share):>6}  {source.text}")
-        if rest := own[SHOWN:]:
-            click.echo(f"          {_percent(sum(r.share for r in rest)):>6}  {len(rest)} more")
-    click.echo("\ncritical path: only what makes one of these shorter makes the step shorter")
-    for fold in path.fold(explanation.path):
-        click.echo(f"  from {fold.start_s:<8.6g} for {fold.end_s - fold.start_s:<8.6g} {fold}")
+    The order of actions stays.
+    """
+    from ..schedules.scenario import simulate_schedule
+    from ..schedules.tuning import sensitivity as changes_of
+
+    simulated = simulate_schedule(name, scenario)
+    changes, step_s = changes_of(simulated), simulated.summary.step_s
+    result = {"step_s": step_s, "changes": changes}
+    emit(result, _savings(name, step_s, changes), as_json=as_json)
+
+
+def _savings(name: str, step_s: float, changes: Sequence[Sensitivity]) -> Iterator[str | Table]:
+    from ..viewer.tables import Column, Table
+
+    yield f"{name}: a step takes {step_s:.6g}; with 10 % less for"
+    seconds = "{:.6g}".format
+    columns = (Column("what", left=True), Column("stage"), Column("step", seconds), Column("saved", seconds))
+    rows = [(c.what, c.stage if c.stage >= 0 else "", c.step_s, c.saved_s) for c in changes]
+    yield Table("", columns, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
-from .common import FILE, NEW_FILE, json_option, print_json
-from .schedule_options import SHORTEST
+from .common import FILE, NEW_FILE, emit, json_option
+from .schedule import SHORTEST
 
 if TYPE_CHECKING:
     from ..schedules.search.search import Progress as SearchProgress
@@ -70,11 +70,6 @@ def search(
     is written, and the exit status is 0. A .py file is a schedule of your own, for any number of
     micro-batches: pipeloom schedule show found.py:found. OR-tools (pip install pipeloom[search]) adds exact
     answers to small cases.
-
-    With --json: step_s, span_s (of the rank that is at it longest), repeating_step_s (of the .py file),
-    bound_s, bound and bound_why (what no order can be faster than), gap, engine, ended, left_out (engines
-    that need OR-tools, if so), evaluations, seconds, peaks (residuals per rank), ranks, microbatches,
-    placement, rows.
     """
     from ..schedules.search.search import SearchOptions
     from ..schedules.search.search_schedule import search_schedule
@@ -100,10 +95,7 @@ def search(
         from ..ir.text_files import write_whole
 
         write_whole(output, found.text(str(output)))
-    if as_json:
-        print_json(found.figures())
-    else:
-        _present(found, output)
+    emit(found.figures(), _screen(found, output), as_json=as_json)
 
 
 def _progress_line() -> Callable[[SearchProgress], None]:
@@ -122,24 +114,24 @@ def _progress_line() -> Callable[[SearchProgress], None]:
     return show
 
 
-def _present(found: FoundSchedule, output: Path | None) -> None:
+def _screen(found: FoundSchedule, output: Path | None) -> Iterator[str]:
     progress, result = found.result.progress, found.result
     took, least = f"step {found.step_s:.6g}", "no order is faster than"
     if found.shortest == "span":
         took, least = f"longest span {found.span_s:.6g} ({took})", "no span is shorter than"
-    click.echo(
+    yield (
         f"{took}, found by {result.best.engine} ({result.ended}: {progress.evaluations} "
         f"orders in {progress.seconds:.1f} s)"
     )
-    click.echo(
+    yield (
         f"{least} {found.bound_s:.6g} ({progress.bound.name}: {progress.bound.why}); "
         f"gap {100 * found.gap:.2f} %"
     )
     if found.left_out:
-        click.echo(found.left_out)
-    click.echo(f"residuals per rank at most {' '.join(f'{peak:.4g}' for peak in found.peaks)}")
-    if output is not None:
-        repeats = output.suffix == ".py"
-        click.echo(f"written to {output}" + (f": {result.repeating.step_s:.6g} a step" if repeats else ""))
+        yield found.left_out
+    yield f"residuals per rank at most {' '.join(f'{peak:.4g}' for peak in found.peaks)}"
+    if output is None:
+        yield str(found.schedule)
     else:
-        click.echo(str(found.schedule))
+        repeats = f": {result.repeating.step_s:.6g} a step" if output.suffix == ".py" else ""
+        yield f"written to {output}{repeats}"

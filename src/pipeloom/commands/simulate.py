@@ -14,12 +14,12 @@ from .common import (
     NEW_FILE,
     cluster_of,
     console,
+    emit,
     exclusive,
     job_of,
     json_option,
     load_profile,
     plan_options,
-    print_json,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ..ir.graph import OpGraph
     from ..ir.plan import Plan
     from ..ir.profile import Profile
-    from ..ir.timeline import Timeline
 
 
 @click.command(epilog=MODEL_HELP)
@@ -53,13 +52,11 @@ def simulate(
     """Simulate one step of PLAN, made for MODEL, and draw it.
 
     With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
-
-    With --json: step_s, bubble, and ranks: a list of rank, busy_s (of a step, where several are drawn their
-    mean), peak_bytes, and peak (bytes by kind).
     """
     from .. import planning, reports
     from ..clusters.names import cpu_cluster
     from ..ir.plan import load_plan
+    from ..simulator.summary import summarise
     from ..viewer import chrome, stage_graph, terminal
     from ..viewer.html import write_report
 
@@ -81,27 +78,7 @@ def simulate(
         )
     if trace is not None:
         chrome.write_trace(trace, [timeline])
-    if as_json:
-        print_json(summary(timeline))
-    else:
-        terminal.print_report(console(), predicted=timeline)
-
-
-def summary(timeline: Timeline) -> dict[str, object]:
-    """The documented keys of `--json`."""
-    return {
-        "step_s": timeline.step_s,
-        "bubble": timeline.bubble,
-        "ranks": [
-            {
-                "rank": rank,
-                "busy_s": timeline.busy_s(rank) / timeline.steps,
-                "peak_bytes": timeline.peak_bytes(rank),
-                "peak": dict(timeline.peaks[rank]) if rank < len(timeline.peaks) else {},
-            }
-            for rank in range(timeline.ranks)
-        ],
-    }
+    emit(summarise(timeline), terminal.report(predicted=timeline, width=console().width), as_json=as_json)
 
 
 def _costs(

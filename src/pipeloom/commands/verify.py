@@ -12,11 +12,11 @@ from ..ir.cluster import Link
 from .common import (
     FILE,
     MODEL_HELP,
+    emit,
     job_of,
     json_option,
     model_argument,
     plan_options,
-    print_json,
     settings_of,
 )
 
@@ -65,9 +65,6 @@ def verify(
 
     Prints the largest relative difference of the loss, of the gradients, of the updated parameters and of the
     buffers; exits with 1 if one is above the tolerance.
-
-    With --json: passed, tolerance, reference, independent (whether that is the module itself), loss,
-    gradients, parameters and buffers (by name, relative).
     """
     from ..ir.plan import load_plan
 
@@ -86,26 +83,9 @@ def verify(
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
         plan = planning.plan(job, settings, cluster=replace(cpus, devices=devices))
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
-    if as_json:
-        print_json(summary(verification))
-    else:
-        for line in report(verification):
-            click.echo(line)
+    result = {"passed": verification.passed, "independent": verification.independent} | vars(verification)
+    emit(result, report(verification), as_json=as_json)
     ctx.exit(0 if verification.passed else 1)
-
-
-def summary(verification: Verification) -> dict[str, Any]:
-    """The documented keys of `--json`."""
-    return {
-        "passed": verification.passed,
-        "tolerance": verification.tolerance,
-        "reference": verification.reference,
-        "independent": verification.independent,
-        "loss": verification.loss,
-        "gradients": dict(verification.gradients),
-        "parameters": dict(verification.parameters),
-        "buffers": dict(verification.buffers),
-    }
 
 
 def report(verification: Verification) -> list[str]:

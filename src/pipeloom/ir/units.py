@@ -1,8 +1,9 @@
-"""Sizes as text: "300MiB" to bytes and back."""
+"""Bytes, seconds and shares as people read them; and sizes read back: "300MiB" to bytes."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 
 from .errors import ConfigError, shown
@@ -76,8 +77,8 @@ def format_bytes(size: float) -> str:
     >>> format_bytes(314572800), format_bytes(999), format_bytes(43 * 2**30)
     ('300.0 MiB', '999 B', '43.0 GiB')
     """
-    unit = _unit_of(size)
-    return f"{size:.0f} B" if unit == "B" else f"{size / UNITS[unit]:.1f} {unit}"
+    unit = byte_unit(size)
+    return f"{unit.show(size)} {unit.name}"
 
 
 def enough_bytes(size: int) -> str:
@@ -98,3 +99,79 @@ def enough_bytes(size: int) -> str:
 
 def _unit_of(size: float) -> str:
     return next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")
+
+
+def byte_unit(size: float) -> SizeUnit:
+    """The largest binary unit of which `size` has at least one."""
+    name = _unit_of(size)
+    return SizeUnit(name=name, bytes=UNITS[name], digits=".0f" if name == "B" else ".1f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeUnit:
+    """What sizes are counted in: a unit of bytes, or something such as micro-batches.
+
+    >>> SizeUnit(name="micro-batches", bytes=1024).show(2560)
+    '2.5'
+    """
+
+    name: str
+    bytes: int
+    digits: str = ".4g"
+
+    def show(self, size: float) -> str:
+        return f"{size / self.bytes:{self.digits}}"
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit for figures of up to `longest_s` seconds, and how many of it make a second.
+
+    >>> time_unit(0.25)
+    ('ms', 1000.0)
+    """
+    if longest_s >= 10:
+        return "s", 1.0
+    if longest_s >= 0.002:
+        return "ms", 1e3
+    return "µs", 1e6
+
+
+def show_time(seconds: float) -> str:
+    """
+    >>> show_time(12.5), show_time(0.4298), show_time(0.0123456), show_time(4.2e-5), show_time(0)
+    ('12.50 s', '429.8 ms', '12.35 ms', '42.00 µs', '0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    unit, scale = ("s", 1.0) if abs(seconds) >= 1 else ("ms", 1e3) if abs(seconds) >= 1e-3 else ("µs", 1e6)
+    value = seconds * scale
+    return f"{value:.{1 if abs(value) >= 100 else 2}f} {unit}"
+
+
+def show_count(count: float) -> str:
+    """
+    >>> show_count(70_553_706_496), show_count(1_250_000), show_count(12_345), show_count(12)
+    ('70.6 B', '1.25 M', '12.3 k', '12')
+    """
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:.0f}"
+
+
+def show_share(share: float) -> str:
+    """
+    >>> show_share(0.1234), show_share(-1e-9)
+    ('12.3 %', '0.0 %')
+    """
+    return f"{share * 100:.1f} %".replace("-0.0 ", "0.0 ")
+
+
+def show_error(error: float) -> str:
+    """A signed relative difference.
+
+    >>> show_error(-0.012), show_error(0.2), show_error(-0.0001)
+    ('-1.2 %', '+20.0 %', '0.0 %')
+    """
+    text = f"{error * 100:+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from ..ir.cluster import Cluster
 from ..ir.flow import flow_of
@@ -22,18 +21,63 @@ FULL = 0.95
 """Share of its cap from which on a stage is called full."""
 
 
-def plan_rows(
-    plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None = None
-) -> list[dict[str, Any]]:
-    """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """A stage of a plan: what it runs, how long, and what it holds. Times in seconds, of one micro-batch.
 
-    `filled` is of its rank's cap, by all that the rank holds in the simulated step where that is known. Of
-    residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
-    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3", which
-    stages it reads (`reads`), and the ranks of its longest path to the end (`depth`).
-    cluster: to say on which node each stage is (`node`), and what offloading would ask of links, see
-    `offload_ratio`: `offload_ratio` (k), `link_use` and `offloadable_stages` of its rank; None where a device
-    has no link to a host.
+    layers: as "h.0 .. 3".  reads: the stages that it reads.  depth: ranks of its longest path to the end.
+    Bytes by kind are at the peak; kept, recomputed and offloaded bytes are of one micro-batch's residuals.
+    filled: share of its rank's cap, by all that the rank holds in the simulated step where that is known.
+    offload_ratio (k), link_use, offloadable_stages (of its rank): what offloading would ask of links, see
+    `offload_ratio`; None where a device has no link to a host.
+    """
+
+    stage: int
+    rank: int
+    node: int | None
+    ops: int
+    first_op: str
+    last_op: str
+    layers: str
+    reads: tuple[int, ...] | None
+    depth: int | None
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    recompute_s: float
+    offload_s: float
+    reload_s: float
+    turn_s: float
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    residuals_bytes: int
+    boundary_bytes: int
+    transient_bytes: int
+    kept_bytes: int
+    recomputed_bytes: int
+    offloaded_bytes: int
+    peak_bytes: int
+    cap_bytes: int | None
+    filled: float | None
+    offload_ratio: float | None
+    link_use: float | None
+    offloadable_stages: int | None
+
+
+OF_STAGES = (
+    *("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "offload_s", "reload_s", "turn_s"),
+    *("kept_bytes", "recomputed_bytes", "offloaded_bytes"),
+)
+"""What `StagePlan` has under the same names."""
+
+
+def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None = None) -> list[PlannedStage]:
+    """One row per stage of the first replica.
+
+    graph: to say which layers it has, which stages it reads, and how deep it is.
+    cluster: to say on which node each stage is, and what offloading would ask of links.
     """
     rows = []
     loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
@@ -44,34 +88,25 @@ def plan_rows(
         cap = plan.caps[rank] if plan.caps else None
         peak = plan.peaks[rank] if plan.peaks else part.memory.total
         rows.append(
-            {
-                "stage": stage,
-                "rank": rank,
-                "node": None if cluster is None else cluster.devices[rank].node,
-                "ops": len(part.ops),
-                "first_op": part.ops[0],
-                "last_op": part.ops[-1],
-                "layers": "" if graph is None else layers_in(part, graph, layer_of),
-                "reads": reads[stage] if reads else None,
-                "depth": depths[stage] if depths else None,
-                "forward_s": part.forward_s,
-                "input_grad_s": part.input_grad_s,
-                "weight_grad_s": part.weight_grad_s,
-                "recompute_s": part.recompute_s,
-                "offload_s": part.offload_s,
-                "reload_s": part.reload_s,
-                "turn_s": part.turn_s,
+            PlannedStage(
+                stage=stage,
+                rank=rank,
+                node=None if cluster is None else cluster.devices[rank].node,
+                ops=len(part.ops),
+                first_op=part.ops[0],
+                last_op=part.ops[-1],
+                layers="" if graph is None else layers_in(part, graph, layer_of),
+                reads=reads[stage] if reads else None,
+                depth=depths[stage] if depths else None,
+                **{name: getattr(part, name) for name in OF_STAGES},
                 **{f"{kind}_bytes": size for kind, size in asdict(part.memory).items()},
-                "kept_bytes": part.kept_bytes,
-                "recomputed_bytes": part.recomputed_bytes,
-                "offloaded_bytes": part.offloaded_bytes,
-                "peak_bytes": part.memory.total,
-                "cap_bytes": cap,
-                "filled": peak / cap if cap else None,
-                "offload_ratio": load.ratio if load else None,
-                "link_use": load.utilisation if load else None,
-                "offloadable_stages": load.offloadable if load else None,
-            }
+                peak_bytes=part.memory.total,
+                cap_bytes=cap,
+                filled=peak / cap if cap else None,
+                offload_ratio=load.ratio if load else None,
+                link_use=load.utilisation if load else None,
+                offloadable_stages=load.offloadable if load else None,
+            )
         )
     return rows
 

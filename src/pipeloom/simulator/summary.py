@@ -11,7 +11,8 @@ from ..ir.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """One rank. Times in seconds; peak_bytes on the device, peaks by kind at that moment."""
+    """One rank in one step, of several the mean. Times in seconds; peak_bytes on the device, peaks by kind at
+    that moment."""
 
     rank: int
     busy_s: float
@@ -59,8 +60,8 @@ def summarise(timeline: Timeline) -> Summary:
         ranks=tuple(
             RankSummary(
                 rank=rank,
-                busy_s=busy[rank],
-                wait_s=totals.wait_s[rank],
+                busy_s=busy[rank] / timeline.steps,
+                wait_s=totals.wait_s[rank] / timeline.steps,
                 peak_bytes=timeline.peak_bytes(rank),
                 peaks=timeline.peaks[rank] if timeline.peaks else {},
             )

@@ -18,8 +18,8 @@ from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
 from ..viewer.html import write_report
-from ..viewer.report_facts import Comparison, peak_of
 from ..viewer.stage_graph import stage_edges
+from ..viewer.tables import Comparison, peak_of
 from ..viewer.terminal import print_report
 from .config import Config
 from .loop import TrainOutcome

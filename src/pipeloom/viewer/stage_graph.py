@@ -1,7 +1,8 @@
 """The stage graph as a drawing: a box per stage with its seconds, a line per edge with its bytes, as SVG.
 
-Where the boxes go is `graph_layout`'s answer (Sugiyama's layered layout; see decision 0012). Stages lie in
-columns, each after all that it reads. An edge over several columns has a bend in each of them, between boxes.
+Stages lie in columns, each after all that it reads. An edge over several columns has a bend in each of them,
+between boxes. In a column, boxes and bends are ordered so that few lines cross, and moved towards what they
+are joined with.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import combinations, pairwise
+from statistics import fmean as mean
 from typing import TypeAlias
 
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
-from .report_facts import StageRow
+from .tables import StageRow
 
 Point: TypeAlias = tuple[float, float]
+Joined: TypeAlias = Mapping[int, tuple[list[int], list[int]]]
+"""Node -> the nodes before and after it that it is joined with. A node is a stage or a bend."""
+
+PASSES = 40
+STRAIGHT = 8
+"""How much more two bends of a line pull at each other than stages do."""
+
 
 BOX = (132, 62)
 """Pixels of a box, across and down."""
@@ -108,63 +117,105 @@ def draw_stages(
     """texts: stage -> further lines in its box, such as its seconds."""
     at, bends = _places(len(stages), [edge.ends for edge in edges])
     every = [*at, *(point for route in bends.values() for point in route)]
-    left, top = min(x for x, _ in every), min(y for _, y in every)
     wide, high = BOX
-
-    def moved(point: Point) -> Point:
-        """From the middles that the layout gives to pixels from the drawing's corner."""
-        return point[0] - left + wide / 2 + 1, point[1] - top + high / 2 + 1
-
-    at = [moved(point) for point in at]
     return StageDrawing(
-        width=max(x for x, _ in every) - left + wide + 2,
-        height=max(y for _, y in every) - top + high + 2,
+        width=max(x for x, _ in every) + wide / 2 + 1,
+        height=max(y for _, y in every) + high / 2 + 1,
         boxes=tuple(
             Box(
                 stage=row.stage,
-                x=at[place][0] - wide / 2,
-                y=at[place][1] - high / 2,
+                x=x - wide / 2,
+                y=y - high / 2,
                 lines=(f"stage {row.stage}, rank {row.rank}", *texts.get(row.stage, ())),
             )
-            for place, row in enumerate(stages)
+            for row, (x, y) in zip(stages, at, strict=True)
         ),
-        lines=tuple(
-            _line(edge, at[edge.source], [*map(moved, bends[edge.ends])], at[edge.target]) for edge in edges
-        ),
+        lines=tuple(_line(edge, at[edge.source], bends[edge.ends], at[edge.target]) for edge in edges),
     )
 
 
 def _places(
     count: int, edges: Sequence[tuple[int, int]]
 ) -> tuple[list[Point], dict[tuple[int, int], list[Point]]]:
-    """The middle of each stage, and the bends of edges over several columns, in pixels.
+    """The middle of each stage, and the bends of edges over several columns, in pixels from the upper left.
 
-    Each bend is a node of the layout, as the layout's own bends do not follow when it centres the nodes.
+    Source: the layered drawings of Sugiyama, Tagawa and Toda 1981, with columns ordered by barycentres.
     """
-    from graph_layout.hierarchical import SugiyamaLayout
-
     column = _columns(count, edges)
-    links: list[tuple[int, int]] = []
-    passed: dict[tuple[int, int], range] = {}
-    nodes = count
+    joined: dict[int, tuple[list[int], list[int]]] = {node: ([], []) for node in range(count)}
+    bends: dict[tuple[int, int], range] = {}
     for source, target in edges:
-        passed[source, target] = range(nodes, nodes + column[target] - column[source] - 1)
-        nodes += len(passed[source, target])
-        links += pairwise([source, *passed[source, target], target])
-    across, down = BOX[0] + GAP[0], BOX[1] + GAP[1]
-    # On a canvas that is too small the layout would leave less room between boxes.
-    enough = float((nodes + 2) * max(across, down) + 100)
-    layout = SugiyamaLayout(
-        nodes=[{} for _ in range(nodes)],
-        links=[{"source": source, "target": target} for source, target in links],
-        size=(enough, enough),
-        orientation="left-to-right",
-        layer_separation=across,
-        node_separation=down,
-    )
-    layout.run()
-    at = [(float(node.x), float(node.y)) for node in layout.nodes]
-    return at[:count], {edge: [at[node] for node in bends] for edge, bends in passed.items()}
+        bends[source, target] = range(len(joined), len(joined) + column[target] - column[source] - 1)
+        for at, bend in enumerate(bends[source, target], start=column[source] + 1):
+            column.append(at)
+            joined[bend] = ([], [])
+        for one, other in pairwise([source, *bends[source, target], target]):
+            joined[one][1].append(other)
+            joined[other][0].append(one)
+    columns = _ordered([[n for n in joined if column[n] == at] for at in range(max(column) + 1)], joined)
+    down = _heights(columns, joined, count)
+    top, (wide, high) = min(down.values()), BOX
+    places = [
+        (column[node] * (wide + GAP[0]) + wide / 2 + 1, (down[node] - top) * (high + GAP[1]) + high / 2 + 1)
+        for node in range(len(joined))
+    ]
+    return places[:count], {edge: [places[bend] for bend in passed] for edge, passed in bends.items()}
+
+
+def _ordered(columns: list[list[int]], joined: Joined) -> list[list[int]]:
+    """The columns in the order with the fewest crossings that a few passes find, to the right and back."""
+    best, fewest = columns, _crossings(columns, joined)
+    for turn in range(PASSES if fewest else 0):
+        side = turn % 2  # passing to the right looks back at what a node reads
+        columns = [*columns]
+        place = {node: float(at) for nodes in columns for at, node in enumerate(nodes)}
+        for at in range(len(columns)) if side == 0 else reversed(range(len(columns))):
+            middle = {n: mean([place[o] for o in joined[n][side]] or [place[n]]) for n in columns[at]}
+            columns[at] = sorted(columns[at], key=middle.__getitem__)
+            place |= {node: float(y) for y, node in enumerate(columns[at])}
+        if (crossings := _crossings(columns, joined)) < fewest:
+            best, fewest = columns, crossings
+    return best
+
+
+def _crossings(columns: list[list[int]], joined: Joined) -> int:
+    place = {node: at for nodes in columns for at, node in enumerate(nodes)}
+    lines = ([(place[n], place[o]) for n in nodes for o in joined[n][1]] for nodes in columns)
+    return sum((a - c) * (b - d) < 0 for each in lines for (a, b), (c, d) in combinations(each, 2))
+
+
+def _heights(columns: list[list[int]], joined: Joined, count: int) -> dict[int, float]:
+    """Each node as near to what it is joined with as its neighbours, 1 away, allow. Bends keep to bends, so
+    that long lines are straight."""
+    height = {node: at - (len(nodes) - 1) / 2 for nodes in columns for at, node in enumerate(nodes)}
+    for turn in range(PASSES):
+        for nodes in columns if turn % 2 else reversed(columns):
+            wanted = []
+            for node in nodes:
+                others = [o for side in joined[node] for o in side] or [node]
+                pulls = [STRAIGHT if node >= count and other >= count else 1 for other in others]
+                pulled = sum(pull * height[other] for pull, other in zip(pulls, others, strict=True))
+                wanted.append((pulled / sum(pulls), sum(pulls)))
+            height |= zip(nodes, _apart(wanted), strict=True)
+    return height
+
+
+def _apart(wanted: Sequence[tuple[float, int]]) -> list[float]:
+    """Nearest to the wanted heights, by squares times weights, with at least 1 between neighbours.
+
+    >>> _apart([(0.0, 1), (0.0, 1), (5.0, 1)])
+    [-0.5, 0.5, 5.0]
+    """
+    groups: list[tuple[float, int, int]] = []  # of neighbours that touch: height of the first, weight, size
+    for at, (y, weight) in enumerate(wanted):
+        height, size = y - at, 1
+        while groups and groups[-1][0] > height:
+            other, more, count = groups.pop()
+            height = (height * weight + other * more) / (weight + more)
+            weight, size = weight + more, size + count
+        groups.append((height, weight, size))
+    heights = [height for height, _, size in groups for _ in range(size)]
+    return [height + at for at, height in enumerate(heights)]
 
 
 def _columns(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:

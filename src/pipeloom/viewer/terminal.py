@@ -1,42 +1,34 @@
-"""Timeline -> tables and a text Gantt chart with rich. All of it can be read without colour."""
+"""Timeline -> a text Gantt chart, and a report of a step. All of it can be read without colour."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
-from rich import box
-from rich.console import Console, Group, JustifyMethod
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ..ir.timeline import Event, Timeline
-from ..ir.units import format_bytes
+from ..ir.units import show_share, show_time
 from .labels import Label, chunks, colour, computes, group_name, label
-from .report_facts import (
+from .tables import (
     Comparison,
     StageRow,
-    facts,
-    memory_kinds,
-    residual_peak_of,
-    stage_seconds,
-    stages_by_rank,
+    Table,
+    memory_table,
+    peak_figures,
+    source_name,
+    stage_table,
+    step_figures,
+    summary_table,
 )
-from .units import show_count, show_error, show_share, show_time, time_unit
 
 IDLE = "·"
 FILL = "─"
 JOINED = "&"
-DASH = "–"
-SHORT = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "residuals": "resid",
-    "transient": "trans",
-}
 
 
 def gantt(
@@ -195,117 +187,34 @@ def _legend(timeline: Timeline, place: Mapping[int, int], numbered: bool) -> Tex
     return legend
 
 
-def summary_table(
-    predicted: Timeline | None, measured: Timeline | None, forecast: Comparison | None = None
-) -> Table:
-    """Step time, bubble and peak memory of each rank, with the error of the prediction.
-
-    forecast: the step time as foretold before the run, and the run's middle one: the first row.
-    """
-    known = facts(predicted, measured)
-    table = _table("step", ("", "predicted", "measured", "error"), left=("",))
-    for step in (*([] if forecast is None else [forecast]), known.step):
-        table.add_row(step.name, *_cells(step, show_time), _cell(step.error, show_error))
-    table.add_row("bubble", *_cells(known.bubble, show_share), "")
-    for peak in known.peaks:
-        table.add_row(f"peak memory, {peak.name}", *_cells(peak, format_bytes), _cell(peak.error, show_error))
-    return table
-
-
-def stage_table(
-    stages: Sequence[StageRow], predicted: Timeline | None = None, measured: Timeline | None = None
-) -> Table:
-    """Ops, parameters, and time of one micro-batch per stage."""
-    shown = [t for t in (predicted, measured) if t is not None]
-    times = [[stage_seconds(t, row.stage) for t in shown] for row in stages]
-    longest_s = max((s or 0.0 for row in times for pair in row for s in pair), default=0.0)
-    unit, scale = time_unit(longest_s)
-    heads = [f"{part}\n{t.source}" for part in ("forward", "backward") for t in shown]
-    table = _table(
-        f"stages, {unit} per micro-batch",
-        ("stage", "rank", "ops", "parameters", *heads, "contents"),
-        left=("contents",),
-    )
-    for row, pairs in zip(stages, times, strict=True):
-        seconds = [pair[part] for part in (0, 1) for pair in pairs]
-        cells = [_cell(s, lambda value: f"{value * scale:.2f}") for s in seconds]
-        first = (str(row.stage), str(row.rank), str(row.ops), show_count(row.parameters))
-        table.add_row(*first, *cells, row.contents)
-    return table
-
-
-def memory_table(
-    predicted: Timeline | None, measured: Timeline | None, stages: Sequence[StageRow] = ()
-) -> Table:
-    """Bytes by kind at each rank's peak."""
-    timelines = [t for t in (predicted, measured) if t is not None]
-    kinds = memory_kinds(timelines)
-    peaks = facts(predicted, measured).peaks
-    largest = max((p.predicted or 0.0 for p in peaks), default=0.0)
-    unit, scale = ("GiB", 1024**3) if largest >= 10 * 1024**3 else ("MiB", 1024**2)
-    homes = stages_by_rank(stages, max((t.ranks for t in timelines), default=0))
-    apart = ["most residuals"] if any(t.residual_peaks for t in timelines) else []
-    heads = ("rank", *(["stages"] if homes else []), "", *(SHORT.get(k, k) for k in kinds), "peak", *apart)
-    table = _table(f"memory at each rank's peak, {unit}", heads, left=("",))
-    for peak in peaks:
-        rank = int(peak.name.removeprefix("rank "))
-        for timeline in timelines:
-            sizes = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
-            total = peak.predicted if timeline is predicted else peak.measured
-            most = [residual_peak_of(timeline, rank)] if apart else []
-            held = (*map(sizes.get, kinds), total, *most)
-            cells = [_cell(size, lambda v: f"{v / scale:.1f}") for size in held]
-            where = [str(rank), *([homes.get(rank, "")] if homes else [])]
-            table.add_row(*where, timeline.source, *cells)
-    return table
-
-
-def print_report(
-    console: Console,
+def report(
     *,
     predicted: Timeline | None = None,
     measured: Timeline | None = None,
     stages: Sequence[StageRow] = (),
     forecast: Comparison | None = None,
-) -> None:
-    """Everything above, for whichever of the two timelines is given."""
-    timelines = [t for t in (predicted, measured) if t is not None]
+    width: int = 120,
+) -> Iterator[RenderableType | Table]:
+    """Drawings and tables of whichever of the two timelines is given, to print one after another.
+
+    forecast: the step time as foretold before the run, and the run's middle one: the first row.
+    width: columns of the drawings.
+    """
+    both = predicted, measured
+    timelines = [t for t in both if t is not None]
     span_s = max((t.end_s for t in timelines), default=0.0)
     for timeline in timelines:
-        share = show_share(timeline.bubble)
-        console.print(f"{timeline.source}: {show_time(timeline.step_s)}, bubble {share}", style="bold")
-        console.print(gantt(timeline, width=max(20, min(console.width, 160) - 12), span_s=span_s))
-    tables = [summary_table(predicted, measured, forecast)]
-    if stages:
-        tables.append(stage_table(stages, predicted, measured))
-    if memory_kinds(timelines):
-        tables.append(memory_table(predicted, measured, stages))
-    for table in tables:
-        console.print()
-        console.print(table)
+        share, name = show_share(timeline.bubble), source_name(timeline, timelines)
+        yield Text(f"{name}: {show_time(timeline.step_s)}, bubble {share}", style="bold")
+        yield gantt(timeline, width=max(20, min(width, 160) - 12), span_s=span_s)
+    figures = [*([] if forecast is None else [forecast]), *step_figures(both), *peak_figures(both).values()]
+    for table in (summary_table(figures), stage_table(stages, both), memory_table(both, stages)):
+        if table.rows:
+            yield Text()
+            yield table
 
 
-def _table(title: str, heads: Sequence[str], *, left: Sequence[str]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for head in heads:
-        # A narrow terminal takes its room from the text columns, never from the figures.
-        width = None if head in left else max(map(len, head.split("\n")))
-        justify: JustifyMethod = "left" if head in left else "right"
-        table.add_column(head, justify=justify, no_wrap=True, min_width=width)
-    return table
-
-
-def _cell(value: float | None, show: Callable[[float], str]) -> str:
-    return DASH if value is None else show(value)
-
-
-def _cells(both: Comparison, show: Callable[[float], str]) -> tuple[str, str]:
-    return _cell(both.predicted, show), _cell(both.measured, show)
+def print_report(console: Console, **given: Any) -> None:
+    """Print what `report` has."""
+    for thing in report(**given, width=console.width):
+        console.print(thing.to_rich() if isinstance(thing, Table) else thing)
