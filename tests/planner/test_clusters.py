@@ -1,8 +1,5 @@
 """Cluster files: what is read, and what is refused with which words."""
 
-from itertools import takewhile
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -197,16 +194,6 @@ def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
     path = tmp_path / "cluster.toml"
     save_cluster(cluster, path, note=note)
     assert load_cluster(path) == cluster
-
-
-def test_the_example_in_the_documentation(tmp_path):
-    lines = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text().splitlines()
-    first = lines.index("    [[device]]")
-    block = list(takewhile(lambda line: line.startswith("    "), lines[first:]))
-    path = tmp_path / "cluster.toml"
-    path.write_text("\n".join(block))
-    cluster = load_cluster(path)
-    assert cluster.link(0, 1) == cluster.groups["pair"] and cluster.devices[0].switch == "left"
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
