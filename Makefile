@@ -39,9 +39,9 @@ fmt: $(READY)  ## put imports in order and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)  ## the API reference, made from docstrings: build/docs/index.html
+docs: $(READY)  ## these pages and the Python reference as a site with search: build/docs/index.html
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
-	$(BIN)/python -m pdoc pipeloom --template-directory docs/pdoc --output-directory build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
 
 # The environment above has torch's CPU build, so this target takes the machine's own Python with its CUDA build.
 gpu-check:  ## the tests that need a CUDA device and bench/gpu_check.py, with the python named by GPU_PYTHON

@@ -8,7 +8,7 @@ import sys
 import tomllib
 import zipfile
 from importlib.resources import files
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,15 +163,6 @@ def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
     assert load_cluster(path) == cluster
     with pytest.raises(ConfigError, match="cannot write"):
         save_cluster(cluster, tmp_path / "missing" / "cluster.toml")
-
-
-def test_the_example_in_the_documentation(tmp_path):
-    lines = (ROOT / "docs" / "clusters.md").read_text().splitlines()
-    block = takewhile(lambda line: line.startswith("    "), lines[lines.index("    [[device]]") :])
-    path = tmp_path / "cluster.toml"
-    path.write_text("\n".join(block))
-    cluster = load_cluster(path)
-    assert cluster.link(0, 1) == cluster.groups["pair"] and cluster.devices[0].switch == "left"
 
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 A kernel is an ordinary Python function over numbers, numpy arrays and tuples of them. A process runs it as
 it is until it has gone over `COMPILED_FROM` elements, so that small schedules never import numba; from then
 on it runs compiled. Machine code is cached beside the source, or in the user's cache folder, or for this
-process only where neither can be written. docs/decisions/0009-numba-and-columns.md has the figures.
+process only where neither can be written. docs/decisions.md says why (9).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """dawnpiper: halve the stages, bisect the cut between the halves, and again within each half.
 
 DawnPiper-style, reconstructed from the abstract of arXiv 2505.05856 (its text was not available); the theorem
-is our reading with our proof (docs/planners/how-it-works.md). Of two neighbours the best cut lies between the
+is our reading with our proof (docs/planning.md). Of two neighbours the best cut lies between the
 one that balances compute and the one that balances memory, if adding ops to a stage never makes it faster and
 the stage that is fuller pays at least as much for freeing memory. So that interval is bisected: the cut moves
 right while the left half is faster, and memory is optimised tensor by tensor wherever a stage is weighed.
