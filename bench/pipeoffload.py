@@ -11,14 +11,14 @@ overhead    step at m = 8p less that at m = 4p, which leaves out the warm-up, ov
 optimality  2 and 3 ranks and up to 4 micro-batches against all placements: the least peak, and the shortest
             step under the peak of ours
 memory      real ranks: one model on 2, 4 and 8 of them, n = 0, half and all: residual peaks beside predicted
-grid        `pipeoffload` beside `dawnpiper` on A100, H200 and CPU at 21 caps, within ten minutes; lowest: the
-            least cap at which each has a plan, by bisection
-planner     the same for larger models and caps, as many as fit into 400 s; offload_only: where nothing may be
-            made again
+grid        `pipeoffload` beside `dawnpiper` on A100, H200 and CPU at 21 caps; lowest: the least cap at which
+            each has a plan, by bisection
+planner     the same for larger models and caps, as many as there is time for; offload_only: where nothing may
+            be made again
 ratio       k of captured GPTs beside the paper's formula; paper: the paper's models, simulated
 paced       ranks whose stages and copies sleep: the step beside the simulated one, k = 0.5 and 1.0
 
-Times are in units of one stage's F, I and W of 1 each. Results are written per section.
+Times are in units of one stage's F, I and W of 1 each. Each section prints a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from machine import keep
+from machine import print_stamp, print_table
 from pacing import pace
 from pipeoffload_memory import memory
 from pipeoffload_optimal import optimality
@@ -95,7 +95,7 @@ def cases(quick: bool) -> Iterator[tuple[str, int, int, int, float]]:
         yield "1f1b:offload=1", p, 1, 1, k
 
 
-def peaks(quick: bool) -> dict[str, Any]:
+def peaks(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for name, p, v, n, k in cases(quick):
         made = simulated(name, p, v, 4 * p, k)
@@ -105,10 +105,10 @@ def peaks(quick: bool) -> dict[str, Any]:
         rows.append(row)
     passed = [max(row["peak"], row["at_worst"]) <= row["bound"] + 1e-9 for row in rows]
     print(f"peaks: {sum(passed)} of {len(rows)} within the bound, none refused")
-    return {"rows": rows, "within": sum(passed), "of": len(rows)}
+    return rows
 
 
-def overhead(quick: bool) -> dict[str, Any]:
+def overhead(quick: bool) -> list[dict[str, Any]]:
     rows = []
     ranks, chunks = ((4,), (2, 4)) if quick else ((4, 8, 16), (2, 4))
     asked = [("po", p, v, n) for p, v in product(ranks, chunks) for n in range(1, v + 1)]
@@ -125,7 +125,7 @@ def overhead(quick: bool) -> dict[str, Any]:
     simulated("po:offload=2", 32, 4, 128, 0.75)
     seconds = time.perf_counter() - begin
     print(f"overhead, worst by k: {worst}; p=32 v=4 m=128 in {seconds:.2f} s")
-    return {"rows": rows, "worst": worst, "seconds_of_32_ranks": seconds}
+    return rows
 
 
 def _per_step(name: str, p: int, v: int, k: float) -> tuple[float, float]:
@@ -134,8 +134,11 @@ def _per_step(name: str, p: int, v: int, k: float) -> tuple[float, float]:
     return many.summary.step_s - few.summary.step_s, without_copies(many) - without_copies(few)
 
 
-def paced(quick: bool) -> dict[str, Any]:
-    return pace("copies", ranks=4, microbatches=8, seconds=0.03 if quick else 0.3, rounds=1 if quick else 3)
+def paced(quick: bool) -> list[dict[str, Any]]:
+    seconds, rounds = (0.03, 1) if quick else (0.3, 3)
+    found = pace("copies", ranks=4, microbatches=8, seconds=seconds, rounds=rounds)
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
 
 
 SECTIONS = {
@@ -158,16 +161,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[*SECTIONS])
-    parser.add_argument(
-        "--quick", action="store_true", help="Few cases, to see that it runs; writes nothing."
-    )
+    parser.add_argument("--quick", action="store_true", help="few cases, to see that it runs")
     chosen = parser.parse_args()
+    print_stamp()
     for name in chosen.sections:
         begin = time.perf_counter()
-        found = SECTIONS[name](chosen.quick)
+        print_table(SECTIONS[name](chosen.quick), name)
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-        if not chosen.quick:
-            keep("pipeoffload", name, found)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def held_of(row: Row) -> int:
     return most
 
 
-def optimality(quick: bool) -> dict[str, Any]:
+def optimality(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for name, ranks, count, ratios in CASES[:2] if quick else CASES:
         for k in ratios:
@@ -153,4 +153,4 @@ def optimality(quick: bool) -> dict[str, Any]:
     gaps = [row["step_s"] / row["best_step_s"] for row in rows if row["best_step_s"] and "step_s" in row]
     print(f"optimality: {len(rows)} cases, {len(lost)} refused of those that have a placement")
     print(f"optimality: step over the shortest under the same limit: at most {max(gaps):.3f}")
-    return {"rows": rows, "refused_with_a_placement": len(lost), "largest_gap": max(gaps)}
+    return rows
