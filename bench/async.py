@@ -13,8 +13,6 @@ what two processes that do not talk to each other reach on this machine: one pro
 once. Per micro-batch 2BW pays what the stages differ by, or the two messages that the first stage waits
 for, whichever is more: with d - s micro-batches in flight nothing hides them. So the bar is held against the
 wide GPT, whose micro-batches take long beside that; the default job of `pipeloom train` stands beside it.
-
-Results: bench/results/async.json.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import load, save
+from machine import print_stamp, print_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from paced import PacedRank, PacedSteadyRank  # noqa: E402
@@ -163,17 +161,9 @@ def paced(steps: int, seconds: float) -> list[dict[str, Any]]:
             if launch(run_case, DEPTH * case.width, args=(case, steps, seconds, file)) != 0:
                 raise SystemExit(f"{case.name} failed")
             row = json.loads(file.read_text())
-        row |= {
-            "case": case.name,
-            "of_bubble_free": row["ideal_s"] / row["measured_s"],
-            "error": row["predicted_s"] / row["measured_s"] - 1,
-        }
+        of_bubble_free, error = row["ideal_s"] / row["measured_s"], row["predicted_s"] / row["measured_s"] - 1
+        row = {"case": case.name, **row, "of_bubble_free": of_bubble_free, "error": error}
         rows.append(row)
-        print(
-            f"{case.name:<42} {row['of_bubble_free']:.3f} of the bubble-free rate, measured "
-            f"{row['measured_s']:.3f} s a step, predicted {row['error']:+.2%}",
-            flush=True,
-        )
     return rows
 
 
@@ -309,7 +299,7 @@ def run_real(folder: Path, config: Config, steps: int, rounds: int) -> None:
     alone.close()
 
 
-def real(config: Config, steps: int, rounds: int) -> dict[str, Any]:
+def real(config: Config, steps: int, rounds: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         made = plans(config)
@@ -323,17 +313,17 @@ def real(config: Config, steps: int, rounds: int) -> dict[str, Any]:
     middle = {name: statistics.median(values) for name, values in rounds_of.items()}
     limits = [one / both for one, both in zip(rounds_of["one"], rounds_of["limit"], strict=True)]
     limit = statistics.median(limits)
-    rows: dict[str, Any] = {
-        "limit_over_one_process": limit,
-        "layers": config.model.layers,
-        "width": config.model.width,
-        "microbatch_size": config.pipeline.microbatch_size,
-        "predicted_step_s": made["2bw"].predicted_step_s,
-        "turns_s": [stage.turn_s for stage in made["2bw"].stages],
-        "seconds": rounds_of,
-        "peaks": seen["peaks"],
-        "replay": seen["replay"],
-    }
+    print_table(
+        [
+            {
+                "limit over one process": limit,
+                "predicted_step_s": made["2bw"].predicted_step_s,
+                "turns_s": [stage.turn_s for stage in made["2bw"].stages],
+                "three steps of 2bw": seen["replay"],
+            }
+        ]
+    )
+    rows = []
     for name in seen["peaks"]:
         speedups = [one / own for one, own in zip(rounds_of["one"], rounds_of[name], strict=True)]
         shares = [speedup / most for speedup, most in zip(speedups, limits, strict=True)]
@@ -343,57 +333,44 @@ def real(config: Config, steps: int, rounds: int) -> dict[str, Any]:
                 *(seen["peaks"][name][k] for k in ("predicted", "measured")), strict=True
             )
         )
-        rows[name] = {
-            "step_s": middle[name],
-            "over_one_process": statistics.median(speedups),
-            "of_limit": statistics.median(shares),
-            "of_limit_quartiles": statistics.quantiles(shares, n=4)[::2] if len(shares) > 1 else None,
-            "peak_error": error,
-        }
-        print(
-            f"{name:<6} {middle[name] * 1e3:.0f} ms a step, {rows[name]['over_one_process']:.3f} times one "
-            f"process, {rows[name]['of_limit']:.3f} of the limit {limit:.3f}; peak memory off by {error:.2%}",
-            flush=True,
+        rows.append(
+            {
+                "pipeline": name,
+                "step_s": middle[name],
+                "over_one_process": statistics.median(speedups),
+                "of_limit": statistics.median(shares),
+                "of_limit_quartiles": statistics.quantiles(shares, n=4)[::2] if len(shares) > 1 else None,
+                "peak_error": error,
+            }
         )
-    replay = seen["replay"]
-    print(
-        f"three steps of 2bw: {replay['measured_s']:.3f} s; {replay['without_latency_s']:.3f} without the "
-        f"time of messages; {replay['without_variation_s']:.3f} if each action took its middle time",
-        flush=True,
-    )
     return rows
 
 
 def main(only: str | None, steps: int, rounds: int, seconds: float) -> int:
-    """Each part is written when it is done, beside what the file has of the others."""
-    table = load("async") if only else {}
-    table |= {"depth": DEPTH, "microbatches": MICROBATCHES}
+    passed = {}
+    print_stamp()
     if only in (None, "paced"):
-        table |= {"paced_seconds": seconds, "paced": paced(steps, seconds)}
-        save("async", table)
+        rows = paced(steps, seconds)
+        print_table(rows, f"Ranks that sleep for {seconds:g} s per micro-batch")
+        full = [row for row in rows if row["case"].startswith("2bw")]
+        passed["paced 2bw keeps the pipeline full"] = all(r["of_bubble_free"] >= BUBBLE_FREE for r in full)
+        passed["simulated steady step"] = all(abs(row["error"]) <= ERROR for row in full)
     for name, config in JOBS.items():
         if only in (None, name):
-            print(
-                f"two ranks, {name}: {config.model.layers} layers of width {config.model.width}", flush=True
-            )
-            table.setdefault("real", {})[name] = real(config, steps, rounds)
-            save("async", table)
-    full = [row for row in table.get("paced", []) if row["case"].startswith("2bw")]
-    jobs = table.get("real", {})
-    table["passed"] = {
-        "paced 2bw keeps the pipeline full": all(row["of_bubble_free"] >= BUBBLE_FREE for row in full),
-        "simulated steady step": all(abs(row["error"]) <= ERROR for row in full),
-        "two ranks": "wide" not in jobs or jobs["wide"]["2bw"]["of_limit"] >= BUBBLE_FREE,
-        "peak memory": all(job["2bw"]["peak_error"] <= ERROR for job in jobs.values()),
-    }
-    save("async", table)
-    print(json.dumps(table["passed"], indent=1))
-    return 0 if all(table["passed"].values()) else 1
+            rows = real(config, steps, rounds)
+            layers, width = config.model.layers, config.model.width
+            print_table(rows, f"Two ranks, {name}: {layers} layers of width {width}")
+            steady = next(row for row in rows if row["pipeline"] == "2bw")
+            passed[f"peak memory, {name}"] = steady["peak_error"] <= ERROR
+            if name == "wide":
+                passed["two ranks"] = steady["of_limit"] >= BUBBLE_FREE
+    print_table([passed])
+    return 0 if all(passed.values()) else 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("paced", *JOBS), help="this part; the file keeps the others")
+    parser.add_argument("--only", choices=("paced", *JOBS), help="this part alone")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.8, help="of a micro-batch on a paced rank")

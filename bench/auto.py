@@ -3,7 +3,7 @@
     python bench/auto.py [--only NAME ...]
 
 Models with and without branches, with room and without, 16 micro-batches, on devices by roofline. All is
-simulated; of the planners' seconds only processor time is given. Results: bench/results/auto.json. 3 minutes.
+simulated; of the planners' seconds only processor time is given. 3 minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import branching
-from machine import keep
+from machine import print_stamp, print_table
 from pipeoffload_planner import gpt
 
 from pipeloom import Job, plan_request, planning
@@ -81,13 +81,9 @@ def measure(case: Case) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
-    for name in parser.parse_args().only:
-        row = measure(CASES[name])
-        keep("auto", name, row)
-        steps = ", ".join(
-            f"{k} {'none' if s is None else f'{1e3 * s:.4g}'}" for k, s in row["asked_s"].items()
-        )
-        print(f"{name}: {1e3 * row['step_s']:.4g} ms; {steps}; {row['processor_s']} processor s", flush=True)
+    chosen = parser.parse_args().only
+    print_stamp()
+    print_table([{"case": name, **measure(CASES[name])} for name in chosen])
 
 
 if __name__ == "__main__":

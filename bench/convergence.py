@@ -7,23 +7,21 @@ one process with the model uncut. Every run of a seed has the same data, initial
 those of `pipeloom train`, with AdamW, and with SGD with momentum, whose rate is higher. By predicted time: a
 step of four stages that take equally long, m = 8: with a flush (m + d - 1) / m = 11/8 of one without.
 
-Results: bench/results/convergence.json, and the plot that docs/results.md shows.
+Prints a table, and draws the plot that docs/results.md shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from machine import save
+from machine import print_stamp, print_table
 from plotly.subplots import make_subplots
 from plots import save_plot
 from torch import nn
@@ -127,8 +125,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> None:
 
 def main(steps: int, seeds: int) -> int:
     torch.set_num_threads(1)
-    begin = time.perf_counter()
-    table: dict[str, Any] = {"steps": steps, "seeds": seeds}
+    print_stamp()
     shared: dict[str, Any] = {}
     runs = []
     for optimizer in OPTIMIZERS:
@@ -144,13 +141,13 @@ def main(steps: int, seeds: int) -> int:
         }
         for o in OPTIMIZERS
     }
-    table["runs"] = runs
-    table["summary"] = {}
+    rows = []
     for optimizer, by_weights in curves.items():
         final = by_weights["flush"][-1][1]
-        table["summary"][optimizer] = {
-            "flush": by_weights["flush"][-1][1:],
-            "2bw": by_weights["2bw"][-1][1:],
+        row = {
+            "optimizer": optimizer,
+            "flush: mean, spread": by_weights["flush"][-1][1:],
+            "2bw: mean, spread": by_weights["2bw"][-1][1:],
             "2bw reaches half of the flush's gain at step": reaches(
                 by_weights["2bw"], (by_weights["flush"][0][1] + final) / 2
             ),
@@ -160,10 +157,9 @@ def main(steps: int, seeds: int) -> int:
             "2bw reaches the flush's final loss at step": reaches(by_weights["2bw"], final),
             "flush reaches 2bw's final loss at step": reaches(by_weights["flush"], by_weights["2bw"][-1][1]),
         }
-    table["seconds"] = round(time.perf_counter() - begin)
-    save("convergence", table)
+        rows.append(row)
+    print_table(rows, f"Validation loss after {steps} steps, {seeds} seeds")
     draw(curves)
-    print(json.dumps(table["summary"], indent=1))
     return 0
 
 

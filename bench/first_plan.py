@@ -5,7 +5,7 @@ roofline, as `pipeloom plan --cluster` does it, with code compiled beside the ca
 
     python bench/first_plan.py [--devices 64] [--layers 80] [--planner dawnpiper]
 
-Results are written to bench/results/first_plan.json. 3 minutes.
+Prints a table. 3 minutes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
-
-RESULTS = Path(__file__).parent / "results" / "first_plan.json"
+from machine import print_stamp, print_table
 
 
 def measure(layers: int, devices: int, planner: str) -> dict[str, Any]:
@@ -72,15 +69,15 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.layers, options.devices, options.planner)))
         return
-    found: dict[str, Any] = {"machine": describe_machine(), "planner": options.planner}
+    rows = []
+    print_stamp()
     with tempfile.TemporaryDirectory() as folder:
         for name in ("first", "next"):
             call = [sys.executable, __file__, *sys.argv[1:], "--one"]
             env = {**os.environ, "NUMBA_CACHE_DIR": folder, "XDG_CACHE_HOME": folder}
             done = subprocess.run(call, env=env, stdout=subprocess.PIPE, text=True, check=True)
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-            print(name, found[name], flush=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            rows.append({"plan": name, **json.loads(done.stdout.splitlines()[-1])})
+    print_table(rows, options.planner)
 
 
 if __name__ == "__main__":

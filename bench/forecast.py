@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import load, save
+from machine import print_stamp, print_table
 
 LIMIT = 0.05
 MEMORY_LIMIT, TIME_LIMIT_S = 0.03, 180.0
@@ -125,18 +125,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main(runs: int, steps: int, names: list[str], *, compile_too: bool) -> int:
-    """Written after each round, beside what the file has of jobs that were not asked for."""
-    known = load("forecast")
-    rounds = [row for row in known.get("rounds", ()) if row["job"] not in names]
-    middle = {name: row for name, row in known.get("middle", {}).items() if name not in names}
+    """Each round asks all jobs in turn."""
+    print_stamp()
+    rounds: list[dict[str, Any]] = []
     for _ in range(runs):
         for name in names:
             rounds.append(one_round(name, steps, compile_too=compile_too))
-            print(json.dumps(rounds[-1]), flush=True)
-            middle[name] = summary([row for row in rounds if row["job"] == name])
-            save("forecast", {"steps": steps, "middle": middle, "rounds": rounds})
-    for name, figures in middle.items():
-        print(f"{name:<8}", ", ".join(f"{key} {value:+.1%}" for key, value in figures.items()))
+    print_table(rounds, "Rounds")
+    middle = {name: summary([row for row in rounds if row["job"] == name]) for name in names}
+    print_table([{"job": name, **figures} for name, figures in middle.items()], "Middle of the rounds")
     errors = (abs(figures[key]) for figures in middle.values() for key in figures if key.endswith("_error"))
     return 0 if max(errors) <= LIMIT else 1
 
@@ -166,12 +163,11 @@ def default_runs(runs: int, steps: int) -> int:
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(default_run(Path(folder), steps))
-        print(json.dumps(rows[-1]), flush=True)
     step_errors = [abs(row["step_error"]) for row in rows]
     median, largest = statistics.median(step_errors), max(step_errors)
     largest_peak = max(abs(error) for row in rows for error in row["peak_errors"])
-    errors = {"median_step_error": median, "largest_step_error": largest, "largest_peak_error": largest_peak}
-    save("default_job", {"steps": steps, "runs": rows, **errors})
+    print_stamp()
+    print_table(rows)
     print(
         f"step time: median error {median:.1%}, largest {largest:.1%}; "
         f"peak memory: largest error {largest_peak:.1%}"

@@ -1,7 +1,7 @@
 """One stage of GPT-2 1.5B on one GPU under memory policies, run, beside what the cost model predicts.
 
     make gpu-check                                   the tests that need a GPU, then this
-    python bench/gpu_check.py                        writes bench/results/gpu_check.json
+    python bench/gpu_check.py
     python bench/gpu_check.py --device cpu           the same code on a tiny stage, residuals go to files
 
 The stage: 12 of the 48 blocks of Hugging Face's GPT-2 with the published width of 1600, 25 heads and 1024
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import re
 import shutil
 import subprocess
@@ -34,30 +33,222 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from gpu_stage import SIZES, Choice, Setup, fitting
-from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+from machine import describe_machine, print_table
+from torch import Tensor, nn
 
-from pipeloom import Options, Pipeline
+from pipeloom import Job, Options, Pipeline
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
+from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
+from pipeloom.ir.profile import Profile
+from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.ir.units import format_bytes
+from pipeloom.lowering.passes import lower
 from pipeloom.machine import detect
+from pipeloom.planner.search.evaluation import Evaluation
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.treatments.choose import BOTH, treat_interval
+from pipeloom.planning import capture
 from pipeloom.profiler.host_copies import file_tier, free_disk
+from pipeloom.profiler.measure_ops import measure
+from pipeloom.profiler.roofline import roofline
+from pipeloom.schedules import registry
+from pipeloom.simulator.simulate import simulate
 
-RESULTS = Path(__file__).parent / "results" / "gpu_check.json"
+WAYS: Mapping[str, tuple[Treatment, ...]] = {
+    "recompute": ("recompute",),
+    "offload": ("offload",),
+    "both": BOTH,
+}
+TOLERANCE = 0.03
+"""By which a peak may pass the predicted one."""
+
+ROOM = 0.85
+"""Share of the free memory that the kept run may take: libraries and their workspaces need some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the stage and of a step. rows: per micro-batch."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    rows: int
+    in_flight: int = 4
+    microbatches: int = 8
+
+
+SIZES = {
+    "cuda": Size(layers=12, width=1600, heads=25, length=1024, rows=4),
+    "cpu": Size(layers=2, width=64, heads=2, length=64, rows=2),
+}
+
+
+class Blocks(nn.Module):
+    """Some blocks of GPT-2. Shapes: rows, length, width."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2Model
+
+        config = GPT2Config(
+            vocab_size=1,
+            n_positions=size.length,
+            n_embd=size.width,
+            n_layer=size.layers,
+            n_head=size.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        self.body = GPT2Model(config)
+        self.body.wte = nn.Identity()  # nobody reads tokens
+
+    def forward(self, hidden: Tensor, gradient: Tensor) -> Tensor:
+        return (self.body(inputs_embeds=hidden).last_hidden_state * gradient).mean()
+
+
+def job_of(size: Size) -> Job:
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        dice = torch.Generator().manual_seed(seed)
+        shape = (rows, size.length, size.width)
+        return {name: torch.randn(shape, generator=dice) for name in ("hidden", "gradient")}
+
+    # One parameter after the other, as the ledger counts the optimizer's scratch.
+    return Job(
+        model=lambda: Blocks(size),
+        batch=batch,
+        name=f"{size.layers} blocks of GPT-2",
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=False),
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy of the stage. cap: bytes it was chosen for; asked: the cap as a share, None for none."""
+
+    name: str
+    asked: float | None
+    cap: float
+    treatments: Mapping[str, Treatment]
+
+    @property
+    def policy(self) -> MemoryPolicy:
+        return MemoryPolicy(stages=(dict(self.treatments),)) if self.treatments else MemoryPolicy()
+
+
+class Setup:
+    """The stage captured at one size, its plan, and the cost models that predict it.
+
+    cluster: one device.  budget_s: seconds to measure the ops' profile for.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        device: str,
+        autocast: torch.dtype | None,
+        cluster: Cluster,
+        *,
+        budget_s: float = 6.0,
+    ) -> None:
+        self.size, self.device, self.autocast, self.cluster = size, device, autocast, cluster
+        self.job = job_of(size)
+        self.captured = capture(self.job, size.rows, autocast=autocast)
+        graph = self.captured.graph
+        self.stages = cut(graph, {op.name: 0 for op in graph.ops if not op.cheap})
+        profiled = measure(self.captured, device, batch=self.job.batch(0, size.rows), budget_s=budget_s)
+        self.models = {"profile": self._model(profiled), "roofline": self._model(self._estimate())}
+
+    def _estimate(self) -> Profile:
+        return roofline(self.captured.graph, self.cluster.devices[0])
+
+    def _model(self, profile: Profile) -> CostModel:
+        options = CostOptions(microbatches=self.size.microbatches)
+        return CostModel(self.captured.graph, [profile], self.cluster, options)
+
+    @cached_property
+    def kept_bytes(self) -> float:
+        return self._optimise(float("inf"), ()).peak_bytes
+
+    def _optimise(self, cap: float, treatments: Sequence[Treatment]) -> Evaluation:
+        model = self.models["profile"]
+        return treat_interval(
+            model, 0, len(model), 0, in_flight=self.size.in_flight, cap=cap, treatments=treatments
+        )
+
+    def choices(self, caps: Sequence[float]) -> Iterator[Choice]:
+        """The policies to run; equal ones once."""
+        yield Choice("keep", None, self.kept_bytes, {})
+        for name, treatments in WAYS.items():
+            seen: list[Mapping[str, Treatment]] = []
+            for share in caps:
+                cap = share * self.kept_bytes
+                found = self._optimise(cap, treatments)
+                if not found.fits:
+                    least = found.peak_bytes
+                    cap = least + 0.01 * (self.kept_bytes - least)
+                    found = self._optimise(cap, treatments)
+                if found.fits and found.treatments not in ({}, *seen):
+                    seen.append(found.treatments)
+                    yield Choice(name, share, cap, found.treatments)
+
+    def plan(self, choice: Choice) -> Plan:
+        q, count = self.size.in_flight, self.size.microbatches
+        order = [f"0F{m}" for m in range(q)]
+        for m in range(count):
+            order += [f"0B{m}", *([f"0F{m + q}"] if m + q < count else [])]
+        graph = self.captured.graph
+        plan = Plan(
+            graph=graph.fingerprint,
+            planner="memopt",
+            placement=(0,),
+            schedule=f"first of {q} stages",
+            stages=(estimate_stage(self.models["profile"], self.stages, 0, choice.treatments).plan(q),),
+            schedule_rows=(" ".join(order),),
+            microbatches=count,
+            microbatch_size=self.size.rows,
+            caps=(int(choice.cap * (1 + TOLERANCE)),),
+            memory=choice.policy,
+        )
+        assert registry.in_flight(plan.as_schedule) == (q,)
+        return plan
+
+    def predicted(self, plan: Plan, by: str) -> Timeline:
+        model, given = self.models[by], plan.memory.stages
+        estimate = estimate_stage(model, self.stages, 0, given[0] if given else {})
+        costs = (estimate.simulator_cost(estimate.plan(self.size.in_flight)),)
+        program = lower(plan.as_schedule, self.stages, policy=plan.memory)
+        return simulate(program, self.stages, costs, self.cluster)
+
+
+def fitting(size: Size, device: str, autocast: torch.dtype | None, cluster: Cluster) -> Setup:
+    """With as many rows per micro-batch as the kept run has room for, halved from `size.rows`."""
+    setup = Setup(size, device, autocast, cluster)
+    while setup.kept_bytes > ROOM * cluster.devices[0].memory_bytes and setup.size.rows > 1:
+        setup = Setup(replace(setup.size, rows=setup.size.rows // 2), device, autocast, cluster)
+    return setup
+
+
+# --- runs and what they say ---------------------------------------------------------------------------
+
 CAPS = (0.7, 0.5, 0.4)
 
 
@@ -272,46 +463,6 @@ def card(device: str) -> dict[str, Any]:
     return found
 
 
-def show(dtype: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(
-        "policy",
-        "cap",
-        "ledger",
-        "model/\nledger",
-        "model/\nallocator",
-        "F ms",
-        "B ms",
-        "step ms",
-        "hidden",
-        "gradients\ndiffer by",
-        title=f"{dtype}; times: measured / predicted",
-    )
-
-    def number(value: float | None, text: str = "{:.3f}") -> str:
-        return "-" if value is None else text.format(value)
-
-    for row in rows:
-        if "failed" in row:
-            table.add_row(row["policy"], number(row["cap_share_asked"]), row["failed"].splitlines()[0])
-            continue
-        took, guess = row["action_s"]["measured"], row["action_s"]["profile"]
-        times = [
-            f"{1e3 * took[k]:.2f} / {1e3 * guess.get(k, 0.0):.2f}" if k in took else "-" for k in ("F", "B")
-        ]
-        table.add_row(
-            row["policy"],
-            number(row["cap_share"], "{:.2f}"),
-            format_bytes(row["peak_bytes"]["ledger"]),
-            number(row["model_over_ledger"]),
-            number(row["model_over_allocator"]),
-            *times,
-            f"{1e3 * row['step_s']['measured']:.1f} / {1e3 * row['step_s']['profile']:.1f}",
-            number(row["hidden"], "{:.2f}"),
-            number(row["gradient_difference"], "{:.0e}"),
-        )
-    Console(width=140).print(table)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
@@ -322,7 +473,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, help="per micro-batch; halved until the kept run fits")
     parser.add_argument("--directory", type=Path, help="for offloaded residuals of the CPU")
-    parser.add_argument("--output", type=Path, help=f"by default {RESULTS.name} on CUDA, nothing on the CPU")
     return parser.parse_args()
 
 
@@ -338,18 +488,16 @@ def main() -> int:
     size = replace(own, layers=options.layers or own.layers, rows=options.rows or own.rows)
     directory = options.directory or Path(tempfile.gettempdir())
     cluster = device_of(options.device, options.cluster, directory)
-    result: dict[str, Any] = {"machine": card(options.device), "device": asdict(cluster.devices[0])}
+    print(*(f"{name} {value}" for name, value in card(options.device).items()), sep=", ")
+    print(cluster.devices[0], flush=True)
     wrong = []
     for dtype in options.dtypes or (["float32"] if options.device == "cpu" else ["float32", "bfloat16"]):
         autocast = None if dtype == "float32" else getattr(torch, dtype)
         setup = fitting(size, options.device, autocast, cluster)
         rows = list(compare(setup, options.caps, options.steps, directory))
-        show(dtype, rows)
-        result[dtype] = {"size": asdict(setup.size), "rows": rows}
+        print_table(rows, f"{dtype}: times in seconds, sizes in bytes")
+        print(setup.size)
         wrong += [f"{dtype}: {what}" for what in judged(rows)]
-        output = options.output or (RESULTS if options.device == "cuda" else None)
-        if output is not None:
-            output.write_text(json.dumps(result | {"wrong": wrong}, indent=1) + "\n")
     print(*wrong, sep="\n")
     return 1 if wrong else 0
 

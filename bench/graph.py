@@ -1,11 +1,9 @@
-"""Stages as a DAG against stages as a chain. Writes bench/results/graph.json.
+"""Stages as a DAG against stages as a chain; prints a table per part.
 
-    python bench/graph.py                    everything, about 70 minutes on two cores
     python bench/graph.py --only brute       one part: models, launches, case, order, random, brute, huge
-    python bench/graph.py --only models --keys "mmt 8" --minutes 7 --again
+    python bench/graph.py --only models --keys "mmt 8"
 
-Results are written as they come, and a part goes on where it was left; `--again` begins it anew, with
-`--keys` these keys only.
+Each key of `models` and `launches` stops after --minutes; a table then says that cells are missing.
 
 models   MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 and 32 V100s of 16 GB, by
          roofline: `graphpipe`, the best chain (`--no-branches`), `pipedream-graph` and `piper`; chains also
@@ -31,7 +29,6 @@ parallel stages alone 1.12 to 1.40 times on 32 devices; case study depth 4 again
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -43,7 +40,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import branching
 from layered import layered_towers
-from machine import keep, load
+from machine import print_stamp, print_table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -62,9 +59,6 @@ from pipeloom.planner.plan_costs import PlanCosts  # noqa: E402
 from pipeloom.planner.request import PlanOptions  # noqa: E402
 from pipeloom.profiler.roofline import roofline  # noqa: E402
 from pipeloom.simulator.simulate import simulate  # noqa: E402
-
-Found: TypeAlias = dict[str, Any]
-"""The results of a part: what is known already is given to it, and stays."""
 
 DEVICES = (4, 8, 16, 32)
 ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
@@ -255,8 +249,8 @@ def gain_by_size(cells: Mapping[Cell, Figures]) -> dict[str, float]:
     }
 
 
-def widths_and_sizes(
-    row: dict[str, Any],
+def climb(
+    rows: int,
     cluster: Cluster,
     first: int,
     at: Callable[[int, Cluster], ProfiledModel],
@@ -264,165 +258,138 @@ def widths_and_sizes(
     *,
     widths: bool = True,
     sizes: Sequence[int] = (),
-) -> Iterator[None]:
-    """Climb from one pipeline, after each cell. All kinds try the same cells, so that none ends up in a worse
-    one than another.
+    minutes: float = inf,
+) -> dict[Cell, Figures]:
+    """All cells that a climb from one pipeline tries. All kinds try the same cells, so that none ends up in a
+    worse one than another.
 
-    first: rows of a micro-batch in the first cell.  row: what is known, and stays; is filled.
-    sizes: the only rows of a micro-batch that are tried; none: any.
+    rows: of a step.  first: rows of a micro-batch in the first cell.  sizes: the only rows of a micro-batch
+    that are tried; none: any.  minutes: after which no further cell is begun.
     """
-    if sizes:
-        row["only_sizes"] = list(sizes)
-    rows, known = row["rows"], row.setdefault("cells", {})
-    refused = row.setdefault("refused", {})
-    limits = {"widths": widths, "sizes": sizes}
-    while True:
-        cells = {Cell(*map(int, key.split(" x "))): figures for key, figures in known.items()}
-        wanted = next_cells(cells, rows, len(cluster.devices), kinds, **limits) if cells else [Cell(1, first)]
-        if cells:
-            row["best"] = summary(cells, rows, kinds)
-            one = {cell: figures for cell, figures in cells.items() if cell.width == 1}
-            row["one_pipeline"] = summary(one, rows, kinds)
-            row["gain_by_size"] = gain_by_size(one)
-            row["settled"] = not wanted
-        if not wanted:
-            return
-        begin = time.process_time()
+    ends = time.monotonic() + 60 * minutes
+    cells: dict[Cell, Figures] = {}
+    refused: dict[str, str] = {}
+    wanted = [Cell(1, first)]
+    while wanted and time.monotonic() < ends:
         cell = wanted[0]
-        known[cell.key] = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, refused)
-        row["processor_s"] = row.get("processor_s", 0.0) + time.process_time() - begin
-        print(f"  {cell.key}, {time.process_time() - begin:.0f} s:", json.dumps(known[cell.key]), flush=True)
-        yield
+        cells[cell] = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, refused)
+        wanted = next_cells(cells, rows, len(cluster.devices), kinds, widths=widths, sizes=sizes)
+    for kind, why in refused.items():
+        print(f"{kind} is refused: {why}")
+    if wanted:
+        print(f"stopped after {minutes:g} minutes: {wanted[0].key} and maybe others are missing")
+    return cells
 
 
-def models(found: dict[str, Any], only: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each model on each number of devices, after each cell.
+def print_best(title: str, cells: Mapping[Cell, Figures], rows: int, kinds: Sequence[str]) -> None:
+    """The fastest cell of each kind, with any number of pipelines side by side and with one."""
+    one = {cell: figures for cell, figures in cells.items() if cell.width == 1}
+    lines = [
+        {"pipelines": name, "kind": kind, **row}
+        for name, chosen in (("any", cells), ("one", one))
+        for kind, row in summary(chosen, rows, kinds).items()
+    ]
+    print_table(lines, title)
+    print("gain over the sequential chain by rows of a micro-batch:", gain_by_size(one), flush=True)
 
-    found: what is known already, and stays.  only: such as "mmt 8"; all if there are none.
-    """
+
+def models(only: Sequence[str], minutes: float) -> None:
+    """Each model on each number of devices. only: such as "mmt 8"; all if there are none."""
     for name in ROWS_PER_DEVICE:
-        at = None
-        for devices in DEVICES:
-            key = f"{name} {devices}"
-            if (only and key not in only) or found.get(key, {}).get("settled"):
-                continue
-            at = at or models_at(name)
-            rows = ROWS_PER_DEVICE[name] * devices
-            row = found.setdefault(key, {"rows": rows})
-            sizes = FEW_SIZES[name] if devices == 32 else ()
-            for _ in widths_and_sizes(row, cluster_of(devices), FIRST_SIZE[name], at, sizes=sizes):
-                yield found
-            print(f"{key}:", json.dumps(row["best"]), flush=True)
-            yield found
+        chosen = [devices for devices in DEVICES if not only or f"{name} {devices}" in only]
+        at = models_at(name) if chosen else None
+        for devices in chosen:
+            assert at is not None
+            rows, sizes = ROWS_PER_DEVICE[name] * devices, FEW_SIZES[name] if devices == 32 else ()
+            cells = climb(rows, cluster_of(devices), FIRST_SIZE[name], at, sizes=sizes, minutes=minutes)
+            print_best(f"{name} {devices}", cells, rows, tuple(KINDS))
 
 
-def launches(found: dict[str, Any], only: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The same in one pipeline where each kernel takes longer besides its work, after each cell: small
-    micro-batches then have a price."""
+def launches(only: Sequence[str], minutes: float) -> None:
+    """The same in one pipeline where each kernel takes longer besides its work: small micro-batches then have
+    a price."""
+    kinds = ("graphpipe", "chain")
     for key, times in LAUNCHES.items():
         name, devices = key.split()
-        at = models_at(name)
-        for launch_s in times:
-            own = f"{key}, {launch_s * 1e6:.0f} us"
-            if (only and own not in only) or found.get(own, {}).get("settled"):
-                continue
-            rows = ROWS_PER_DEVICE[name] * int(devices)
-            row = found.setdefault(own, {"rows": rows})
-            cluster = cluster_of(int(devices), launch_s)
-            kinds = ("graphpipe", "chain")
-            for _ in widths_and_sizes(row, cluster, FIRST_SIZE[name], at, kinds, widths=False):
-                yield found
-            print(f"{own}:", json.dumps(row["best"]), flush=True)
-            yield found
+        chosen = {f"{key}, {launch_s * 1e6:.0f} us": launch_s for launch_s in times}
+        chosen = {title: launch_s for title, launch_s in chosen.items() if not only or title in only}
+        at = models_at(name) if chosen else None
+        for title, launch_s in chosen.items():
+            assert at is not None
+            rows, cluster = ROWS_PER_DEVICE[name] * int(devices), cluster_of(int(devices), launch_s)
+            cells = climb(rows, cluster, FIRST_SIZE[name], at, kinds, widths=False, minutes=minutes)
+            print_best(title, cells, rows, kinds)
 
 
-def case(found: Found) -> Iterator[Found]:
-    """The case study, two branches, joined, on 8 devices, after each size of micro-batches."""
-    found.setdefault("rows", 128)
-    at, kinds = models_at("case_study"), ("graphpipe", "chain")
-    for _ in widths_and_sizes(found, cluster_of(8), FIRST_SIZE["case_study"], at, kinds, widths=False):
-        yield found
-    print("case study:", json.dumps(found["best"]), flush=True)
-    # The same under caps that the DAG just keeps to, with micro-batches of each size. Planners count messages
-    # by a bound: a cap of just a plan's peak does not give that plan again.
-    for key in sorted(found["cells"], key=lambda key: -found["cells"][key]["graphpipe"]["peak_bytes"]):
-        capped(found, round(1.03 * found["cells"][key]["graphpipe"]["peak_bytes"]), at, kinds)
-        yield found
+def case(minutes: float) -> None:
+    """The case study, two branches, joined, on 8 devices; then under caps that the DAG just keeps to, with
+    micro-batches of each size. Planners count messages by a bound: a cap of just a plan's peak does not give
+    that plan again."""
+    rows, at, kinds = 128, models_at("case_study"), ("graphpipe", "chain")
+    cells = climb(rows, cluster_of(8), FIRST_SIZE["case_study"], at, kinds, widths=False, minutes=minutes)
+    print_best("case study", cells, rows, kinds)
+    lines = []
+    for peak in sorted((figures["graphpipe"]["peak_bytes"] for figures in cells.values()), reverse=True):
+        cap = round(1.03 * peak)
+        cluster = cluster_of(8)
+        devices = tuple(replace(device, memory_bytes=cap) for device in cluster.devices)
+        cluster = replace(cluster, devices=devices)
+        for cell in cells:
+            found = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, {})
+            steps = {kind: found.get(kind, {}).get("step_s") for kind in kinds}
+            lines.append({"cap, GiB": cap / 2**30, "rows": cell.size, **steps})
+    print_table(lines, "case study under caps: seconds of a step")
 
 
-def capped(
-    found: Found, cap_bytes: int, at: Callable[[int, Cluster], ProfiledModel], kinds: Sequence[str]
-) -> None:
-    """The case study under a cap per device: step of each kind by rows of a micro-batch, and the shortest."""
-    cluster = cluster_of(8)
-    devices = tuple(replace(device, memory_bytes=cap_bytes) for device in cluster.devices)
-    cluster = replace(cluster, devices=devices)
-    row: Found = {kind: {} for kind in kinds}
-    for key in found["cells"]:
-        size = Cell(*map(int, key.split(" x "))).size
-        for kind, figures in figures_at(
-            Cell(1, size), cluster, found["rows"], at(size, cluster), kinds, {}
-        ).items():
-            row[kind][str(size)] = figures["step_s"]
-    best = {kind: min(row[kind].values(), default=None) for kind in kinds}
-    found.setdefault("capped", {})[str(cap_bytes)] = {**row, "best": best}
-    print(f"case study under {cap_bytes / 2**30:.3f} GiB:", json.dumps(row), flush=True)
-
-
-def order(found: Found) -> Iterator[Found]:
+def order() -> None:
     """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
+    lines = []
     for name in ("mmt", "mmt_in_turn"):
         graph, cluster = planning.capture(branching.PUBLISHED[name](), 4).graph, cluster_of(8)
         model = ProfiledModel(size=4, graph=graph, profiles=planning.estimate(graph, cluster))
-        found[name] = plan_of("graphpipe", cluster, 128, model).predicted_step_s
-    print("order:", found, flush=True)
-    yield found
+        lines.append({"model": name, "step_s": plan_of("graphpipe", cluster, 128, model).predicted_step_s})
+    print_table(lines)
 
 
-def at_random(found: Found, count: int = 200) -> Iterator[Found]:
-    """Whether `graphpipe` is ever slower than the others, after each graph."""
-    found = {"graphs": 0, "planned": 0, "faster": 0, "slower": []} | found
-    for seed in range(found["graphs"], count):
+def at_random(count: int) -> None:
+    """Whether `graphpipe` is ever slower than the others."""
+    planned, faster, slower = 0, 0, []
+    for seed in range(count):
         dice = random.Random(seed)
         graph, profile = random_graph(seed, dice.randint(6, 40), GRAPH_KINDS[seed % 3])
         how = request_for(graph, profile, dice.randint(2, 6), slack=dice.uniform(1, 1.3))
         dag = step_s(how)
         other = min(step_s(how, "exact"), step_s(how, branches=False))
-        found["graphs"] += 1
-        found["planned"] += dag < float("inf")
-        found["faster"] += dag < other * (1 - 1e-6)
+        planned += dag < inf
+        faster += dag < other * (1 - 1e-6)
         if dag > other * (1 + 1e-6):
-            found["slower"].append(seed)
-        yield found
-    print("random:", json.dumps(found), flush=True)
+            slower.append(seed)
+    print_table([{"graphs": count, "planned": planned, "faster": faster, "slower, seeds": slower}], "random")
 
 
-def brute(found: Found, count: int = 500) -> Iterator[Found]:
-    """Plans against the best of all convex partitions, after each graph. misses: seed -> ratio."""
-    found = {"graphs": 0, "with_a_plan": 0, "no_plan_found": 0, "misses": {}} | found
-    for seed in range(found["graphs"], count):
+def brute(count: int) -> None:
+    """Plans against the best of all convex partitions. misses: ratios of those that are not the best."""
+    with_a_plan, no_plan_found, misses = 0, 0, []
+    for seed in range(count):
         dice = random.Random(seed + 10**6)
         ops, stages = dice.randint(5, 8), dice.randint(2, 4)
         graph, profile = random_graph(seed, ops, "series-parallel")
         how = request_for(graph, profile, stages, slack=dice.choice([None, 1.0, 1.1, 1.3]))
         planned = step_s(how)
         least = best_of_all(how, stages, below=planned)
-        found["graphs"] += 1
-        found["with_a_plan"] += least < float("inf")
-        if least < float("inf") and planned == float("inf"):
-            found["no_plan_found"] += 1
-        elif least < float("inf") and planned > least * (1 + 1e-9):
-            found["misses"][str(seed)] = planned / least
-        missed = found["no_plan_found"] + len(found["misses"])
-        found["optimal"] = found["with_a_plan"] - missed
-        found["share"] = found["optimal"] / max(1, found["with_a_plan"])
-        found["worst_ratio"] = max(found["misses"].values(), default=1.0)
-        yield found
-    print("brute:", json.dumps(found), flush=True)
+        with_a_plan += least < inf
+        if least < inf and planned == inf:
+            no_plan_found += 1
+        elif least < inf and planned > least * (1 + 1e-9):
+            misses.append(planned / least)
+    optimal = with_a_plan - no_plan_found - len(misses)
+    row = {"graphs": count, "with a plan": with_a_plan, "optimal": optimal, "no plan found": no_plan_found}
+    print_table([row | {"misses": sorted(misses, reverse=True)}], "brute")
 
 
-def huge(found: Found) -> Iterator[Found]:
-    """Seconds to plan a graph of 10,000 ops, after each number of devices."""
+def huge() -> None:
+    """Seconds to plan a graph of 10,000 ops."""
+    lines = []
     graph = layered_towers(4, 208)
     for devices in (8, 32):
         cluster = find_cluster(f"{devices} x v100-32 with 640GiB")
@@ -442,41 +409,35 @@ def huge(found: Found) -> Iterator[Found]:
         took = time.process_time() - begin
         ideal = sum(cost.forward_s + cost.backward_s for cost in profile.costs.values()) / devices
         row = {
+            "devices": devices,
             "ops": len(graph.ops),
             "processor_s": took,
             "bottleneck_over_ideal": max(part.turn_s for part in plan.stages) / ideal,
             "notes": dict(plan.notes),
         }
-        found[str(devices)] = row
-        print(f"huge on {devices}:", json.dumps(row), flush=True)
-        yield found
+        lines.append(row)
+    print_table(lines, "huge")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keys", nargs="+", default=(), help='of models and launches, such as "mmt 8"')
-    run: dict[str, Callable[[Found], Iterator[Found]]] = {
-        "models": lambda found: models(found, options.keys),
-        "launches": lambda found: launches(found, options.keys),
-        "case": case,
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which a key begins no cell")
+    parser.add_argument("--graphs", type=int, help="of random and brute; default 200 and 500")
+    run: dict[str, Callable[[], None]] = {
+        "models": lambda: models(options.keys, options.minutes),
+        "launches": lambda: launches(options.keys, options.minutes),
+        "case": lambda: case(options.minutes),
         "order": order,
-        "random": at_random,
-        "brute": brute,
+        "random": lambda: at_random(options.graphs or 200),
+        "brute": lambda: brute(options.graphs or 500),
         "huge": huge,
     }
     parser.add_argument("--only", choices=tuple(run), nargs="+", default=tuple(run))
-    parser.add_argument("--again", action="store_true", help="forget what the results have")
-    parser.add_argument("--minutes", type=float, help="stop each part after so many")
     options = parser.parse_args()
+    print_stamp()
     for part in options.only:
-        found = load("graph").get(part, {})
-        if options.again:
-            found = {key: row for key, row in found.items() if options.keys and key not in options.keys}
-        end = time.monotonic() + 60 * (options.minutes or float("inf"))
-        for done in run[part](found):
-            keep("graph", part, done)
-            if time.monotonic() > end:
-                break
+        run[part]()
     return 0
 
 

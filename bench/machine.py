@@ -1,4 +1,4 @@
-"""The stamp of a measurement, and the folder that bench scripts write to."""
+"""What bench scripts print with their figures: the stamp of a measurement, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results"
-"""Not under version control: a figure that is worth keeping goes into docs/results.md with its stamp."""
 
 
 def describe_machine() -> dict[str, object]:
@@ -27,7 +26,7 @@ def describe_machine() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "load_at_start": round(os.getloadavg()[0], 2),
+        "load": round(os.getloadavg()[0], 2),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
     }
@@ -42,24 +41,40 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def code_of(*_: object) -> str:
-    """The commit, for scripts that name the rooms which their figures depend on."""
-    return commit()
+def print_stamp() -> None:
+    """One line, as docs/results.md wants it beside figures."""
+    print(", ".join(f"{name} {value}" for name, value in describe_machine().items()), flush=True)
 
 
-def keep(name: str, section: str, found: dict[str, Any]) -> None:
-    """Write what a section of a script has found so far, beside what there is of the others."""
-    save(name, {**load(name), section: {**found, "machine": describe_machine()}})
+def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
+    """Rows as a Markdown table, one column per key; a table within a row becomes columns "outer inner"."""
+    if not rows:
+        print(f"{title or 'table'}: no rows", flush=True)
+        return
+    flat = [dict(_cells(row)) for row in rows]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    lines = [columns, ["---"] * len(columns), *([row.get(name, "-") for name in columns] for row in flat)]
+    print("\n".join(["", *([title, ""] if title else []), *(f"| {' | '.join(line)} |" for line in lines)]))
+    print(flush=True)
 
 
-def load(name: str) -> dict[str, Any]:
-    """What a script wrote to results/NAME.json before; an empty table if nothing."""
-    file = RESULTS / f"{name}.json"
-    return dict(json.loads(file.read_text())) if file.exists() else {}
+def _cells(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _cells(value, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
 
 
 def save(name: str, table: dict[str, Any]) -> None:
-    """Write a table with its stamp to results/NAME.json, at once, so that nobody reads half of it."""
-    fresh = RESULTS / f"{name}.{os.getpid()}"
-    fresh.write_text(json.dumps({**table, "machine": describe_machine()}, indent=1) + "\n")
-    fresh.replace(RESULTS / f"{name}.json")
+    """Write a table with its stamp to results/NAME.json."""
+    file = FOLDER / "results" / f"{name}.json"
+    file.write_text(json.dumps({**table, "machine": describe_machine()}, indent=1) + "\n")

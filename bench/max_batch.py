@@ -1,51 +1,62 @@
 """The largest micro-batches that planners find a plan for, simulated at real sizes and run at small ones.
 
-    python bench/max_batch.py                           both parts; some hours on two cores
-    python bench/max_batch.py --only simulated --minutes 50
+    python bench/max_batch.py --only simulated --models bert --minutes 9
     python bench/max_batch.py --only run --ranks 2 4
 
 simulated  BERT-large, GPT-2 1.5B, T5-3B and AmoebaNet-D (18, 256) in float32 with AdamW on 4 and 8 x
            A100-40GB, by roofline; 4 micro-batches per device and step. Updates after a flush (1f1b) or with
            stashed weights (async_1f1b). Caps: what an A100 has; and, tight and for 4 devices, 1.0 and 1.3
            times the least with which pipedream trains one row.
-run        small models on gloo ranks of this machine under the ledger's cap (bench/batch_ranks.py).
+run        small models on gloo ranks of this machine, under the ledger's cap. For each planner: the plan with
+           the largest micro-batches that fit runs some steps, with every rank's peak under its cap; one row
+           more is refused by the planner, and the ledger stops the run when a batch has it. Where the same
+           cut carries it all the same (a planner that does not look at memory may cut worse for more rows),
+           the plan that the planner makes for it without a cap is run, and is to be stopped. A plan made
+           without a cap, with everything kept, is refused by the forecast of the ranks before they train;
+           so are plans with stashed weights.
 
 Models are captured at two sizes; other sizes are interpolated, and estimated by roofline again. dawnpiper's
-largest size on 4 devices is captured too, to see that its interpolation was right. Written to
-bench/results/max_batch.json, each cell as soon as it is there, the caps that an A100 has first. A call goes
-on with the cells that are missing; those that another version of the planners' code has made are dropped.
+largest size on 4 devices is captured too, to see that its interpolation was right. All models and caps take
+some hours on two cores: choose with --models and --devices; no cell is begun after --minutes, and the
+caps that an A100 has come first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, lru_cache
-from math import ceil, exp, inf, log
+from functools import lru_cache
+from math import ceil, exp, log
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeAlias
 
-from machine import RESULTS, commit, describe_machine
+import torch
+from machine import print_stamp, print_table
 
+from pipeloom import Pipeline
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.plan import Plan
+from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.plan_request import LARGEST_MICROBATCH, PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
+from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planning import ModelAt, estimate
+from pipeloom.planning import ModelAt, captured_model, estimate, largest_plan
+from pipeloom.runnable import require_runnable_plan
+from pipeloom.runtime.launch.launch import launch
 
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
 NAMES = {
@@ -222,7 +233,7 @@ def fullest(plan: Any) -> dict[str, Any]:
     return {"stage": stage, "stages": len(plan.stages), "filled": filled, **shares}
 
 
-# --- the file of results --------------------------------------------------------------------------
+# --- the cells --------------------------------------------------------------------------
 
 SCHEDULES = {"flush": "1f1b", "stash": "async_1f1b"}
 DEVICES = (4, 8)
@@ -236,65 +247,6 @@ def keys(devices: Sequence[int]) -> list[tuple[int, str, str]]:
     full = [(count, weights, FULL) for count in devices for weights in SCHEDULES]
     tight = [(DEVICES[0], weights, f"x{factor}") for weights in SCHEDULES for factor in TIGHT]
     return full + (tight if DEVICES[0] in devices else [])
-
-
-@cache
-def code() -> str:
-    return commit()
-
-
-class Record:
-    """The file of results: which cells there are, and which are of this code. Written with every cell."""
-
-    def __init__(self, target: Path) -> None:
-        self.target, self.guard = target, Lock()
-
-    def read(self) -> dict[str, Any]:
-        return json.loads(self.target.read_text()) if self.target.exists() else {}
-
-    def change(self, part: str, made: dict[str, Any]) -> None:
-        """Write these entries of a part."""
-        with self.guard:
-            results = self.read()
-            results["machine"] = describe_machine()
-            results[part] = results.get(part, {}) | made
-            self._write(results)
-
-    def simulated(self, model: str, made: dict[str, Any]) -> None:
-        """Write what is known of a model, with another cell where there is one, and what all cells say."""
-        with self.guard:
-            results = self.read()
-            results["machine"] = describe_machine()
-            known = results.setdefault("simulated", {})
-            row = known.setdefault(model, {"cells": []})
-            cells = row["cells"] + made.get("cells", [])
-            order = keys(DEVICES)
-            cells.sort(key=lambda c: order.index((c["devices"], c["weights"], c["cap"])))
-            row.update(made | {"cells": cells})
-            self._compare(results)
-            self._write(results)
-
-    def drop_old(self) -> None:
-        """Leave out what other code has made."""
-        with self.guard:
-            results = self.read()
-            for row in results.get("simulated", {}).values():
-                row["cells"] = [made for made in row["cells"] if made.get("code") == code()]
-                if row.get("captured_again", {}).get("code") != code():
-                    row.pop("captured_again", None)
-                row.pop("cpu_s", None)
-            self._compare(results)
-            self._write(results)
-
-    def _compare(self, results: dict[str, Any]) -> None:
-        found = [made for row in results.get("simulated", {}).values() for made in row["cells"]]
-        results["compared"] = {name: compared(group) for name, group in groups(found).items()}
-        results["reasons"] = {"said": reasons(found), "cells": len(found)}
-
-    def _write(self, results: dict[str, Any]) -> None:
-        fresh = self.target.with_suffix(".new")
-        fresh.write_text(json.dumps(results, indent=1) + "\n")
-        fresh.replace(self.target)
 
 
 # --- one model ------------------------------------------------------------------------------------
@@ -400,15 +352,19 @@ def _add_speeds(made: dict[str, Any], cluster: Cluster, weights: str, take: Mode
                 rows[planner]["at"][str(size)] = samples_per_s(plan) if plan else 0.0
 
 
-def one_cell(model: str, count: int, weights: str, cap: str, samples_at: Path) -> dict[str, Any]:
-    """A cell, in this process."""
+def one_cell(
+    model: str, count: int, weights: str, cap: str, samples_at: Path, until: float
+) -> dict[str, Any] | None:
+    """A cell; None if it is later than `until`."""
+    if time.time() > until:
+        return None
     cluster = find_cluster(f"{count} x a100-40")
     take = samples(*pickle.loads(samples_at.read_bytes()), cluster)
     size = cluster.devices[0].memory_bytes
     if cap != FULL:
         size = ceil(float(cap.removeprefix("x")) * least_cap(cluster, weights, "pipedream", take))
     named = f"{NAMES[model]}, {count} devices, {weights}, {cap} ({format_bytes(size)})"
-    known = {"name": named, "model": NAMES[model], "devices": count, "cap": cap, "code": code()}
+    known = {"name": named, "model": NAMES[model], "devices": count, "cap": cap}
     return known | cell(with_cap(cluster, size), weights, take)
 
 
@@ -422,6 +378,7 @@ def captured(model: str, samples_at: Path) -> dict[str, Any]:
     found = [ProfiledModel(size=n, graph=capture(job, n).graph, profiles={}) for n in CAPTURED]
     samples_at.write_bytes(pickle.dumps(found))
     return {
+        "model": model,
         "ops": len(found[0].graph.ops),
         "parameters": sum(p.bytes for p in found[0].graph.parameters) // 4,
         "length": REAL[model].length,
@@ -440,13 +397,11 @@ def checked(model: str, size: int, samples_at: Path) -> dict[str, Any]:
     again = estimated(size, capture(REAL[model].job, size).graph, cluster)
     plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
     return {
-        "captured_again": {
-            "rows": size,
-            "has_a_plan": plan is not None,
-            "code": code(),
-            "shapes_as_interpolated": shapes(again) == shapes(take(size)),
-            "samples_per_s": samples_per_s(plan) if plan else 0.0,
-        }
+        "model": model,
+        "rows": size,
+        "has_a_plan": plan is not None,
+        "shapes_as_interpolated": shapes(again) == shapes(take(size)),
+        "samples_per_s": samples_per_s(plan) if plan else 0.0,
     }
 
 
@@ -467,77 +422,216 @@ def row_of(made: dict[str, Any]) -> str:
 
 
 def print_comparison(found: list[dict[str, Any]]) -> None:
-    for name, group in groups(found).items():
-        print(f"\n{name}: {len(group)} cells")
-        for ratio, row in compared(group).items():
-            claim = f", the paper up to {row['paper_up_to']:g}" if row["paper_up_to"] else ""
-            print(
-                f"  {ratio:<46} best {row['best']:.2f}, geometric mean {row['mean']:.2f}, least "
-                f"{row['worst']:.2f}{claim}"
-            )
-    print()
+    rows = [
+        {"cells of": name, "ratio": ratio, **row}
+        for name, group in groups(found).items()
+        for ratio, row in compared(group).items()
+    ]
+    print_table(rows, "Planners against each other")
     for sentence in reasons(found):
         print(sentence)
+
+
+# --- really run ---------------------------------------------------------------------------------------
+
+STEPS = 2
+ROWS = 3
+"""The cap is the least with which pipedream trains micro-batches of so many rows."""
+
+
+def run_models(models: list[str], ranks: list[int]) -> bool:
+    """Every model on every number of ranks. Returns whether each did what was planned."""
+    from models import SMALL
+
+    passed = True
+    for count in ranks:
+        for key in models:
+            found = run_model(key, count)
+            passed &= all(row["passed"] for row in found["planners"].values())
+            passed &= bool(found["kept_all"]["stopped_by"])
+            for planner, row in found["planners"].items():
+                print(line_of(SMALL[key].name, count, planner, row), flush=True)
+            rows = [{"planner": planner, **row} for planner, row in found["planners"].items()]
+            print_table(rows, f"{SMALL[key].name}, {count} ranks, cap {format_bytes(found['cap_bytes'])}")
+            kept = found["kept_all"]
+            print(f"  {kept['batch']} rows, all kept: {kept['stopped_by'] or 'NOT STOPPED'}")
+            print(f"  with stashed weights: {found['asynchronous']}", flush=True)
+    return passed
+
+
+def run_model(key: str, ranks: int) -> dict[str, Any]:
+    """All planners under one cap."""
+    from models import SMALL
+
+    cluster = find_cluster(f"{ranks} x cpu")
+    job = SMALL[key].job
+
+    @lru_cache
+    def take(size: int) -> Any:
+        return captured_model(job, size, cluster)
+
+    cap = least_cap(cluster, "flush", "pipedream", take, ROWS)
+    capped = with_cap(cluster, cap)
+    found = {}
+    start = ROWS
+    with tempfile.TemporaryDirectory() as folder:
+        for planner in PLANNERS:
+            how = planning(capped, "flush", planner)
+            plan, _ = largest_plan(how.changed(microbatch_size=start), take)
+            start = plan.microbatch_size
+            ran = run(key, plan, Path(folder) / planner)
+            more = plan.microbatch_size + 1
+            refused = planned(how, take, more) is None
+            if not ran["stopped_by"] and PLANNERS_BY_NAME[planner].optimises == "never":
+                own = planned(replace(how, cluster=with_cap(cluster, 1 << 50)), take, more)
+                assert own is not None, "under a cap of a pebibyte everything fits"
+                forced = run(key, replace(own, caps=(cap,) * ranks), Path(folder) / f"{planner}, more")
+                ran["own_plan_stopped_by"] = "" if forced["steps"] else forced["stopped_by"]
+            found[planner] = rank_row(plan, ran, refused=refused)
+        free = with_cap(cluster, 1 << 50)
+        kept = planned(planning(free, "flush", "dawnpiper"), take, start + 1)
+        assert kept is not None, "under a cap of a pebibyte everything fits"
+        forced = run(key, replace(kept, caps=(cap,) * ranks), Path(folder) / "forced")
+    return {
+        "cap_bytes": cap,
+        "planners": found,
+        "kept_all": {"batch": start + 1, "stopped_by": "" if forced["steps"] else forced["stopped_by"]},
+        "asynchronous": asynchronous(capped, take),
+    }
+
+
+def rank_row(plan: Plan, ran: dict[str, Any], *, refused: bool) -> dict[str, Any]:
+    fits = ran["steps"] == STEPS and max(ran["peak_bytes"]) <= plan.caps[0]
+    return {
+        "batch": plan.microbatch_size,
+        "planned_peak_bytes": [s.memory.total for s in plan.stages],
+        "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
+        "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
+        "estimated_samples_per_s": samples_per_s(plan),
+        **ran,
+        "one_more_refused": refused,
+        "passed": fits and refused and bool(ran["stopped_by"] or ran.get("own_plan_stopped_by")),
+    }
+
+
+def run(key: str, plan: Plan, folder: Path) -> dict[str, Any]:
+    """Train with a plan; then a step with one row more per micro-batch, which passes the cap. stopped_by:
+    the words with which the ranks ended, "" if they did not."""
+    folder.mkdir()
+    plan.save(folder / "plan.json")
+    with quiet():
+        launch(train, len(plan.stages), args=(key, folder))
+    found: dict[str, Any] = {"steps": 0, "stopped_by": ""}
+    if (report := folder / "report.json").exists():
+        found |= json.loads(report.read_text())
+    if (stopped := folder / "stopped.txt").exists():
+        found["stopped_by"] = stopped.read_text()
+    return found
+
+
+def train(key: str, folder: Path) -> None:
+    """What each rank does; rank 0 writes what it saw, and the rank that passes its cap writes that."""
+    from models import SMALL
+
+    torch.set_num_threads(1)
+    job, plan = SMALL[key].job, load_plan(folder / "plan.json")
+    rows = plan.microbatches * plan.microbatch_size
+    losses, took = [], []
+    try:
+        with Pipeline(job, plan) as pipeline:
+            for seed in range(STEPS):
+                losses.append(pipeline.step(job.batch(seed, rows)))
+                assert pipeline.report is not None, "there is one after a step"
+                took.append(pipeline.report.step_s)
+            seen = {
+                "steps": STEPS,
+                "losses": losses,
+                "peak_bytes": list(pipeline.report.peak_bytes),
+                "samples_per_s": rows / min(took),
+            }
+            if pipeline.rank == 0:
+                (folder / "report.json").write_text(json.dumps(seen))
+            pipeline.step(job.batch(STEPS, rows + plan.microbatches))
+    except (MemoryCapError, InfeasibleError) as error:
+        (folder / "stopped.txt").write_text(error.message.splitlines()[0])
+        raise
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the report of ranks that are meant to fail off the terminal."""
+    saved = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def asynchronous(cluster: Any, take: ModelAt) -> str:
+    """What the runtime says of a plan with stashed weights."""
+    plan = planned(planning(cluster, "stash", "dawnpiper"), take, 1)
+    if plan is None:
+        return "no plan fits the cap"
+    try:
+        require_runnable_plan(plan)
+    except ScheduleError as error:
+        return f"refused: {error.message}"
+    return "runs"
+
+
+def line_of(model: str, ranks: int, planner: str, row: dict[str, Any]) -> str:
+    """One line: what was planned, and what happened."""
+    peak = max(row.get("peak_bytes", [0]))
+    return (
+        f"{model}, {ranks} ranks, {planner}: {row['batch']} rows, {row['steps']} steps, peak "
+        f"{format_bytes(peak)} ({peak / max(row['planned_peak_bytes']) - 1:+.1%} of the plan); "
+        f"{row['batch'] + 1} rows: {'refused' if row['one_more_refused'] else 'PLANNED'}, run all the same: "
+        f"{row['stopped_by'] or own_plan(row)}"
+    )
+
+
+def own_plan(row: dict[str, Any]) -> str:
+    """What became of one row more where the plan for fewer rows can carry it."""
+    stopped = row.get("own_plan_stopped_by") or "NOT STOPPED"
+    return f"not stopped; with the planner's own plan for it: {stopped}"
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def apart(*arguments: str) -> dict[str, Any]:
-    """One thing in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", *arguments], stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def simulate_all(record: Record, models: list[str], devices: list[int], jobs: int, minutes: float) -> None:
-    """All cells that are missing, some at a time; none begins after so many minutes."""
-    record.drop_old()
-    until = time.monotonic() + 60 * minutes
-    with tempfile.TemporaryDirectory() as folder:
-        guards = {model: Lock() for model in models}
-
-        def known(model: str) -> dict[str, Any]:
-            return dict(record.read().get("simulated", {}).get(model, {"cells": []}))
-
-        def samples_of(model: str) -> Path:
-            target = Path(folder) / model
-            with guards[model]:
-                if not target.exists():
-                    record.simulated(model, apart("capture", model, str(target)))
-            return target
-
-        def one(key: tuple[int, str, str], model: str) -> None:
-            there = [(made["devices"], made["weights"], made["cap"]) for made in known(model)["cells"]]
-            if key not in there and time.monotonic() < until:
-                made = apart("cell", model, *map(str, key), str(samples_of(model)))
-                record.simulated(model, {"cells": [made]})
+def simulate_all(models: list[str], devices: list[int], jobs: int, minutes: float) -> None:
+    """All cells, some at a time, each in a process of its own; none begins after so many minutes."""
+    until = time.time() + 60 * minutes
+    pool_of = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with tempfile.TemporaryDirectory() as folder, pool_of as pool:
+        samples_of = {model: Path(folder) / model for model in models}
+        print_table(list(pool.map(captured, models, samples_of.values())), "Models")
+        begun = [
+            pool.submit(one_cell, model, *key, samples_of[model], until)
+            for key in keys(devices)
+            for model in models
+        ]
+        cells = []
+        for each in begun:
+            if (made := each.result()) is not None:
+                cells.append(made)
                 print(row_of(made), flush=True)
-
-        def check(model: str) -> None:
-            row = known(model)
-            first = next((m for m in row["cells"] if (m["devices"], m["weights"]) == (4, "flush")), None)
-            size = first["planners"]["dawnpiper"]["batch"] if first else 0
-            if size and "captured_again" not in row and time.monotonic() < until:
-                record.simulated(model, apart("check", model, str(size), str(samples_of(model))))
-
-        with ThreadPoolExecutor(jobs) as pool:
-            begun = [pool.submit(one, key, model) for key in keys(devices) for model in models]
-            begun += [pool.submit(check, model) for model in models]
-            for each in begun:
-                each.result()
-
-
-def in_this_process(kind: str, model: str, *rest: str) -> dict[str, Any]:
-    """What `apart` asks for."""
-    if kind == "cell":
-        count, weights, cap, at = rest
-        return one_cell(model, int(count), weights, cap, Path(at))
-    if kind == "check":
-        return checked(model, int(rest[0]), Path(rest[1]))
-    return captured(model, Path(rest[0]))
+        print(f"{len(cells)} of {len(begun)} cells")
+        sizes = {
+            made["model"]: made["planners"]["dawnpiper"]["batch"]
+            for made in cells
+            if (made["devices"], made["weights"], made["cap"]) == (DEVICES[0], "flush", FULL)
+        }
+        again = [
+            pool.submit(checked, model, size, samples_of[model])
+            for model in models
+            if (size := sizes.get(NAMES[model]))
+        ]
+        print_table([each.result() for each in again], "dawnpiper's largest size, captured")
+    print_comparison(cells)
 
 
 def main() -> int:
@@ -547,26 +641,14 @@ def main() -> int:
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), help="simulated ones")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--jobs", type=int, default=2, help="cells simulated at the same time")
-    parser.add_argument("--minutes", type=float, default=inf, help="begin no cell after that time")
-    parser.add_argument("--output", type=Path, default=RESULTS / "max_batch.json")
-    parser.add_argument("--one", nargs="+", help="do one thing in this process and print JSON")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no cell after that time")
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(in_this_process(*options.one)), flush=True)
-        return 0
-    record, passed = Record(options.output), True
+    print_stamp()
     if options.only in (None, "simulated"):
-        simulate_all(record, options.models, options.devices, options.jobs, options.minutes)
-        known = record.read().get("simulated", {})
-        found = [made for model in known.values() for made in model["cells"]]
-        print_comparison(found)
+        simulate_all(options.models, options.devices, options.jobs, options.minutes)
+    passed = True
     if options.only in (None, "run"):
-        from batch_ranks import run_models
-
-        def keep(name: str, made: Any) -> None:
-            record.change("run", {name: made})
-
-        passed = run_models(options.models, options.ranks, keep)
+        passed = run_models(options.models, options.ranks)
     return 0 if passed else 1
 
 

@@ -4,14 +4,12 @@
 
 What the exact one has not found after its limit (--limit) is the greedy choice: such cases count
 as `unproven`. Random stages (tests/support/random_stages.py) and stages of captured models, under caps
-between what they hold with everything kept and the least that the greedy reaches. Written to
-bench/results/memopt.json.
+between what they hold with everything kept and the least that the greedy reaches.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import print_stamp, print_table
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
@@ -37,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import random_stages  # noqa: E402
 from exact_treatments import LIMIT_S, exact  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "memopt.json"
 FAMILIES = ("gpt2", "bert", "llama", "t5", "mixtral", "convnet")
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Where a cap lies between the least that a stage can hold (0) and all (1)."""
@@ -142,9 +139,9 @@ def growth() -> list[dict[str, Any]]:
 def main(count: int, families: list[str], limit_s: float) -> None:
     kinds = {"random": list(random_cases(count)), "models": list(family_cases(families))}
     rows = {kind: [row for case in cases for row in rows_of(case, limit_s)] for kind, cases in kinds.items()}
-    result = {kind: summary(own) for kind, own in rows.items()} | {"growth": growth()}
-    print(json.dumps(result, indent=1))
-    RESULTS.write_text(json.dumps({"machine": describe_machine(), **result, "rows": rows}, indent=1) + "\n")
+    print_stamp()
+    print_table([{"stages": kind, **summary(cases)} for kind, cases in rows.items()])
+    print_table(growth(), "Seconds of the greedy choice")
 
 
 if __name__ == "__main__":

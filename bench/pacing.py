@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import save
+from machine import print_stamp, print_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from paced import PacedRank, PacedTier  # noqa: E402
@@ -214,7 +214,8 @@ def main() -> int:
         seconds=options.seconds or seconds,
         rounds=options.rounds,
     )
-    save("graph_pacing" if options.graph else "pacing", found)
+    print_stamp()
+    print_table(found["rows"], f"{ranks} ranks that sleep")
     return 0 if found["worst"] <= LIMIT else 1
 
 

@@ -58,7 +58,7 @@ def train(made: Plan, folder: Path, results: Path) -> None:
         (results / f"{pipeline.rank}.json").write_text(json.dumps(record))
 
 
-def memory(quick: bool) -> dict[str, Any]:
+def memory(quick: bool) -> list[dict[str, Any]]:
     captured = capture(job(), MICROBATCH)
     measured = profile(captured)
     rows = []
@@ -80,22 +80,21 @@ def memory(quick: bool) -> dict[str, Any]:
                 assert launch(train, ranks, args=(made, folder, results)) == 0
                 found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
             most = max(each["residuals"] for each in found)
-            rows.append({"schedule": name, "ranks": ranks, "times_ranks": most * ranks, "by_rank": found})
             off = [
                 (each[what] - each[f"predicted_{what}" if what == "host" else "predicted"]) / each["slot"]
                 for each in found
                 for what in ("residuals", "host")
             ]
-            print(
-                f"  {name} on {ranks} ranks: residuals {most / 2**20:.2f} MiB, times ranks "
-                f"{most * ranks / 2**20:.1f}; beside predicted, in slots "
-                + " ".join(f"{each:+.2f}" for each in off),
-                flush=True,
-            )
+            row = {"schedule": name, "ranks": ranks, "times_ranks": most * ranks, "by_rank": found}
+            rows.append(row | {"over predicted, in slots": off})
     print_spread(rows)
     if not quick:
         plot(rows)
-    return {"rows": rows}
+    return [
+        {key: value for key, value in row.items() if key != "by_rank"}
+        | {key: [each[key] for each in row["by_rank"]] for key in ("residuals", "predicted", "host")}
+        for row in rows
+    ]
 
 
 def print_spread(rows: list[dict[str, Any]]) -> None:

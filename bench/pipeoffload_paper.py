@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from machine import print_table
+
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost
@@ -245,22 +247,13 @@ def ratios() -> list[dict[str, float]]:
     ]
 
 
-def paper(quick: bool) -> dict[str, Any]:
+def paper(quick: bool) -> list[dict[str, Any]]:
     asked = [*PUBLISHED, ("66.6B", "16k"), ("83.8B", "8k")]
-    found: dict[str, Any] = {"k": ratios()}
+    print_table(ratios(), "k of the paper's models")
+    rows = []
     for label, machine in MACHINES.items():
         wanted = asked[:1] if quick else asked if label == next(iter(MACHINES)) else asked[-2:]
-        rows = [row for name, length in wanted for row in cells(name, length, machine)]
-        found[label] = {"rows": rows, "against_tensor": [] if quick else against_tensor(machine)}
-        print(label)
-        for row in rows:
-            print(
-                f"  {row['model']} {row['context']:>3} {row['schedule']:<17} MFU {row['mfu']:5.1f} "
-                f"({row['paper_mfu'] or '-'})  GiB {row['gib']:5.1f} ({row['paper_gb'] or '-'})",
-                flush=True,
-            )
-        for row in found[label]["against_tensor"]:
-            print(
-                f"  {row['model']} {row['context']}: po_f {row['gain_percent']:+.1f} % over tensor parallel"
-            )
-    return found
+        rows += [{"machine": label} | row for name, length in wanted for row in cells(name, length, machine)]
+        if not quick:
+            print_table(against_tensor(machine), f"{label}: gain over tensor parallel pipelines")
+    return rows

@@ -1,25 +1,22 @@
 """`pipeoffload` beside `dawnpiper` under a grid of caps, as simulated; lowest caps; k of a captured GPT.
 
 Transformers of width 2048 and context 1024 (`layered.py`), 8 micro-batches of 16 rows, by roofline, with
-AdamW: 2 layers on 2 devices, and 8 layers on 4; "cpu" is this machine's, with its disk to offload to. Caps
-are shares of what a rank of `1f1b` holds where there is none. Rows are kept as they come, each with the
-version of the code that it was measured with; those that are there already are not made again, whatever
-their version, unless it is a quick run: to measure one again, delete it from the results.
+AdamW; "cpu" is this machine's, with its disk to offload to. Caps are shares of what a rank of `1f1b` holds
+where there is none.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from layered import layered
-from machine import commit, keep, load
 from torch import Tensor
 
 from pipeloom import Job
@@ -38,19 +35,52 @@ from pipeloom.profiler.roofline import roofline
 from pipeloom.train.model import GPT
 
 WIDTH, CONTEXT, ROWS, MICROBATCHES = 2048, 1024, 16, 8
-CASES = (("a100-40", 2, 2), ("h200", 2, 2), ("cpu", 2, 2), ("a100-40", 4, 8))
-"""Devices, their number, layers."""
+VOCABULARY, SMALL_VOCABULARY = 32_000, 256
+"""With the small one no logits bind."""
 
-SHARES = (1.0, 0.5, 0.35, 0.7, 0.4, 0.3, 0.85, 0.25)
-OFFLOAD_ONLY = ("a100-40", 2, 4)
-"""The same where residuals may be offloaded and nothing is made again, for a vocabulary of 256 instead of
-32000, so that no logits bind."""
+OFFLOAD: tuple[Treatment, ...] = ("offload",)
+"""Nothing is made again, as `--treatments offload` has it."""
 
-OFFLOAD_ONLY_SHARES = (0.85, 0.75, 0.65, 0.58, 0.5)
-VOCABULARY = 32_000
 
-MOST_S = 400.0
+class CapCase(NamedTuple):
+    """allowed: what may be done with residuals; None for everything.  share: of the largest cap."""
+
+    device: str
+    ranks: int
+    layers: int
+    vocabulary: int
+    allowed: tuple[Treatment, ...] | None
+    share: float
+
+
+PLANNER = [
+    CapCase(device, ranks, layers, VOCABULARY, None, share)
+    for share in (1.0, 0.5, 0.35, 0.7, 0.4, 0.3, 0.85, 0.25)
+    for device, ranks, layers in (("a100-40", 2, 2), ("h200", 2, 2), ("cpu", 2, 2), ("a100-40", 4, 8))
+]
+OFFLOAD_ONLY = [
+    CapCase("a100-40", 2, 4, SMALL_VOCABULARY, OFFLOAD, share) for share in (0.85, 0.75, 0.65, 0.58, 0.5)
+]
+GRID_RANKS, GRID_LAYERS = 2, 2
+GRID_CAPS: tuple[tuple[tuple[Treatment, ...] | None, tuple[float, ...]], ...] = (
+    (None, (1.0, 0.75, 0.5, 0.44)),
+    (OFFLOAD, (0.9, 0.7, 0.6)),
+)
+"""What may be done with residuals, and caps; the last of each are below what `dawnpiper` needs on an A100."""
+
+GRID = [
+    CapCase(device, GRID_RANKS, GRID_LAYERS, SMALL_VOCABULARY, allowed, share)
+    for allowed, shares in GRID_CAPS
+    for share in shares
+    for device in ("a100-40", "h200", "cpu")
+]
+MOST_S = 540.0
 """No cap is begun after so many seconds."""
+
+BISECTED = ("a100-40", "cpu")
+BISECTED_PLANNERS = (("dawnpiper", "1f1b"), ("dawnpiper", "gis_h"), ("pipeoffload", "1f1b"))
+LEAST, CLOSE = 0.3, 0.02
+"""Share of the largest cap from which on the lowest is sought, none having a plan below, and how closely."""
 
 
 def gpt(layers: int, width: int, heads: int, context: int) -> Job:
@@ -103,70 +133,15 @@ def planned(
         return None
 
 
-def planner(quick: bool) -> dict[str, Any]:
-    asked = [(*case, share) for share, case in product(SHARES, CASES)]
-    code = commit()
-    before = {} if quick else load("pipeoffload").get("planner", {})
-    rows: list[dict[str, Any]] = before.get("rows", [])
-    done = {(row["device"], row["ranks"], row["layers"], row["share"]) for row in rows}
-    first = time.perf_counter()
-    for device, ranks, layers, share in asked[:1] if quick else asked:
-        if (device, ranks, layers, share) in done:
-            continue
-        if time.perf_counter() - first > MOST_S:
-            break
-        row: dict[str, Any] = {"device": device, "ranks": ranks, "layers": layers, "share": share}
-        row |= {"code": code} | beside(cluster_of(device, ranks), layers, share)
-        rows.append(row)
-        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
-        if not quick:
-            keep("pipeoffload", "planner", summary(rows, len(asked)))
-    found = summary(rows, len(asked))
-    print(
-        f"planner: slower than dawnpiper at {found['slower']} of {len(rows)} caps, alone fits at "
-        f"{found['alone_fits']}"
-    )
-    return found
-
-
-def offload_only(quick: bool) -> dict[str, Any]:
-    """The planners at caps of `OFFLOAD_ONLY`."""
-    device, ranks, layers = OFFLOAD_ONLY
+def under_caps(cases: Sequence[CapCase]) -> list[dict[str, Any]]:
+    """The steps of `pipeoffload` and of `dawnpiper` in seconds, and how long they were sought, as far as
+    there is time; prints where it is slower, and where it alone has a plan."""
     rows = []
-    for share in OFFLOAD_ONLY_SHARES[-1:] if quick else OFFLOAD_ONLY_SHARES:
-        found = beside(cluster_of(device, ranks), layers, share, ("offload",), vocabulary=256)
-        rows.append({"device": device, "ranks": ranks, "layers": layers, "share": share} | found)
-        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
-        if not quick:
-            keep("pipeoffload", "offload_only", summary(rows, len(OFFLOAD_ONLY_SHARES)))
-    return summary(rows, len(OFFLOAD_ONLY_SHARES))
-
-
-def beside(
-    cluster: Cluster,
-    layers: int,
-    share: float,
-    treatments: tuple[Treatment, ...] | None = None,
-    *,
-    vocabulary: int = VOCABULARY,
-) -> dict[str, Any]:
-    """A cap: the steps of `pipeoffload` and of `dawnpiper`, in seconds, and how long they were sought."""
-    graph = layered(layers, hidden=WIDTH, length=CONTEXT, rows=ROWS, vocabulary=vocabulary)
-    free = planned(graph, cluster, "exact", "1f1b", None)
-    assert free is not None
-    cap = share * max(free.peaks)
     begin = time.perf_counter()
-    ours = planned(graph, cluster, "pipeoffload", "1f1b", cap, treatments)
-    row: dict[str, Any] = {"cap": int(cap), "search_s": time.perf_counter() - begin}
-    row |= {"pipeoffload": ours and ours.predicted_step_s, "schedule": ours and ours.schedule}
-    begin = time.perf_counter()
-    for schedule in ("1f1b", "gis_h"):
-        other = planned(graph, cluster, "dawnpiper", schedule, cap, treatments)
-        row[schedule] = other and other.predicted_step_s
-    return row | {"dawnpiper_s": time.perf_counter() - begin}
-
-
-def summary(rows: list[dict[str, Any]], asked: int) -> dict[str, Any]:
+    for case in cases:
+        if time.perf_counter() - begin > MOST_S:
+            break
+        rows.append(case._asdict() | beside(case))
     slower = [
         row
         for row in rows
@@ -174,15 +149,43 @@ def summary(rows: list[dict[str, Any]], asked: int) -> dict[str, Any]:
         if row[name] and (not row["pipeoffload"] or row["pipeoffload"] > row[name] * (1 + 1e-9))
     ]
     only = [row for row in rows if row["pipeoffload"] and not row["1f1b"] and not row["gis_h"]]
-    counts = {"slower": len(slower), "alone_fits": len(only), "left_out": asked - len(rows)}
-    return {"rows": rows, **counts}
+    print(
+        f"slower than dawnpiper at {len(slower)} of {len(rows)} caps, alone fits at {len(only)}; "
+        f"{len(cases) - len(rows)} caps left out"
+    )
+    return rows
 
 
-def shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def beside(case: CapCase) -> dict[str, Any]:
+    cluster = cluster_of(case.device, case.ranks)
+    graph = layered(case.layers, hidden=WIDTH, length=CONTEXT, rows=ROWS, vocabulary=case.vocabulary)
+    free = planned(graph, cluster, "exact", "1f1b", None)
+    assert free is not None
+    cap = case.share * max(free.peaks)
+    begin = time.perf_counter()
+    ours = planned(graph, cluster, "pipeoffload", "1f1b", cap, case.allowed)
+    row: dict[str, Any] = {"cap": int(cap), "search_s": time.perf_counter() - begin}
+    row |= {"pipeoffload": ours and ours.predicted_step_s, "schedule": ours and ours.schedule}
+    begin = time.perf_counter()
+    for schedule in ("1f1b", "gis_h"):
+        other = planned(graph, cluster, "dawnpiper", schedule, cap, case.allowed)
+        row[schedule] = other and other.predicted_step_s
+    return row | {"dawnpiper_s": time.perf_counter() - begin}
 
 
-def ratio(quick: bool) -> dict[str, Any]:
+def planner(quick: bool) -> list[dict[str, Any]]:
+    return under_caps(PLANNER[:1] if quick else PLANNER)
+
+
+def offload_only(quick: bool) -> list[dict[str, Any]]:
+    return under_caps(OFFLOAD_ONLY[-1:] if quick else OFFLOAD_ONLY)
+
+
+def grid(quick: bool) -> list[dict[str, Any]]:
+    return under_caps(GRID[-1:] if quick else GRID)
+
+
+def ratio(quick: bool) -> list[dict[str, Any]]:
     """k of captured GPTs by roofline, in the middle of a pipeline, beside the formula."""
     rows = []
     for width, context in (
@@ -201,8 +204,7 @@ def ratio(quick: bool) -> dict[str, Any]:
             )
             row = {"device": device, "hidden": width, "context": context, "k": load.ratio, "formula": formula}
             rows.append(row | {"utilisation": load.utilisation, "offloadable": load.offloadable})
-            print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
-    return {"rows": rows}
+    return rows
 
 
 def planned_alone(graph: OpGraph, cluster: Cluster) -> Plan:
@@ -220,57 +222,9 @@ def planned_alone(graph: OpGraph, cluster: Cluster) -> Plan:
     )
 
 
-# --- the grid, in at most ten minutes, and the lowest caps ----------------------------------------
-# 2 layers and a vocabulary of 256, so that no logits bind, on 2 devices. All that may be done with residuals
-# is allowed, or, as `--treatments offload` has it, nothing is made again.
-
-DEVICES = ("a100-40", "h200", "cpu")
-GRID_RANKS, GRID_LAYERS, GRID_VOCABULARY = 2, 2, 256
-OFFLOAD: tuple[Treatment, ...] = ("offload",)
-GRID_CAPS: tuple[tuple[tuple[Treatment, ...] | None, tuple[float, ...]], ...] = (
-    (None, (1.0, 0.75, 0.5, 0.44)),
-    (OFFLOAD, (0.9, 0.7, 0.6)),
-)
-"""What may be done with residuals, and caps; the last of each are below what `dawnpiper` needs on an A100."""
-
-GRID_MOST_S = 540.0
-"""No cap is begun after so many seconds."""
-
-BISECTED = ("a100-40", "cpu")
-BISECTED_PLANNERS = (("dawnpiper", "1f1b"), ("dawnpiper", "gis_h"), ("pipeoffload", "1f1b"))
-LEAST, CLOSE = 0.3, 0.02
-"""Share of the largest cap from which on the lowest is sought, none having a plan below, and how closely."""
-
-
-def grid(quick: bool) -> dict[str, Any]:
-    """Never slower, and where it alone has a plan."""
-    asked = [
-        (device, allowed, share) for allowed, shares in GRID_CAPS for share in shares for device in DEVICES
-    ]
-    rows: list[dict[str, Any]] = []
-    begin = time.perf_counter()
-    for device, allowed, share in asked[-1:] if quick else asked:
-        if time.perf_counter() - begin > GRID_MOST_S:
-            break
-        row: dict[str, Any] = {"device": device, "allowed": allowed, "share": share}
-        rows.append(
-            row
-            | beside(cluster_of(device, GRID_RANKS), GRID_LAYERS, share, allowed, vocabulary=GRID_VOCABULARY)
-        )
-        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
-        if not quick:
-            keep("pipeoffload", "grid", summary(rows, len(asked)))
-    found = summary(rows, len(asked))
-    print(
-        f"grid: slower than dawnpiper at {found['slower']} of {len(rows)} caps, alone fits at "
-        f"{found['alone_fits']}"
-    )
-    return found
-
-
-def lowest(quick: bool) -> dict[str, Any]:
+def lowest(quick: bool) -> list[dict[str, Any]]:
     """The lowest cap of each planner, for both that may be done with residuals."""
-    graph = layered(GRID_LAYERS, hidden=WIDTH, length=CONTEXT, rows=ROWS, vocabulary=GRID_VOCABULARY)
+    graph = layered(GRID_LAYERS, hidden=WIDTH, length=CONTEXT, rows=ROWS, vocabulary=SMALL_VOCABULARY)
     rows = []
     for device in BISECTED[:1] if quick else BISECTED:
         cluster = cluster_of(device, GRID_RANKS)
@@ -287,9 +241,4 @@ def lowest(quick: bool) -> dict[str, Any]:
                     name = name if plan is None else plan.schedule
                 row = {"device": device, "allowed": allowed, "planner": f"{planner}, {schedule}"}
                 rows.append(row | {"share": high, "bytes": int(high * whole), "schedule": name})
-                print(
-                    "  " + ", ".join(f"{key} {shown(value)}" for key, value in rows[-1].items()), flush=True
-                )
-                if not quick:
-                    keep("pipeoffload", "lowest", {"rows": rows, "within": CLOSE})
-    return {"rows": rows, "within": CLOSE}
+    return rows

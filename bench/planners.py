@@ -1,4 +1,4 @@
-"""Planners against the exact one, and how long they search. Writes bench/results/planners.json.
+"""Planners against the exact one, and how long they search. Prints JSON per part.
 
     python bench/planners.py                 everything, in processes of their own
     python bench/planners.py --only graphs   one part: chains, graphs, growth, llama
@@ -15,8 +15,7 @@ growth  processor seconds over 100 to 10,000 ops on 8 devices, under a cap where
 llama   a 70B-parameter Llama on 64 devices, captured on fake tensors, at op granularity; and again where no
         kernel has been compiled yet. 3 minutes.
 
-Minutes are of one core. A part is measured in pieces; one that was cut short goes on behind the last piece
-that is done, unless the planners have changed since.
+Minutes are of one core. A part is measured in pieces, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ sys.path.append(str(ROOT.parent / "tests" / "support"))
 
 import chains  # noqa: E402
 from layered import layered  # noqa: E402
-from machine import code_of, describe_machine  # noqa: E402
+from machine import print_stamp  # noqa: E402
 from random_stages import random_model  # noqa: E402
 
 from pipeloom.clusters.names import find_cluster  # noqa: E402
@@ -335,40 +334,22 @@ def apart(piece: Sequence[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def version() -> str:
-    """Of this file and of what searches."""
-    return code_of(("planner", "clusters"), [Path(__file__)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=tuple(PIECES))
     parser.add_argument("--one", nargs="+", help="measure one piece in this process and print JSON")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "planners.json")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measured(*options.one)))
         return 0
-    target = options.results
-    results = json.loads(target.read_text()) if target.exists() else {}
+    print_stamp()
     for part in [options.only] if options.only else PIECES:
-        machine = describe_machine()
-        begun = results.setdefault("begun", {}).get(part, {})
-        if begun.get("version") != version():
-            begun = {"version": version(), "pieces": []}
-        results["begun"][part] = begun
-        for piece in PIECES[part][len(begun["pieces"]) :]:
+        pieces = []
+        for piece in PIECES[part]:
             begin = time.perf_counter()
-            begun["pieces"].append(apart(piece))
+            pieces.append(apart(piece))
             print(*piece, f"{time.perf_counter() - begin:.0f} s", flush=True)
-            target.write_text(json.dumps(results, indent=1) + "\n")
-        results[part] = SUMMARIES[part](begun["pieces"])
-        results.setdefault("machines", {})[part] = machine
-        del results["begun"][part]
-        if not results["begun"]:
-            del results["begun"]
-        target.write_text(json.dumps(results, indent=1) + "\n")
-        print(json.dumps(results[part]), flush=True)
+        print(json.dumps(SUMMARIES[part](pieces)), flush=True)
     return 0
 
 

@@ -1,13 +1,11 @@
 """Families of the library beside the orders of a public zero-bubble scheduler, timed here again.
 
-    python bench/public_orders.py CLONE [--ranks 4 8 16] [--only po:v=4] [--minutes 7] [--again]
+    python bench/public_orders.py CLONE [--ranks 4 8 16] [--only po:v=4] [--minutes 7]
 
 CLONE: a checkout of github.com/sail-sg/zero-bubble-pipeline-parallelism (figures: commit 3fd87fd), of which
 only the modules that make orders are loaded. Cases: its eight schedules x ranks x 2 and 4 micro-batches per
 rank x the seven time profiles of tests/schedules/test_long_messages.py. Both orders are timed by our
-simulator. A case is lost where the public order is shorter and holds no more than ours. Results are written
-after every case, each with the code that it was measured with; what is there with the code as it is is not
-measured again without --again.
+simulator. A case is lost where the public order is shorter and holds no more than ours.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from machine import commit, load, save
+from machine import print_stamp, print_table
 
 from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, simulate_file, simulate_schedule
 
@@ -161,32 +159,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--only", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--minutes", type=float, default=7.0, help="after which no further case is begun")
-    parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
     public, ends = Public(args.clone), time.monotonic() + 60 * args.minutes
-    code = commit()
-    kept: list[dict[str, Any]] = load("public_orders").get("cases", [])
-    keys = ("schedule", "ranks", "microbatches", "times")
-    known = {str([case[key] for key in keys]): case for case in kept}
-    count = 0
+    print_stamp()
+    cases = []
     for ranks, factor, times, name in product(args.ranks, (2, 4), PROFILES, args.only):
-        asked = str([name, ranks, factor * ranks, list(times)])
         if time.monotonic() > ends:
             break
-        if asked not in known or known[asked]["code"] != code or args.again:
-            known[asked] = measure(public, name, ranks, factor * ranks, times) | {"code": code}
-            save("public_orders", {"cases": list(known.values())})
-        count += 1
-        case = known[asked]
-        if lost(case):
-            print(
-                f"{name} on {ranks} ranks, {case['microbatches']} micro-batches, {times}: "
-                f"{case['step']:.6g} at {case['peak']:g}, public {case['public_step']:.6g} at "
-                f"{case['public_peak']:g}",
-                flush=True,
-            )
-    cases = list(known.values())
-    print(f"{count} cases seen, {len(cases)} known, {sum(map(lost, cases))} of them lost")
+        cases.append(measure(public, name, ranks, factor * ranks, times))
+    print_table([case for case in cases if lost(case)], "Cases in which ours is longer")
+    print(f"{len(cases)} cases, {sum(map(lost, cases))} of them lost")
 
 
 if __name__ == "__main__":

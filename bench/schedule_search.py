@@ -1,16 +1,14 @@
 """Schedule search on the shapes that Tessel (HPCA 2024) searches, beside what its public code finds.
 
-    python bench/schedule_search.py [--ranks 4 8] [--microbatches 16 64] [--split] [--again]
-    python bench/schedule_search.py --chains [--ranks 4 8 16 32] [--again]
+    python bench/schedule_search.py [--ranks 4 8] [--microbatches 16 64] [--split]
+    python bench/schedule_search.py --chains [--ranks 4 8 16 32]
     python bench/schedule_search.py --growing 200 [--minutes 7]
 
 F = 1, B = 3, one unit of memory a micro-batch, no transfers: tests/support/search_shapes.py. Tessel's figures
 are of its public code (zhiqi-0/Tessel, commit 44f72c3), its orders timed again so that every block begins as
 early as it can; on 8 ranks it did not end within 150 s. What counts as our seconds is the search alone, of
 one process of one thread, its compiled code loaded before. Every result is proved by the checks and timed by
-the simulator. The file of results is written after every case; a case that is in it is not measured again
-without `--again`.
-
+the simulator.
 With --chains: chains with split backwards, stages of three kinds of times, 4 micro-batches per rank, beside
 the schedules of the library that are made for them, at the memory that these take.
 
@@ -24,14 +22,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from machine import commit, load, save
+from machine import print_stamp, print_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from random_problems import random_chain
@@ -149,71 +145,29 @@ def measure_growing(seed: int) -> dict[str, Any]:
     }
 
 
-def chain_line(case: dict[str, Any]) -> str:
-    return (
-        f"{case['ranks']:5} {case['schedule']:8} {case['times']:13} {case['cap']:6.4g} "
-        f"{100 * case['library_bubble']:8.2f} % {100 * case['bubble']:8.2f} % {case['seconds']:8.2f} "
-        f"{case['cpu_seconds']:8.2f}  {case['engine']}"
+def print_shapes(ranks: list[int], counts: list[int], *, split: bool) -> None:
+    print_table(
+        [
+            measure(count, shape, cap, m, split=split)
+            for count, shape, cap in TESSEL
+            for m in counts
+            if count in ranks
+        ]
     )
 
 
-def line(case: dict[str, Any]) -> str:
-    tessel = "-" if case["tessel"] is None else f"{case['tessel']:g}"
-    name = f"{case['shape']}{' split' if case['split'] else ''}"
-    gap = 100 * (case["step"] / case["bound"] - 1)
-    return (
-        f"{case['ranks']:5} {name:9} {case['cap']:4} {case['microbatches']:4} {case['step']:8.6g} "
-        f"{case['bound']:8.6g} {gap:6.1f} % {tessel:>7} {case['seconds']:8.2f} {case['cpu_seconds']:8.2f}  "
-        f"{case['engine']}"
-    )
+def print_chains(ranks: list[int]) -> None:
+    print_table([measure_chain(p, schedule, times) for p in ranks for schedule in CHAINS for times in TIMES])
 
 
-class Results:
-    """A file of results: cases by what they are of, each with the code that it was measured with."""
-
-    def __init__(self, name: str, *, again: bool) -> None:
-        self.name, self.again, self.code = name, again, commit()
-        self.kept = load(name)
-
-    def case(self, table: str, key: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What is known of a case, or what is measured now, which is written at once."""
-        cases: list[dict[str, Any]] = self.kept.setdefault(table, [])
-        same = [case for case in cases if all(case[name] == value for name, value in key.items())]
-        if same and same[0]["code"] == self.code and not self.again:
-            return same[0]
-        case = measured() | {"code": self.code}
-        self.kept[table] = [old for old in cases if old not in same] + [case]
-        save(self.name, self.kept)
-        return case
-
-
-def print_shapes(results: Results, ranks: list[int], counts: list[int], *, split: bool) -> None:
-    print("ranks shape      cap    m     step    bound      gap  tessel  seconds      cpu  engine")
-    for count, shape, cap in TESSEL:
-        for m in counts if count in ranks else ():
-            key = {"ranks": count, "shape": shape, "cap": cap, "microbatches": m, "split": split}
-            measured = partial(measure, count, shape, cap, m, split=split)
-            print(line(results.case("cases", key, measured)), flush=True)
-
-
-def print_chains(results: Results, ranks: list[int]) -> None:
-    print("ranks schedule times            cap    library     search  seconds      cpu  engine")
-    for count in ranks:
-        for schedule in CHAINS:
-            for times in TIMES:
-                key = {"ranks": count, "schedule": schedule, "times": times}
-                measured = partial(measure_chain, count, schedule, times)
-                print(chain_line(results.case("chains", key, measured)), flush=True)
-
-
-def print_growing(results: Results, count: int, minutes: float) -> None:
+def print_growing(count: int, minutes: float) -> None:
     """As many chains as there is time for, and what is wrong with any."""
     ends = time.monotonic() + 60 * minutes
     done, pairs, behind, longer = 0, 0, 0, []
     for seed in range(count):
         if time.monotonic() > ends:
             break
-        case = results.case("growing", {"seed": seed}, partial(measure_growing, seed))
+        case = measure_growing(seed)
         steps = [one["step"] for one in case["cases"]]
         done, pairs = done + 1, pairs + len(steps) - 1
         behind += sum(one["step"] > one["library"] * (1 + 1e-9) for one in case["cases"])
@@ -235,17 +189,15 @@ def main() -> None:
     parser.add_argument("--chains", action="store_true", help="chains beside schedules of the library")
     parser.add_argument("--growing", type=int, default=0, help="random chains, each with growing limits")
     parser.add_argument("--minutes", type=float, default=7.0, help="after which no further one is begun")
-    parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
-    name = "schedule_search_growing" if args.growing else "schedule_search"
-    results = Results(name, again=args.again)
+    print_stamp()
     search_orders(problem("M", 2, 4, 3, split=True))  # loads the compiled code
     if args.growing:
-        print_growing(results, args.growing, args.minutes)
+        print_growing(args.growing, args.minutes)
     elif args.chains:
-        print_chains(results, args.ranks or [4, 8, 16, 32])
+        print_chains(args.ranks or [4, 8, 16, 32])
     else:
-        print_shapes(results, args.ranks or [4, 8], args.microbatches, split=args.split)
+        print_shapes(args.ranks or [4, 8], args.microbatches, split=args.split)
 
 
 if __name__ == "__main__":

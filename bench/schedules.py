@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed.pipelining.schedules as theirs
-from machine import save
+from machine import print_stamp, print_table
 from zbpp_light.auto_schedule import auto_schedule
 
 from pipeloom.ir.action import Action, Kind
@@ -158,14 +158,8 @@ def main() -> None:
         for own in ALONE:
             shape = shape_of(own, ranks, m, args)
             lines.append(measure(f"pipeloom {own}", ours(own, shape, args), args, shape))
-    for line in lines:
-        print(
-            f"{line['who']:<35} p={line['ranks']:<3} m={line['microbatches']:<4} "
-            f"generate {line['generate_s']:7.3f} s (CPU {line['generate_cpu_s']:.3f} s), "
-            f"lower {line['check_and_lower_s']:6.3f} s, simulate {line['simulate_s']:.3f} s; "
-            f"makespan {line['makespan']:8.2f}, peak {line['peak']:5.2f}"
-        )
-    save("schedules", {"times": args.times, "lines": lines})
+    print_stamp()
+    print_table(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long planners of whole graphs search, in one process. Writes bench/results/search.json.
+"""How long planners of whole graphs search, in one process; prints a table.
 
     python bench/search.py                     MMT on 8 to 32 devices, CANDLE-Uno on 8: 1 minute
     python bench/search.py --graphs FILE ...   graphs in Piper's JSON format instead, on --devices 4 8; with
@@ -15,7 +15,6 @@ devices to one stage and recomputes; here all have the same freedom, and a file'
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ from typing import Any
 
 import branching
 import numpy as np
-from machine import load, save
+from machine import print_stamp, print_table
 
 from pipeloom import planning
 from pipeloom.clusters.names import find_cluster
@@ -92,7 +91,7 @@ FINDERS = {
 }
 
 
-def compare(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> dict[str, Any]:
+def compare(graph: OpGraph, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """Of each planner processor seconds, seconds of the slowest stage and devices, or why it refuses."""
     found: dict[str, Any] = {}
     for planner, find in FINDERS.items():
@@ -110,24 +109,25 @@ def compare(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> di
     for planner in ("pipedream-graph", "piper"):
         if mine and "seconds" in found[planner]:
             found[f"{planner} over graphpipe"] = found[planner]["seconds"] / mine
-    print(f"{name} on {len(cluster.devices)}:", json.dumps(found), flush=True)
     return found
 
 
-def compare_models(results: dict[str, Any]) -> None:
+def compare_models() -> dict[str, Any]:
     """MMT and CANDLE-Uno on V100s."""
+    results = {}
     for name, rows in ROWS.items():
         graph = planning.capture(branching.PUBLISHED[name](), rows).graph
         profile = roofline(graph, find_cluster("v100-32").devices[0])
         for devices in DEVICES[name]:
             cluster = find_cluster(f"{devices} x v100-32")
-            results[f"{name} {devices}"] = compare(name, graph, profile, cluster)
+            results[f"{name} {devices}"] = compare(graph, profile, cluster)
+    return results
 
 
 def compare_file(path: Path, devices: Iterable[int], seconds_per_unit: float = 1.0) -> dict[str, Any]:
     """A graph in Piper's format on so many of its devices. Raises: PlanError if it cannot be read."""
     read = read_piper_graph(path, seconds_per_unit=seconds_per_unit)
-    return {f"{path.stem} {count}": compare(path.stem, *read.as_model(count)) for count in devices}
+    return {f"{path.stem} {count}": compare(*read.as_model(count)) for count in devices}
 
 
 def main() -> int:
@@ -136,12 +136,11 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=(4, 8), help="for these graphs")
     parser.add_argument("--milliseconds", action="store_true", help="their times are in milliseconds")
     options = parser.parse_args()
-    results = load("search")
-    if not options.graphs:
-        compare_models(results)
+    print_stamp()
+    results = {} if options.graphs else compare_models()
     for path in options.graphs:
         results |= compare_file(path, options.devices, 1e-3 if options.milliseconds else 1.0)
-    save("search", results)
+    print_table([{"graph": name, **row} for name, row in results.items()])
     return 0
 
 

@@ -1,6 +1,6 @@
 """Shapes of GPT 1.3B, 2.2B and 3.8B on 8 and 64 V100 of 16 GB, beside PipeDream-2BW (arXiv 2006.09503).
 
-    python bench/shapes.py        writes bench/results/shapes.json; 2 minutes of one core
+    python bench/shapes.py        2 minutes of one core
 
 Machines are like p3.16xlarge: eight V100 joined by NVLink, and one network port of 25 Gb/s. For each model,
 number of devices and batch: the best shape (width, depth, rows per micro-batch, recomputation) in closed
@@ -18,7 +18,6 @@ the head. For `pipeloom plan bench/shapes.py:gpt_2_2b` as well.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from math import log
 from typing import Any
 
 import torch
-from machine import save
+from machine import print_stamp, print_table
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -320,22 +319,21 @@ def gains(found: Mapping[str, Any], kind: str) -> dict[str, float | None]:
     }
 
 
-def measure() -> dict[str, Any]:
+def measure() -> None:
     graphs: dict[str, dict[int, OpGraph]] = {}
-    models = {}
+    models = []
     for name, shape in SHAPES.items():
         begin = time.process_time()
         graphs[name] = {size: with_state(capture(job(shape, name), size).graph) for size in SIZES}
         graph = graphs[name][SIZES[0]]
-        models[name] = {
-            "parameters": sum(p.bytes for p in graph.parameters) // 2,
-            "ops": len(graph.ops),
-            "capture_cpu_s": round(time.process_time() - begin, 1),
-        }
-        print(name, models[name], flush=True)
+        row: dict[str, Any] = {"model": name, "parameters": sum(p.bytes for p in graph.parameters) // 2}
+        models.append(row | {"ops": len(graph.ops), "capture_cpu_s": round(time.process_time() - begin, 1)})
+    print_table(models, "Models")
     kernel_s, curve = fitted_kernel_s(graphs["1.3B"])
     print(f"time per kernel {kernel_s * 1e6:.0f} us: {curve}", flush=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    compared: list[dict[str, Any]] = []
+    longest = 0.0
     for setting, seconds in (("built-in", None), ("fitted", kernel_s)):
         for devices, batches in BATCHES.items():
             cluster = machines(devices, seconds)
@@ -345,38 +343,25 @@ def measure() -> dict[str, Any]:
                 costs_s = time.process_time() - begin
                 for batch in batches:
                     found = weigh(costs, cluster, batch, DEPTHS.get(name))
-                    row: dict[str, Any] = {
-                        "device": setting,
-                        "model": name,
-                        "devices": devices,
-                        "batch": batch,
-                    }
-                    row["costs_cpu_s"] = round(costs_s, 3)
-                    paper = PAPER.get((name, devices, batch))
-                    row["paper"] = dict(zip(METHODS, paper, strict=True)) if paper else None
-                    row["gains"] = {kind: gains(found, kind) for kind in KINDS}
-                    if setting == "fitted":
-                        for method in METHODS[1:]:
-                            if (best := found[method]["best"]) is not None:
-                                best["simulated"] = simulated(graphs[name], cluster, batch, method, best)
-                    rows.append({**row, "methods": found})
-                    print(json.dumps(rows[-1]), flush=True)
-    return {
-        "cpu_s": round(time.process_time(), 1),
-        "models": models,
-        "fit": {"kernel_s": kernel_s, "curve": curve, "paper": CURVE},
-        "longest_after_capture_cpu_s": max(
-            round(row["costs_cpu_s"] + one["search_cpu_s"], 3)
-            for row in rows
-            for one in row["methods"].values()
-        ),
-        "rows": rows,
-    }
+                    case = {"device": setting, "model": name, "devices": devices, "batch": batch}
+                    longest = max(longest, *(costs_s + one["search_cpu_s"] for one in found.values()))
+                    paper = PAPER.get((name, devices, batch), (None,) * len(METHODS))
+                    compared += [{**case, "of": kind, **gains(found, kind)} for kind in KINDS]
+                    for method, theirs in zip(METHODS, paper, strict=True):
+                        best = found[method]["best"]
+                        if setting == "fitted" and method != METHODS[0] and best is not None:
+                            best["simulated"] = simulated(graphs[name], cluster, batch, method, best)
+                        shapes = {kind: found[method][kind] for kind in KINDS}
+                        rows.append({**case, "method": method, "paper, rows per s": theirs, **shapes})
+    print_table(rows, "Shapes")
+    print_table(compared, "Gains")
+    print(f"longest search after capture: {longest:.3f} s of processor time", flush=True)
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    save("shapes", measure())
+    print_stamp()
+    measure()
     return 0
 
 

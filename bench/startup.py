@@ -7,8 +7,7 @@ with plain PyTorch and the contention of ranks is measured, then again as everyb
 `pipeloom bench --steps 1 --warmup 0`, which is to run one step. Every process notes when it enters and leaves
 some functions: seconds by the clock, and of the processor by that process. What is within another phase is
 counted there, too. The model is Hugging Face's GPT-2 with 124M parameters and random weights, 8 micro-batches
-of 2 rows of 128 tokens. It wants two quiet cores: the load is in the table. Results:
-bench/results/startup.json.
+of 2 rows of 128 tokens. It wants two quiet cores: the load is in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import load, save
+from machine import print_stamp, print_table
 
 LIMIT_S = 20.0
 JOB = """import torch
@@ -184,24 +183,21 @@ def phases(notes: list[dict[str, Any]], start: float) -> list[str]:
 
 
 def main(runs: int, names: list[str]) -> int:
-    """Written after each run."""
     rows: list[dict[str, Any]] = []
-    kept = [row for row in load("startup").get("runs", []) if row["command"] not in names]
+    print_stamp()
     with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as cache:
         for number in range(runs):
             for name in names:
                 with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as folder:
                     row = one_run(name, Path(folder), Path(cache)) | {"first": not number}
+                print("\n".join(row.pop("phases")), flush=True)
                 rows.append(row)
-                print(json.dumps({key: value for key, value in row.items() if key != "phases"}))
-                print("\n".join(row["phases"]), flush=True)
-                every = kept + rows
-                middle = {
-                    name: statistics.median(r["first_step_after_s"] for r in every if r["command"] == name)
-                    for name in COMMANDS
-                    if any(r["command"] == name for r in every)
-                }
-                save("startup", {"shape": SHAPE, "middle_first_step_s": middle, "runs": every})
+    print_table(rows)
+    middle = {
+        name: statistics.median(row["first_step_after_s"] for row in rows if row["command"] == name)
+        for name in names
+    }
+    print_table([middle], "Middle of the runs, seconds to the first step")
     return 0 if max(middle.values()) <= LIMIT_S else 1
 
 

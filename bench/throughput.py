@@ -16,7 +16,6 @@ once" are two of "one process": what the cores of this machine take from each ot
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
-from machine import load, save
+from machine import print_stamp, print_table
 from model import BLOCKS, MICROBATCH, Gpt, batch_of, job
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -291,17 +290,13 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
     }
 
 
-def report(figures: dict[str, object]) -> None:
-    """Print the figures and add them to the results."""
-    print(json.dumps(figures, indent=1))
-    kept = load("throughput").get("runs", [])
-    kept = [run for run in kept if run["microbatches"] != figures["microbatches"]]
-    save("throughput", {"runs": [*kept, figures]})
-
-
 def main(counts: list[int], launches: int, rounds: int) -> None:
-    for microbatches in counts:
-        report(summary(microbatches, [measure(microbatches, rounds, index) for index in range(launches)]))
+    print_stamp()
+    rows = [
+        summary(microbatches, [measure(microbatches, rounds, index) for index in range(launches)])
+        for microbatches in counts
+    ]
+    print_table(rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import gpu_check
 import pytest
 import torch
-from gpu_stage import SIZES, TOLERANCE, Setup
+from gpu_check import SIZES, TOLERANCE, Setup
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link

@@ -195,14 +195,11 @@ def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
             read_piper_graph(tmp_path / name)
 
 
-def test_the_bench_compares_planners_on_a_graph_of_pipers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bench_compares_planners_on_a_graph_of_pipers(tmp_path: Path) -> None:
     """All find two nodes of five on the busiest of three devices; what does not fit is refused alike."""
     found = bench_search.compare_file(file_of(tmp_path), [3])["graph 3"]
     for planner in ("graphpipe", "pipedream-graph", "piper"):
         assert found[planner]["bottleneck_s"] == pytest.approx(0.6) and found[planner]["devices"] == 3
         assert found[planner]["seconds"] > 0
-    assert '"graphpipe": {"seconds": ' in capsys.readouterr().out
     small = bench_search.compare_file(file_of(tmp_path, maxMemoryPerDevice=100), [3])["graph 3"]
     assert small["graphpipe"] == small["piper"] == {"refused": "no cut fits"}
