@@ -13,8 +13,15 @@ from pipeloom import plan_request, planning, shapes
 from pipeloom.cli import main
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.planner.block_costs import Affine, BlockCosts, PieceCost, block_costs
-from pipeloom.planner.shape_search import PipelineShape, memory, throughput
+from pipeloom.planner.shape_search import (
+    Affine,
+    BlockCosts,
+    PieceCost,
+    PipelineShape,
+    block_costs,
+    memory,
+    throughput,
+)
 from pipeloom.tracer import job_loader
 
 JOB = """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeloom import Job, plan, plan_advice, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner.stage_cost.readers import Readers
+from pipeloom.planner.stage_cost.tensors import Readers
 
 HOW = {"microbatch_size": 2, "microbatches": 4, "planner": "balanced"}
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from ..ir.cluster import Cluster
     from ..ir.plan import Plan
-    from ..planner.plan_table import PlannedStage
+    from ..planner.plan_table import Change, PlannedStage
     from ..planner.shape_search import RankedShape
-    from ..planner.what_if import Change
     from ..settings import PlanSettings
     from ..viewer.tables import Table
 
@@ -167,7 +166,7 @@ class PlannedStep:
 
     def told(self, plan: Plan) -> Plan:
         """The plan with this step, and with those beside it that its notes tell."""
-        from ..planner.beside_1f1b import STEP_BESIDE
+        from ..planner.make_plan import STEP_BESIDE
 
         beside = (*STEPS_OF_BRANCHES, STEP_BESIDE)
         steps = {key: str(self.scale * float(plan.notes[key])) for key in beside if key in plan.notes}
@@ -267,7 +266,7 @@ def _plan(
 
 def _paired(settings: PlanSettings) -> Cluster:
     """The devices of the ranks, first and last ones together on nodes. Raises: ConfigError without nodes."""
-    from ..planner.host_memory import pair_low_with_high
+    from ..planner.refusals import pair_low_with_high
 
     cluster = cluster_of(settings.cluster)
     if cluster is None:
