@@ -20,8 +20,8 @@ from pipeoffload_planner import gpt
 
 from pipeloom import Job, plan_request, planning
 from pipeloom.clusters.names import find_cluster
-from pipeloom.planner.ask_planners import planners_asked
 from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.notes import planners_asked
 from pipeloom.planner.request import PlanOptions
 
 MICROBATCHES = 16

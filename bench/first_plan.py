@@ -29,7 +29,7 @@ def measure(layers: int, devices: int, planner: str) -> dict[str, Any]:
     from pipeloom import capture
     from pipeloom.clusters.names import find_cluster
     from pipeloom.kernel_compilation import kernels_compiled_beside
-    from pipeloom.planner.make_plan import make_plan
+    from pipeloom.planner.planners import make_plan
     from pipeloom.planner.request import PlanOptions
     from pipeloom.profiler.roofline import roofline
 

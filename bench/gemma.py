@@ -21,7 +21,7 @@ from pipeloom import Job, capture
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.schedules import registry
 

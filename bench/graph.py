@@ -53,9 +53,9 @@ from pipeloom.ir.errors import InfeasibleError, PlanError  # noqa: E402
 from pipeloom.ir.plan import Plan  # noqa: E402
 from pipeloom.ir.stages import sequential  # noqa: E402
 from pipeloom.lowering.passes import lower  # noqa: E402
-from pipeloom.planner.make_plan import make_plan  # noqa: E402
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample  # noqa: E402
 from pipeloom.planner.plan_costs import PlanCosts  # noqa: E402
+from pipeloom.planner.planners import make_plan  # noqa: E402
 from pipeloom.planner.request import PlanOptions  # noqa: E402
 from pipeloom.profiler.roofline import roofline  # noqa: E402
 from pipeloom.simulator.simulate import simulate  # noqa: E402

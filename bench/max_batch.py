@@ -52,7 +52,7 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.plan_request import LARGEST_MICROBATCH, PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
-from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
+from pipeloom.planner.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import ModelAt, captured_model, estimate, largest_plan
 from pipeloom.runnable import require_runnable_plan

@@ -45,7 +45,8 @@ from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, OneSchedule, chooses_schedule, planners_of
+from pipeloom.planner.request import PlanOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import zoo  # noqa: E402
@@ -153,8 +154,8 @@ def ranks_of(cell: Cell) -> int:
 
 def is_slow(planner: str) -> bool:
     """Whether a planner plans with many schedules."""
-    asked = (planner, *PLANNERS[planner].asks)
-    return any(PLANNERS[name].chooses_schedule for name in asked)
+    asked = (planner, *planners_of(PlanOptions(planner=planner)))
+    return any(map(chooses_schedule, asked))
 
 
 def by_planners(
@@ -194,9 +195,11 @@ def verdict(planner: str, cell: Cell, found: Mapping[str, Outcome]) -> str:
     few = own.granularity != "op" and not found[planner].refusal.startswith("InfeasibleError")
     if not others or few:
         return f"{own.granularity}s"
-    if own.arrange is not None:
+    search = own.plan.finder.own if isinstance(own.plan, OneSchedule) else None
+    if search is not None and search.chains:
         return "own account"
-    return f"FALSE: {', '.join(others)}" if own.keeps_caps else "memory not looked at"
+    looks = search is None or search.keeps_caps
+    return f"FALSE: {', '.join(others)}" if looks else "memory not looked at"
 
 
 def told(planner: str, cell: Cell, found: Mapping[str, Outcome]) -> str:

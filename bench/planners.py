@@ -47,8 +47,8 @@ from random_stages import random_model  # noqa: E402
 
 from pipeloom.clusters.names import find_cluster  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
+from pipeloom.planner.planners import ByCuts, finder_of  # noqa: E402
 from pipeloom.planner.refusals import least_share  # noqa: E402
-from pipeloom.planner.registry import PLANNERS  # noqa: E402
 from pipeloom.planner.search.cut_search import Search  # noqa: E402
 from pipeloom.planner.search.problem import Partition, Problem  # noqa: E402
 from pipeloom.planner.stage_cost.model import CostModel  # noqa: E402
@@ -162,7 +162,9 @@ class Timing(NamedTuple):
 def timing(search: Search, name: str) -> Timing:
     own = replace(search, known={})  # what others have weighed is not known
     begin = time.process_time()
-    cuts = PLANNERS[name].find(own)
+    finder = finder_of(name).own
+    assert isinstance(finder, ByCuts), "a planner that cuts the op order"
+    cuts = finder.find(own)
     spent = time.process_time() - begin
     weighed = own.evaluate.asked  # type: ignore[attr-defined]
     if not cuts:
@@ -254,7 +256,7 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.planner.make_plan import make_plan
+    from pipeloom.planner.planners import make_plan
     from pipeloom.planner.request import PlanOptions
 
     begin = time.perf_counter()

@@ -33,7 +33,7 @@ from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, ByOrder, finder_of
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.layer_groups import borders, layers
@@ -70,9 +70,9 @@ def by_graphpipe(search: Search) -> tuple[float, int]:
 
 def by_chain(name: str) -> Callable[[Search], tuple[float, int]]:
     def find(search: Search) -> tuple[float, int]:
-        arrange = PLANNERS[name].arrange
-        assert arrange is not None, "a planner of whole graphs"
-        arranged = arrange(search)
+        own = finder_of(name).own
+        assert isinstance(own, ByOrder), "a planner of whole graphs"
+        arranged = own.arrange(search)
         if arranged is None:
             raise PlanError("no cut fits")
         order = search.model.readers.order or tuple(range(len(search.model)))

@@ -14,7 +14,7 @@ from pipeloom import planning
 from pipeloom.cli import main
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import Plan, load_plan
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, FastestPlan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.captured import Captured
 
@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], asks=("exact", "balanced")))
+    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=FastestPlan(("exact", "balanced"))))
     return tmp_path
 
 

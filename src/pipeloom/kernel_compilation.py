@@ -25,8 +25,7 @@ from .ir.graph import Op, OpGraph, Parameter, Value
 from .ir.kernels import code_is_kept, compile_at_once
 from .ir.memory_policy import Treatment
 from .ir.plan import Plan
-from .planner.make_plan import make_plan
-from .planner.registry import planner
+from .planner.planners import make_plan, planner
 from .planner.request import PlanOptions
 from .profiler.cores import usable_cores
 from .profiler.roofline import roofline

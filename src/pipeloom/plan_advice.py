@@ -14,8 +14,8 @@ from .ir.plan import Plan
 from .ir.units import enough_bytes, parse_bytes
 from .plan_request import PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel
+from .planner.planners import planner
 from .planner.refusals import NoCutFits
-from .planner.registry import planner
 from .schedules import registry
 
 MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)

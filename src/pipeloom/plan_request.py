@@ -15,14 +15,14 @@ from .ir.replicas import widened
 from .ir.units import format_bytes
 from .ir.weight_policy import FLUSH
 from .lowering.passes import lower
-from .planner.ask_planners import FOUND_BY, ORDER_OF, fastest_named
 from .planner.choose_schedule import plain_of
-from .planner.make_plan import first_way, make_plan
 from .planner.microbatch_sizes import ProfiledModel
+from .planner.notes import FOUND_BY, fastest_named
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, what_if
-from .planner.registry import planner
+from .planner.planners import chooses_schedule, first_way, make_plan, planners_of, ways_of
 from .planner.request import PlanOptions, SearchWatch
+from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
 from .schedules import registry
 from .settings import PlanSettings
@@ -310,7 +310,7 @@ class PlanRequest:
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
         wanted, replicas = self.options.planner, self.options.replicas
-        asks = planner(wanted).asks and (self.options.planners or planner(wanted).asks)
+        asks = planners_of(self.options)
         plans: dict[str, Plan] = {}
         refusals: dict[str, PlanError] = {}
 
@@ -321,7 +321,7 @@ class PlanRequest:
 
         for name in asks or (wanted,):
             refused: list[InfeasibleError] = []
-            ways = self.changed(planner=name)._ways()
+            ways = (replace(self, options=way) for way in ways_of(self.options.changed(planner=name)))
             best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
             if best is not None:
                 plans[name] = replace(best[0], planner=name)
@@ -330,13 +330,6 @@ class PlanRequest:
         if not plans:
             raise next(iter(refusals.values()))
         return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
-
-    def _ways(self) -> list[PlanRequest]:
-        """The same, and where stages may run side by side also as a chain and by planners of chains."""
-        asked, options = planner(self.options.planner), self.options
-        if asked.propose is None or not options.branches or not options.fastest:
-            return [self]
-        return [self, self.changed(branches=False), *(self.changed(planner=other) for other in asked.also)]
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The planner's plan for one pipeline under the memory of a cluster's devices."""
@@ -382,8 +375,7 @@ class PlanRequest:
     @property
     def for_advice(self) -> PlanRequest:
         """The same, unwatched, and faster: of a planner of many schedules the first that it tries."""
-        name, schedule = first_way(self.options.planner, self.options.schedule)
-        return replace(self.changed(planner=name, schedule=schedule), watch=None)
+        return replace(self, options=first_way(self.options), watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:
         """Whether there is a plan."""
@@ -396,7 +388,7 @@ class PlanRequest:
         found_by = plan.notes.get(FOUND_BY)
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
         names = {schedule: None}
-        if planner(found_by or self.options.planner).chooses_schedule:
+        if chooses_schedule(found_by or self.options.planner):
             names[plain_of(schedule, self.options.ranks)] = None
         same = self.changed(schedules=tuple(names), planners=(found_by,) if found_by else ())
         return what_if(

@@ -28,7 +28,7 @@ from .plan_advice import plan_with_advice
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
-from .planner.registry import planner
+from .planner.planners import planner
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules.chunks import with_chunks
@@ -220,7 +220,7 @@ def plan(
     compiled plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under
     the caps, with what would.
     Source: of the cut, that of the planner ("exact" is dynamic programming), see `Planner` in
-    `planner/registry.py`; of times on a cluster, the roofline model, see `profiler/roofline.py`.
+    `planner/planners.py`; of times on a cluster, the roofline model, see `profiler/roofline.py`.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .checks.schedules import forwards_in_order
 from .ir.errors import PlanError, ScheduleError, shown
 from .ir.plan import Plan
-from .planner.registry import planner
+from .planner.planners import planner
 from .schedules import registry
 from .schedules.language import user_files
 

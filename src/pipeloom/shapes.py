@@ -16,7 +16,7 @@ from .ir.plan import Plan
 from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
-from .planner.registry import planner
+from .planner.planners import planner
 from .planner.shape_search import (
     PipelineShape,
     RankedShape,

@@ -20,7 +20,7 @@ from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.offload.file_tier import FileTier

@@ -10,16 +10,17 @@ from branching_graphs import plan_of, random_graph, request_for, step_s
 
 from pipeloom.ir.action import F
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner.ask_planners import planners_asked, with_searched_order
+from pipeloom.planner.notes import planners_asked
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import limits
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, FastestPlan, by_cuts
+from pipeloom.planner.searched_order import with_searched_order
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_no_planner_that_is_asked_is_faster(seed: int) -> None:
     how = request_for(*random_graph(seed, 10 if seed else 5, "series-parallel"), 2, slack=1.2)
-    steps = {name: step_s(how, name) for name in PLANNERS["auto"].asks}
+    steps = {name: step_s(how, name) for name in PLANNERS["auto"].plan.names}
     shortest = min(steps.values())
     if shortest == inf:
         with pytest.raises(InfeasibleError):
@@ -36,11 +37,11 @@ def test_no_planner_that_is_asked_is_faster(seed: int) -> None:
 
 def test_what_fits_for_one_alone_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     how = request_for(*random_graph(0, 8, "chain"), 2)
-    monkeypatch.setitem(PLANNERS, "never", replace(PLANNERS["exact"], find=lambda search: ()))
-    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], asks=("never", "exact")))
+    monkeypatch.setitem(PLANNERS, "never", replace(PLANNERS["exact"], plan=by_cuts(lambda search: ())))
+    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=FastestPlan(("never", "exact"))))
     steps = {"never": None, "exact": step_s(how, "exact")}
     assert planners_asked(plan_of(how, "auto")).items() >= steps.items()
-    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], asks=("never",)))
+    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=FastestPlan(("never",))))
     with pytest.raises(InfeasibleError, match="2 stages"):
         plan_of(how, "auto")
 

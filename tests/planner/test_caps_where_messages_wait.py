@@ -7,7 +7,7 @@ import pytest
 from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
 
 

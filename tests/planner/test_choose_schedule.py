@@ -12,10 +12,10 @@ from random_stages import random_model
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.choose_schedule import schedule_names
-from pipeloom.planner.make_plan import make_plan
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, ByCuts, OneSchedule, evened, make_plan, searched, under_less
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.search.cut_search import Search
+from pipeloom.planner.strategies.dawnpiper import dawnpiper
 
 RANKS, MICROBATCHES = 2, 4
 
@@ -141,13 +141,13 @@ def test_no_cut_is_sought_where_one_with_more_memory_was_not_found(monkeypatch: 
 
     def find(search: Search) -> tuple[int, ...]:
         asked.append(search)
-        return dawnpiper.find(search)
+        return dawnpiper(search)
 
-    dawnpiper = PLANNERS["dawnpiper-alone"]
-    monkeypatch.setitem(PLANNERS, "dawnpiper-alone", replace(dawnpiper, find=find))
+    plan = OneSchedule(under_less(evened(searched(ByCuts(find)))))
+    monkeypatch.setitem(PLANNERS, "dawnpiper-alone", replace(PLANNERS["dawnpiper-alone"], plan=plan))
     with pytest.raises(InfeasibleError):
         plans(5, 0.7)("zb_v", "dawnpiper-alone")
-    failed = [one for one in asked if not dawnpiper.find(one)]
+    failed = [one for one in asked if not dawnpiper(one)]
     assert len(asked) > len(failed) > 1
     for one, other in combinations(failed, 2):
         lower = all(a <= b for a, b in zip(other.caps, one.caps, strict=True))

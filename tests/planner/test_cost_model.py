@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from random_ops import cluster_of, op_graph, profile_of
+from random_stages import random_model
 
 from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
@@ -237,3 +238,13 @@ def test_a_part_of_a_storage_is_sent_as_a_copy():
     assert (all_of_it.sent, all_of_it.whole, all_of_it.forward_transient) == (40, 40, 0)
     row, _ = model.row(0, np.array([1, 2]))
     assert row.whole.tolist() == [40, 0] and row.forward_transient.tolist() == [0, 40]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), end=st.integers(1, 15))
+def test_without_a_gradient_to_return_all_of_a_backward_is_its_w(seed: int, end: int) -> None:
+    """One walk is for both: I has nothing to make in a stage that receives nothing."""
+    model = random_model(seed, 16)
+    residuals, _, backward = model.sweep.of_stage(range(end))
+    carried, input_grad, weight_grad = model.split_backward(range(end))
+    assert max(residuals + input_grad, carried + weight_grad) == backward

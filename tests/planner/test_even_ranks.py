@@ -15,10 +15,9 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.plan_table import limits
-from pipeloom.planner.registry import planner
+from pipeloom.planner.planners import make_plan, planner
 from pipeloom.planner.request import PlanOptions, Request
 
 MICROBATCHES = 8

@@ -15,7 +15,7 @@ from piper_graphs import PiperGraph, read_piper_graph
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.planner.search.down_sets import DownSets, PieceGraph, count_down_sets
 from pipeloom.planner.strategies.graph_chains import Machine, pipedream_graph, piper
 

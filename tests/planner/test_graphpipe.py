@@ -28,7 +28,7 @@ from layered import layered
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.profile import OpCost
 from pipeloom.planner.branches import OpBlock, Parallel, Series, branch_orders, decompose
-from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import Request
 from pipeloom.profiler.roofline import roofline
 
@@ -172,7 +172,7 @@ def test_slow_devices_get_shorter_stages():
 
 def test_a_huge_graph_that_fits_only_with_residuals_freed_has_a_plan(monkeypatch):
     """The quick way for huge graphs keeps every residual; where nothing fits so, the slow way goes on."""
-    monkeypatch.setattr(sys.modules["pipeloom.planner.make_plan"], "HUGE", 0)
+    monkeypatch.setattr(sys.modules["pipeloom.planner.planners"], "HUGE", 0)
     graph, cluster = layered(6, rows=16), find_cluster("2 x a100-40 with 1.95GiB")
     profile = roofline(graph, cluster.devices[0])
     plan = make_plan(graph, profile, cluster, ranks=2, schedule="1f1b", microbatches=4, planner="graphpipe")

@@ -9,10 +9,9 @@ from branching_graphs import cluster_of, random_graph
 
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import limits
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, OneSchedule, make_plan
 from pipeloom.planner.request import PlanOptions
 
 CASES = [
@@ -34,7 +33,7 @@ def planned(case: tuple, planner: str, **how: bool) -> tuple[Plan, PlanCosts]:
     return plan, PlanCosts(graph, profile, cluster)
 
 
-ALL = [name for name, known in PLANNERS.items() if not known.chooses_schedule and not known.asks]
+ALL = [name for name, known in PLANNERS.items() if isinstance(known.plan, OneSchedule)]
 
 
 @pytest.mark.sampled(len(ALL))

@@ -17,19 +17,18 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering.passes import lower
 from pipeloom.planner import plan_table
-from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import what_if
+from pipeloom.planner.planners import PLANNERS, OneSchedule, make_plan
 from pipeloom.planner.refusals import NoCutFits
-from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
 
 GiB = 2**30
 
 
-OF_ONE_SCHEDULE = [name for name, known in PLANNERS.items() if not known.chooses_schedule and not known.asks]
+OF_ONE_SCHEDULE = [name for name, known in PLANNERS.items() if isinstance(known.plan, OneSchedule)]
 
 
 FREEING = [name for name in OF_ONE_SCHEDULE if PLANNERS[name].optimises != "never"]

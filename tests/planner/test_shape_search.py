@@ -222,9 +222,12 @@ def small(**changes: object) -> ShapeRequest:
     piece = PieceCost(
         forward_s=Affine(1.0, 1.0), backward_s=Affine(1.0, 2.0), residual_bytes=Affine(0.0, 10.0)
     )
+    nothing = PieceCost(forward_s=Affine(), backward_s=Affine(), residual_bytes=Affine())
     device = Device(name="any", memory_bytes=10**6)
     request = ShapeRequest(
-        costs=BlockCosts(blocks=4, front=PieceCost(), block=piece, rear=PieceCost(), input_bytes=Affine()),
+        costs=BlockCosts(
+            blocks=4, front=nothing, block=piece, rear=nothing, input_bytes=Affine(), batch_bytes=Affine()
+        ),
         cluster=Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e9)),
         global_batch=16,
     )

@@ -16,10 +16,18 @@ from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.planners import (
+    PLANNERS,
+    ByCuts,
+    OneSchedule,
+    fastest,
+    finder_of,
+    make_plan,
+    planner,
+    searched,
+)
 from pipeloom.planner.refine import faster_under_less
-from pipeloom.planner.registry import PLANNERS, planner
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.profiler.roofline import roofline
@@ -117,7 +125,7 @@ def test_no_start_of_dawnpiper_is_faster_and_none_finds_a_plan_alone(data, stage
     best = planned(graph, profiles, cluster, "dawnpiper")
     some = planned(graph, profiles, cluster, "dawnpiper", fastest=False)
     assert (best is None) == (some is None)
-    for other in ("dawnpiper-alone", *PLANNERS["dawnpiper"].also):
+    for other in ("dawnpiper-alone", *finder_of("dawnpiper").beside):
         if (theirs := planned(graph, profiles, cluster, other)) is not None:
             assert best is not None and best.predicted_step_s <= theirs.predicted_step_s, other
 
@@ -130,7 +138,8 @@ def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytes
     profile = roofline(graph, cluster.devices[0])
     theirs = planned(graph, profile, cluster, "probe")
     own = PLANNERS["dawnpiper"]
-    monkeypatch.setitem(PLANNERS, "dawnpiper", replace(own, find=never, also=("probe",)))
+    plan = OneSchedule(fastest(searched(ByCuts(never)), "probe"))
+    monkeypatch.setitem(PLANNERS, "dawnpiper", replace(own, plan=plan))
     found = planned(graph, profile, cluster, "dawnpiper", fastest=False)
     assert theirs is not None and found is not None and found.stages == theirs.stages
     with pytest.raises(AssertionError, match="probe has a plan"):

@@ -29,7 +29,7 @@ from pipeloom.ir import json_codec
 from pipeloom.ir.errors import CaptureError, CutError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.stages import cut
-from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.fallback.trial import TrialParameters

@@ -19,14 +19,14 @@ from pipeloom import Job, Pipeline, Plan, plan
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.planners import PLANNERS, OneSchedule
 
 WIDTH, ROWS, MICROBATCHES = 16, 64, 6
 KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads", "halves", "dropout")
 FREEING = [
     name
     for name, planner in PLANNERS.items()
-    if planner.optimises != "never" and not planner.chooses_schedule and not planner.asks
+    if planner.optimises != "never" and isinstance(planner.plan, OneSchedule)
 ]
 
 

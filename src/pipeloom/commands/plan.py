@@ -166,7 +166,7 @@ class PlannedStep:
 
     def told(self, plan: Plan) -> Plan:
         """The plan with this step, and with those beside it that its notes tell."""
-        from ..planner.make_plan import STEP_BESIDE
+        from ..planner.notes import STEP_BESIDE
 
         beside = (*STEPS_OF_BRANCHES, STEP_BESIDE)
         steps = {key: str(self.scale * float(plan.notes[key])) for key in beside if key in plan.notes}
@@ -175,7 +175,7 @@ class PlannedStep:
     def report(self, plan: Plan, stages: list[PlannedStage], changes: Sequence[Change] = ()) -> PlanReport:
         """What is said of the plan with this step."""
         from .. import plan_request
-        from ..planner import plan_table
+        from ..planner import notes, plan_table
 
         told = self.told(plan)
         return PlanReport(
@@ -189,7 +189,7 @@ class PlannedStep:
             microbatch_size=plan.microbatch_size,
             compiled=plan.notes.get(plan_request.COMPILED),
             limits=plan_table.limits(told),
-            branches=plan_table.branch_figures(told) or None,
+            branches=notes.branch_figures(told) or None,
             what_if=[replace(c, step_s=None if c.step_s is None else self.scale * c.step_s) for c in changes],
             stages=stages,
         )
@@ -379,7 +379,7 @@ def _offloadable(stages: Sequence[tuple[int, int]]) -> str:
 
 
 def _list(*, as_json: bool) -> None:
-    from ..planner.registry import PLANNERS
+    from ..planner.planners import PLANNERS
     from ..viewer.tables import Column, Table
 
     keys = ("granularity", "optimises", "about", "source")

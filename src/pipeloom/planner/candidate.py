@@ -26,13 +26,17 @@ from .microbatch_sizes import shared_rows
 from .placement import residual_room
 from .plan_costs import count_once
 from .refusals import host_needs, host_shortage
-from .request import Request, unrolled
+from .request import Request, SimulatedStep, remembered, unrolled
 from .search.cut_search import Search
-from .stage_cost.stage_estimate import StageEstimate, estimate_stage, offload_all
+from .stage_cost.stage_estimate import StageEstimate, cost_stage, estimate_stage, offload_all
 from .treatments.choose import Evaluation
 
 EQUAL_TIMES = "order_for_equal_times"
 """Note of a plan whose stages run in the order for equal times, though its schedule orders by time."""
+
+
+MOST_REMEMBERED = 4000
+"""Micro-batches times stages of a step up to which it is remembered: larger ones would fill memory."""
 
 
 class _StageChoice(NamedTuple):
@@ -141,6 +145,11 @@ class Candidate:
         return self.request.rows(self.stages, costs, room=self.room)
 
     @property
+    def keeps_caps(self) -> bool:
+        """Whether it keeps those of devices, and what hosts have, in its simulated step."""
+        return self.tighter() is None and self.host_shortage is None
+
+    @property
     def copies_nothing(self) -> bool:
         """Whether it copies nothing."""
         return not self.leaving
@@ -184,11 +193,10 @@ class Candidate:
             if model is first:
                 costs += own
                 continue
-            for index, stage in enumerate(stages):
-                treatments = stage.evaluation.treatments
-                estimate = estimate_stage(model.in_forward_order, self.stages, index, treatments)
-                part = estimate.plan(self.in_flight[index], ahead=stage.ahead)
-                costs.append(estimate.simulator_cost(part, ahead=stage.ahead, split=split))
+            for s, stage in enumerate(stages):
+                how, held = stage.evaluation.treatments, self.in_flight[s]
+                forward = model.in_forward_order
+                costs.append(cost_stage(forward, self.stages, s, how, held, ahead=stage.ahead, split=split))
         return count_once(
             costs,
             self.stages,
@@ -231,13 +239,21 @@ class Candidate:
         ahead = tuple(index for index, stage in enumerate(stages) if stage.ahead)
         at_once = self.request.options.offloaded_at_once
         policy = MemoryPolicy(stages=treatments, ahead=ahead, at_once=at_once)
-        program = lower(
-            self.schedule, self.stages, policy=policy, updates=self.updates, clips=self.request.options.clips
-        )
-        costs = self._costs(stages, split=program.columns.splits)
-        cluster = self.request.cluster
+        cluster, clips = self.request.cluster, self.request.options.clips
         caps = [device.memory_bytes for device in cluster.devices]
-        timeline = simulate(program, self.stages, costs, cluster, caps=caps)
+
+        def step() -> SimulatedStep:
+            program = lower(self.schedule, self.stages, policy=policy, updates=self.updates, clips=clips)
+            costs = self._costs(stages, split=program.columns.splits)
+            return SimulatedStep(self.rows, costs, simulate(program, self.stages, costs, cluster, caps=caps))
+
+        if self._by_time or self.request.microbatches * len(stages) > MOST_REMEMBERED:
+            _, costs, timeline = step()
+        else:  # the same rows for many cuts, and the same cut from many searches
+            each = tuple(tuple(sorted(s.evaluation.treatments.items())) for s in stages)
+            order = self.search.model.readers.order
+            key = (id(self.rows), order, self.cuts, each, policy.ahead, at_once, tuple(caps), clips)
+            _, costs, timeline = remembered(self.request.shared.steps, key, step)
         over = [max(0, timeline.peak_bytes(rank) - cap) for rank, cap in enumerate(caps)]
         if self.layout.in_line and not self.request.copies:
             alone = zip(over, parts, caps, strict=True)
@@ -315,3 +331,8 @@ class Candidate:
             shard_optimizer=self.request.options.shard_optimizer,
             notes=self.notes,
         )
+
+
+def step_s(candidate: Candidate) -> float:
+    """Seconds of its simulated step: what candidates are compared by."""
+    return candidate.timeline.step_s

@@ -10,16 +10,15 @@ moved by that step at last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil, inf
-from typing import TypeAlias
+from typing import Protocol
 
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
-from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..schedules.registry import fits_caps
-from .request import SearchWatch
+from .request import PlanOptions, SearchWatch
 
 POLISHES = "dawnpiper"
 """The planner that moves cuts by the simulated step. It is asked with the first names in any case, so that
@@ -42,24 +41,16 @@ FAR = 1.5
 with copies are tried even so where nothing else fits."""
 
 
-@dataclass(frozen=True)
-class Try:
-    """One way to plan.
+class PlanOneWay(Protocol):
+    """Plans with a schedule and a planner, and raises as `make_plan`.
 
-    capped: if not, as if devices had memory for everything.  polishes: see `Planner`.
-    below_s: see `Request`.
+    capped: if not, as if devices had memory for everything.  polishes: cuts are moved by the simulated step
+    at last.  below_s: see `Request`.
     """
 
-    schedule: str
-    planner: str
-    treatments: tuple[Treatment, ...] | None
-    capped: bool = True
-    polishes: bool = False
-    below_s: float = inf
-
-
-MakePlan: TypeAlias = Callable[[Try], Plan]
-"""Plans one way; raises as `make_plan`."""
+    def __call__(
+        self, options: PlanOptions, *, capped: bool = True, polishes: bool = False, below_s: float = inf
+    ) -> Plan: ...
 
 
 def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tuple[str, ...]:
@@ -89,47 +80,45 @@ def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tupl
     return tuple(names)
 
 
-def tries_of(name: str, treatments: tuple[Treatment, ...] | None, *, keeps: bool = True) -> Iterator[Try]:
+def ways_to_plan(options: PlanOptions, *, keeps: bool = True) -> Iterator[PlanOptions]:
     """How a schedule is planned: with every residual kept that it does not offload itself, unless that cannot
-    fit (`keeps`), and made again where that may be.  treatments: what the user allows; None for all."""
-    again: tuple[Treatment, ...] = ("recompute",)
+    fit (`keeps`), and made again where that may be."""
     if keeps:
-        yield _keeping(name, treatments)
-    if not _copies(name) and (treatments is None or "recompute" in treatments):
-        yield Try(name, "probe", again)
+        yield _keeping(options)
+    if not _copies(options.schedule) and (options.allowed is None or "recompute" in options.allowed):
+        yield replace(options, planner="probe", treatments=("recompute",))
 
 
-def _keeping(name: str, treatments: tuple[Treatment, ...] | None) -> Try:
+def _keeping(options: PlanOptions) -> PlanOptions:
     """With every residual kept that the schedule does not offload itself; of those that it does, cheap ones
     are made again instead, unless that is not allowed."""
-    alone = _copies(name) and treatments is not None and "recompute" not in treatments
-    return Try(name, "exact", ("offload",) if alone else ())
+    alone = _copies(options.schedule) and options.allowed is not None and "recompute" not in options.allowed
+    return replace(options, planner="exact", treatments=("offload",) if alone else ())
 
 
 def choose_schedule(
-    plan: MakePlan,
+    plan: PlanOneWay,
+    options: PlanOptions,
     names: Sequence[str],
     caps: Sequence[int],
-    *,
-    treatments: tuple[Treatment, ...] | None = None,
-    fastest: bool = True,
     watch: SearchWatch | None = None,
 ) -> Plan:
-    """The plan with the shortest simulated step of all that keep the caps.
+    """The plan with the shortest simulated step of all that keep the caps; if `options.fastest` is not asked
+    for, the first that is found.
 
-    plan: makes one.  names: of the schedules.  caps: bytes of each rank.  treatments: what the user allows.
-    fastest: if not, the first that is found.  watch: told of each that is tried.
+    names: of the schedules.  caps: bytes of each rank.  watch: told of each that is tried.
 
     What a schedule takes where memory does not matter is found first, which is quick. In the order of that
     all is tried under the caps, until the next one would be slower even so. Copies are looked at where the
     same order without them is not as fast under the caps as without.
     Raises: InfeasibleError if none fits; PlanError if none can be planned.
     """
-    search = _Choice(plan, tuple(caps), treatments, watch, names)
-    if not fastest:
-        first = [Try(name, POLISHES, treatments) for name in names if name in FIRST]
-        for one in (*first, *(one for name in names for one in tries_of(name, treatments))):
-            if search.try_(one):
+    search = _Choice(plan, options, names, tuple(caps), watch)
+    if not options.fastest:
+        first = [search.polishing(name) for name in names if name in FIRST]
+        each = (replace(options, schedule=name) for name in names)
+        for way in (*first, *(way for one in each for way in ways_to_plan(one))):
+            if search.try_(way):
                 break
         return search.found()
     search.try_in_order([name for name in names if not _copies(name)])
@@ -145,19 +134,19 @@ class _Choice:
 
     def __init__(
         self,
-        plan: MakePlan,
-        caps: tuple[int, ...],
-        treatments: tuple[Treatment, ...] | None,
-        watch: SearchWatch | None,
+        plan: PlanOneWay,
+        options: PlanOptions,
         names: Sequence[str],
+        caps: tuple[int, ...],
+        watch: SearchWatch | None,
     ) -> None:
-        self.plan, self.caps, self.treatments = plan, caps, treatments
+        self.plan, self.options, self.caps = plan, options, caps
         self.watch, self.names, self.told = watch, names, set[str]()
         self.free: dict[str, Plan] = {}
         self.kept: set[str] = set()
         """Names that are as fast under the caps as without."""
         self.best: Plan | None = None
-        self.by: Try | None = None
+        self.by: PlanOptions | None = None
         self.first: PlanError | ScheduleError | None = None
 
     def try_in_order(self, names: Sequence[str]) -> None:
@@ -165,7 +154,7 @@ class _Choice:
         for name in names:
             self._tell(name)
             try:
-                self.free[name] = self.plan(replace(_keeping(name, self.treatments), capped=False))
+                self.free[name] = self.plan(_keeping(self._of(name)), capped=False)
             except (PlanError, ScheduleError) as error:
                 self._note(error)
         for name in sorted(self.free.keys() & set(names), key=lambda name: self.free[name].predicted_step_s):
@@ -191,10 +180,10 @@ class _Choice:
         free = self.free[name]
         near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and _copies(name))
         near = near or fits_caps(name)  # which holds all that is copied where memory does not matter
-        for one in tries_of(name, self.treatments, keeps=near):
-            if name in self.kept and "recompute" in (one.treatments or ()):
+        for way in ways_to_plan(self._of(name), keeps=near):
+            if name in self.kept and "recompute" in (way.treatments or ()):
                 return
-            found = self.try_(one)
+            found = self.try_(way)
             if found is not None and found.predicted_step_s <= free.predicted_step_s:
                 self.kept.add(name)
 
@@ -204,21 +193,29 @@ class _Choice:
             best = None if self.best is None else (self.best.schedule, self.best.predicted_step_s)
             self.watch.tried(name, len(self.told), len(self.names), best)
 
-    def try_(self, one: Try) -> Plan | None:
+    def _of(self, name: str) -> PlanOptions:
+        """What was asked for, with a schedule."""
+        return replace(self.options, schedule=name)
+
+    def polishing(self, name: str) -> PlanOptions:
+        """The way to plan with a schedule by the planner that moves cuts."""
+        return replace(self._of(name), planner=POLISHES)
+
+    def try_(self, way: PlanOptions, *, polishes: bool = False) -> Plan | None:
         """One way to plan, in full by `POLISHES`, else only as far as it may be about as fast as the best.
 
         Returns its plan, if there is one.
         """
         below_s = inf
-        if self.best is not None and one.planner != POLISHES:
+        if self.best is not None and way.planner != POLISHES:
             below_s = (1 + CLOSE) * self.best.predicted_step_s
         try:
-            found = self.plan(replace(one, below_s=below_s))
+            found = self.plan(way, polishes=polishes, below_s=below_s)
         except (PlanError, ScheduleError) as error:
             self._note(error)
             return None
         if self.best is None or found.predicted_step_s < self.best.predicted_step_s:
-            self.best, self.by = found, one
+            self.best, self.by = found, way
         return found
 
     def polished(self) -> Plan:
@@ -226,10 +223,10 @@ class _Choice:
         for name in FIRST:
             if name in self.free and not self._is_slower(name):
                 self._tell(name)
-                self.try_(Try(name, POLISHES, self.treatments))
+                self.try_(self.polishing(name))
         best = self.found()
         if self.by is not None and self.by.planner != POLISHES:
-            self.try_(replace(self.by, polishes=True))
+            self.try_(self.by, polishes=True)
         return self.best or best
 
     def found(self) -> Plan:

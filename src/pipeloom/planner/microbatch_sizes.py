@@ -6,6 +6,7 @@ large. What is found by interpolation is therefore captured and profiled again b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,7 +100,5 @@ def largest_size(sizes: Sequence[int], fits: Callable[[int], bool], *, start: in
             break
         at = min(at + step, len(sizes) - 1) if good else max(at - step, 0)
         step *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(sizes[middle]) else (low, middle)
+    low += bisect_left(range(low + 1, high), True, key=lambda middle: not fits(sizes[middle]))
     return sizes[low] if low >= 0 else None

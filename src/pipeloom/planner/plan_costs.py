@@ -24,7 +24,7 @@ from ..simulator.simulate import simulate
 from .request import are_alike, profile_of
 from .stage_cost.model import CostModel
 from .stage_cost.peak_memory import CostOptions
-from .stage_cost.stage_estimate import estimate_stage
+from .stage_cost.stage_estimate import cost_stage
 
 Profiles: TypeAlias = Profile | Mapping[str, Profile]
 """One profile for all devices, or by device name."""
@@ -59,11 +59,10 @@ class PlanCosts:
         for replica in range(plan.replicas):
             model = self._model(plan, replica)
             if id(model) not in known:
-                known[id(model)] = each = []
-                for index, treatment in enumerate(treatments):
-                    estimate = estimate_stage(model, stages, index, treatment)
-                    part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
-                    each.append(estimate.simulator_cost(part, ahead=index in ahead))
+                known[id(model)] = [
+                    cost_stage(model, stages, s, treatment, max(1, in_flight[s]), ahead=s in ahead)
+                    for s, treatment in enumerate(treatments)
+                ]
             costs += known[id(model)]
         return count_once(
             costs,

@@ -24,9 +24,8 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
-from .ask_planners import planners_asked
 from .candidate import EQUAL_TIMES
-from .make_plan import slower_than_1f1b
+from .notes import branch_figures, planners_asked, slower_than_1f1b
 from .search.layer_groups import layer_names
 
 
@@ -298,18 +297,6 @@ def layers_in(part: StagePlan, graph: OpGraph, layer_of: Mapping[str, str]) -> s
         return "".join(found)
     (container, _, _), (other, _, number) = found[0].rpartition("."), found[-1].rpartition(".")
     return f"{found[0]} .. {number if container == other else found[-1]}"
-
-
-def branch_figures(plan: Plan) -> dict[str, dict[str, float]]:
-    """What a plan takes whose stages run side by side, and what the best one would whose stages are a chain:
-    seconds of the step, bytes of the rank that holds most, stages on the longest path; of the chain also
-    seconds as a sequential pipeline, whose stages wait for each other. Empty for a chain."""
-    figures: dict[str, dict[str, float]] = {}
-    for key, text in plan.notes.items():
-        what, _, figure = key.partition(".")
-        if what in ("branches", "no_branches"):
-            figures.setdefault(what, {})[figure] = float(text)
-    return figures
 
 
 def _gain_of_branches(plan: Plan) -> list[str]:

@@ -37,7 +37,7 @@ from operator import ge, le
 
 from ..ir.cluster import Cluster
 from ..schedules import registry
-from .candidate import Candidate, Room
+from .candidate import Candidate, Room, step_s
 from .refusals import scale_caps
 from .request import Request
 from .search.cut_search import Search
@@ -126,7 +126,7 @@ def polish_cuts(kept: Sequence[Candidate], search: Search) -> Candidate:
 
     search: that of the planner, in which the others' cuts are weighed, too.
     """
-    best = min(kept, key=lambda found: found.timeline.step_s)
+    best = min(kept, key=step_s)
     if len(search.caps) < 2:
         return best
     climb = _Climb(best)
@@ -286,9 +286,6 @@ def _that_fit(
     return []
 
 
-ALIKE = 1e-6
-"""Share of the step below which two steps are as fast; the shallower pipeline then wins, which holds less."""
-
 HUGE = 4_000
 """Ops beyond which a plan for a DAG of stages is made in seconds: of cuts at a few places, in one order of
 branches, none of them moved by the simulated step."""
@@ -302,7 +299,7 @@ POLISHED, MANY_POLISHED, FEW_OPS = 4, 12, 32
 
 def with_slack(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The best few candidates with more micro-batches in flight, where that keeps the caps."""
-    few = sorted(candidates, key=lambda found: found.timeline.step_s)[:POLISHED]
+    few = sorted(candidates, key=step_s)[:POLISHED]
     more = (
         Candidate(replace(found.request, slack=slack), replace(found.search, by_depth=True), found.cuts)
         for found in few
@@ -323,45 +320,15 @@ def fastest_of_few(request: Request, search: Search, propose: Propose) -> Candid
     kept = [found for found in candidates if found.fits and found.tighter() is None]
     if request.options.branches:
         kept += with_slack(kept)
-    return min(kept, key=lambda found: found.timeline.step_s, default=None)
+    return min(kept, key=step_s, default=None)
 
 
 def polish_some(candidates: Sequence[Candidate]) -> Candidate:
     """The fastest of what becomes of the best few, each polished in its own op order."""
     different: dict[tuple[Cuts, Cuts], Candidate] = {}
-    for found in sorted(candidates, key=lambda found: found.timeline.step_s):
+    for found in sorted(candidates, key=step_s):
         different.setdefault((found.search.model.readers.order, found.cuts), found)
     few = list(different.values())[
         : MANY_POLISHED if len(candidates[0].search.model) <= FEW_OPS else POLISHED
     ]
-    return min((polish_cuts([found], found.search) for found in few), key=lambda found: found.timeline.step_s)
-
-
-def faster_of(dag: Candidate | None, row: Candidate | None) -> Candidate | None:
-    """The faster of the best candidate and the best one whose stages run one after another.
-
-    Its notes say what both take, for whoever wants to see what branches gain: seconds, bytes of the rank that
-    holds most, and stages on the longest path; and seconds of the latter as a sequential pipeline.
-    """
-    if dag is None or row is None:
-        return dag or row
-    best = dag if dag.timeline.step_s <= row.timeline.step_s * (1 + ALIKE) else row
-    if best.depth < len(best.parts):
-        sequential = {"no_branches.sequential_step_s": repr(row.sequential_step_s())}
-        best.notes = {
-            **best.notes,
-            **_figures("branches", best),
-            **_figures("no_branches", row),
-            **sequential,
-        }
-    return best
-
-
-def _figures(what: str, candidate: Candidate) -> dict[str, str]:
-    timeline = candidate.timeline
-    peak = max(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
-    return {
-        f"{what}.step_s": repr(timeline.step_s),
-        f"{what}.peak_bytes": str(peak),
-        f"{what}.depth": str(candidate.depth),
-    }
+    return min((polish_cuts([found], found.search) for found in few), key=step_s)

@@ -6,6 +6,7 @@ With memory optimisation the least is what remains when everything is freed that
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -264,12 +265,13 @@ def fewest_stages(search: Search, more: Callable[[int], Search | None]) -> int |
     widest = more(high) if high > low else None
     if widest is None or not fits(widest):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        wider = more(middle)
+
+    def enough(stages: int) -> bool:
+        wider = more(stages)
         assert wider is not None  # the devices are alike, as the widest search showed
-        low, high = (low, middle) if fits(wider) else (middle, high)
-    return high
+        return fits(wider)
+
+    return low + 1 + bisect_left(range(low + 1, high), True, key=enough)
 
 
 def fits(search: Search) -> bool:

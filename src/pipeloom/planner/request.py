@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,19 +17,20 @@ from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import AT_ONCE, Treatment
+from ..ir.plan import Plan
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, cut, replicate
 from ..ir.steady import SteadyStep
+from ..ir.timeline import Timeline
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from ..schedules import registry, steady
 from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
 from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
-from .registry import Planner
 from .search.cut_search import Search
 from .search.layer_groups import layers
-from .stage_cost.model import CostModel
+from .stage_cost.model import CostModel, GraphTables, distinct_profiles
 from .stage_cost.peak_memory import CostOptions
 from .stage_cost.tensors import Readers
 from .treatments.choose import Known
@@ -52,33 +53,59 @@ MOST_CUTS = 200
 """Cuts that are remembered."""
 
 
+T = TypeVar("T")
+
+
+def remembered(known: dict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """What is known by a key, made if it is not; of what is known the oldest goes beyond `MOST_CUTS`."""
+    if key not in known:
+        if len(known) >= MOST_CUTS:
+            del known[next(iter(known))]
+        known[key] = make()
+    return known[key]
+
+
+class SimulatedStep(NamedTuple):
+    """A step, of these rows, and what each stage took in it."""
+
+    rows: Schedule | SteadyStep
+    costs: tuple[StageCost, ...]
+    timeline: Timeline
+
+
 @dataclass(eq=False)
 class SharedCosts:
-    """models: by all that they depend on besides.  known: of each model, what is known of its stages.
-    orders: of branches, by the number of stages.  stages: by the order of ops, where they are cut,
-    and how many replicas there are."""
+    """tables: of the graph, by the order of ops and profiles.  models: by all that they depend on besides.
+    known: of each model, what is known of its stages.  orders: of branches, by the number of stages.
+    stages: by the order of ops, where they are cut, and how many replicas there are.
+    rows: of orders that do not look at times, by all that they depend on.  steps: by rows and stages, see
+    `Candidate`."""
 
+    tables: dict[Hashable, GraphTables] = field(default_factory=dict)
     models: dict[Hashable, CostModel] = field(default_factory=dict)
     known: dict[CostModel, Known] = field(default_factory=dict)
     orders: dict[int, list[BranchOrdered]] = field(default_factory=dict)
     stages: dict[Hashable, StageGraph] = field(default_factory=dict)
+    rows: dict[Hashable, Schedule | SteadyStep] = field(default_factory=dict)
+    steps: dict[Hashable, SimulatedStep] = field(default_factory=dict)
 
     def cut(self, graph: OpGraph, readers: Readers, cuts: tuple[int, ...], replicas: int) -> StageGraph:
         """The stages [cuts[s], cuts[s + 1]) of the ops of readers, of so many replicas."""
         key = readers.order, cuts, replicas
-        if key not in self.stages:
+
+        def make() -> StageGraph:
             ops = [op.name for op in readers.ops]
             stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
-            if len(self.stages) >= MOST_CUTS:
-                del self.stages[next(iter(self.stages))]
-            self.stages[key] = replicate(cut(graph, stage_of), replicas)
-        return self.stages[key]
+            return replicate(cut(graph, stage_of), replicas)
 
-    def model(self, key: Hashable, make: Callable[[CostModel | None], CostModel]) -> CostModel:
-        """The model of a key; if there is none, it is made, from one that may have tables for it."""
-        if key not in self.models:
-            self.models[key] = make(next(iter(self.models.values()), None))
-        return self.models[key]
+        return remembered(self.stages, key, make)
+
+    def tables_of(self, graph: OpGraph, profiles: Sequence[Profile], order: tuple[int, ...]) -> GraphTables:
+        """Those of cost models for these profiles, one per stage."""
+        distinct = distinct_profiles(profiles)
+        key = order, tuple(map(id, distinct))
+        forward = self.tables_of(graph, profiles, ()) if order else None
+        return remembered(self.tables, key, lambda: GraphTables(graph, distinct, order, forward))
 
     def known_of(self, model: CostModel) -> Known:
         """What is known of the stages of a model; to be filled."""
@@ -111,9 +138,31 @@ class PlanOptions(PlanSettings):
     planners: tuple[str, ...] = ()
 
 
+class MakesPlan(Protocol):
+    """Makes the plan of a request; raises as `make_plan`. explained: see there."""
+
+    def __call__(self, request: Request, *, explained: bool) -> Plan: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """A way to make a plan.
+
+    plan: makes it, see planners.py.  granularity: the smallest piece that it moves.
+    optimises: whether it may recompute and offload residuals: never, if asked, or unless told otherwise.
+    source: where it is from.
+    """
+
+    plan: MakesPlan
+    granularity: Literal["op", "module", "layer"]
+    about: str
+    source: str
+    optimises: Literal["never", "asked", "always"] = "never"
+
+
 @dataclass(frozen=True)
 class Request:
-    """One call of `make_plan`."""
+    """What is asked of a planner for one model."""
 
     graph: OpGraph
     profile: Profile | Mapping[str, Profile]
@@ -125,6 +174,8 @@ class Request:
     """Micro-batches that a stage may hold besides as many as it is deep, where its stages form a DAG."""
     below_s: float = inf
     """Seconds of a step: no more memory is freed with what takes longer already."""
+    rounds: int | None = None
+    """Searches that are made at most; None for as many as is usual."""
     only_offloading: bool = False
     """Whether the same with more micro-batches offloaded at once found nothing: then only what offloads is
     tried."""
@@ -143,6 +194,11 @@ class Request:
     def weights(self) -> str:
         """How weights are updated: as asked, or as the schedule does it."""
         return self.options.weights or registry.entry(self.schedule).weights
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether stages may form a DAG."""
+        return self.options.branches and self.layout.in_line
 
     @cached_property
     def layout(self) -> Layout:
@@ -267,18 +323,14 @@ class Request:
         )
         order = ordered.ops if ordered.borders else ()
         ranks = layout.placement[replica * layout.stages :][: layout.stages]
-        return self.shared.model(
-            (options, order, ranks),
-            lambda like: CostModel(
-                self.graph,
-                [profile_of(self.profile, device.name, self.graph) for device in devices],
-                replace(self.cluster, devices=tuple(devices)),
-                options,
-                order,
-                ranks=ranks,
-                like=like,
-            ),
-        )
+
+        def make() -> CostModel:
+            profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
+            cluster = replace(self.cluster, devices=tuple(devices))
+            tables = self.shared.tables_of(self.graph, profiles, order)
+            return CostModel(self.graph, profiles, cluster, options, order, ranks=ranks, tables=tables)
+
+        return remembered(self.shared.models, (options, order, ranks), make)
 
     @cached_property
     def first_order(self) -> BranchOrdered:
@@ -338,13 +390,21 @@ class Request:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:
             stages = deepen(stages, self.slack)
-        if self.updates is not None:
-            return steady.build_steady(
-                self.schedule, stages, layout.placement, self.updates, split_backward=split, times=times
-            )
-        count = self.microbatches // layout.replicas
-        return registry.build(
-            self.schedule, stages, layout.placement, count, split_backward=split, times=times
+        updates, count = self.updates, self.microbatches // layout.replicas
+
+        def make() -> Schedule | SteadyStep:
+            how: Any = {"split_backward": split, "times": times}
+            if updates is not None:
+                return steady.build_steady(self.schedule, stages, layout.placement, updates, **how)
+            return registry.build(self.schedule, stages, layout.placement, count, **how)
+
+        if times is not None:
+            return make()
+        edges = tuple((edge, bool(stages.gradients(*edge))) for edge in sorted(stages.between))
+        tied = tuple(stages.tied.items()) if updates is not None else ()
+        shape = len(stages.stages), stages.replicas, stages.loss_stage, edges, tied
+        return remembered(
+            self.shared.rows, (self.schedule, layout.placement, count, updates, split, shape), make
         )
 
     def build(self, stages: StageGraph) -> Schedule:

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -137,24 +137,31 @@ class Affine:
         return np.asarray(np.maximum(figures, 0.0), dtype=np.float64)
 
 
+N = TypeVar("N", Affine, float)
+"""What depends on the rows of a micro-batch: for any number of them, or as it is at one."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class PieceCost:
-    """One piece of the model, for one micro-batch by its rows.
+class PieceCost(Generic[N]):
+    """One piece of the model, for one micro-batch.
 
     forward_s, backward_s: seconds.  residual_bytes: kept from its forward for its backward, what it receives
         not counted.
     parameter_bytes: of all its parameters.  trained_bytes: of those that have a gradient.
     """
 
-    forward_s: Affine = Affine()
-    backward_s: Affine = Affine()
-    residual_bytes: Affine = Affine()
+    forward_s: N
+    backward_s: N
+    residual_bytes: N
     parameter_bytes: float = 0.0
     trained_bytes: float = 0.0
 
 
+NO_PIECE = PieceCost(forward_s=0.0, backward_s=0.0, residual_bytes=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
-class BlockCosts:
+class BlockCosts(Generic[N]):
     """A model of `blocks` equal blocks.
 
     front, rear: what stands before the first and behind the last.  block: one of them, on average.
@@ -162,14 +169,14 @@ class BlockCosts:
     """
 
     blocks: int
-    front: PieceCost
-    block: PieceCost
-    rear: PieceCost
-    input_bytes: Affine
-    batch_bytes: Affine = Affine()
+    front: PieceCost[N]
+    block: PieceCost[N]
+    rear: PieceCost[N]
+    input_bytes: N
+    batch_bytes: N
 
 
-def block_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts:
+def block_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts[Affine]:
     """The blocks of a model from two sizes of micro-batches, on the devices of a cluster, which are alike.
 
     Raises: PlanError if the model has no repeated layers, or the two are of different ops or of one size.
@@ -177,7 +184,7 @@ def block_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -
     return _between(first, second, cluster, _by_layers)
 
 
-def even_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts:
+def even_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts[Affine]:
     """The same of a model that can be cut into equal parts anywhere: as many blocks as places to cut.
 
     What a schedule could do at best, since stages are cut by op.
@@ -190,8 +197,8 @@ def _between(
     first: ProfiledModel,
     second: ProfiledModel,
     cluster: Cluster,
-    figures: Callable[[CostModel], _Figures],
-) -> BlockCosts:
+    figures: Callable[[CostModel], BlockCosts[float]],
+) -> BlockCosts[Affine]:
     if first.size == second.size or len(first.graph.ops) != len(second.graph.ops):
         raise PlanError(
             f"samples of {first.size} and {second.size} rows, with {len(first.graph.ops)} and "
@@ -201,11 +208,11 @@ def _between(
     low, high = (figures(_cost_model(sample, cluster)) for sample in (first, second))
     rise = float(second.size - first.size)
 
-    def affine(read: Callable[[_Figures], float]) -> Affine:
+    def affine(read: Callable[[BlockCosts[float]], float]) -> Affine:
         slope = (read(high) - read(low)) / rise
         return Affine(read(low) - slope * first.size, slope)
 
-    def piece(name: str) -> PieceCost:
+    def piece(name: str) -> PieceCost[Affine]:
         whole = getattr(low, name)
         return PieceCost(
             forward_s=affine(lambda f: getattr(f, name).forward_s),
@@ -225,29 +232,6 @@ def _between(
     )
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """A piece at one size; fields as those of `PieceCost`."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    residual_bytes: float = 0.0
-    parameter_bytes: float = 0.0
-    trained_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """A model at one size; fields as those of `BlockCosts`."""
-
-    blocks: int
-    front: _Sums
-    block: _Sums
-    rear: _Sums
-    input_bytes: float
-    batch_bytes: float
-
-
 def _cost_model(sample: ProfiledModel, cluster: Cluster) -> CostModel:
     device = cluster.devices[0]
     profile = profile_of(sample.profiles, device.name, sample.graph)
@@ -255,15 +239,15 @@ def _cost_model(sample: ProfiledModel, cluster: Cluster) -> CostModel:
     return CostModel(sample.graph, [profile], one, CostOptions(microbatches=1))
 
 
-def _evenly(model: CostModel) -> _Figures:
+def _evenly(model: CostModel) -> BlockCosts[float]:
     count = len(model.cut_points) - 1
     whole = _sums(model, 0, len(model))
     inner = model.cut_points[1:-1]
-    return _Figures(
+    return BlockCosts(
         blocks=count,
-        front=_Sums(),
-        block=_Sums(**{name: figure / count for name, figure in vars(whole).items()}),
-        rear=_Sums(),
+        front=NO_PIECE,
+        block=PieceCost(**{name: figure / count for name, figure in vars(whole).items()}),
+        rear=NO_PIECE,
         # Cuts are made where little crosses.
         input_bytes=float(np.median(model.crossing_bytes[inner])) if len(inner) else 0.0,
         batch_bytes=_batch_bytes(model),
@@ -274,7 +258,7 @@ def _batch_bytes(model: CostModel) -> float:
     return float(sum(value.bytes for value in model.graph.inputs))
 
 
-def _by_layers(model: CostModel) -> _Figures:
+def _by_layers(model: CostModel) -> BlockCosts[float]:
     pieces = layers(model.readers.ops)
     names = list(dict.fromkeys(piece.layer for piece in pieces if piece.layer))
     own = [piece for piece in pieces if piece.layer]
@@ -288,24 +272,24 @@ def _by_layers(model: CostModel) -> _Figures:
     apart = [_sums(model, start, stop) for start, stop in zip(starts, [*starts[1:], end], strict=True)]
     count = len(names)
     mean = {field.name: sum(getattr(one, field.name) for one in apart) / count for field in fields(PieceCost)}
-    return _Figures(
+    return BlockCosts(
         blocks=count,
         front=_sums(model, 0, begin),
-        block=_Sums(**mean),
+        block=PieceCost(**mean),
         rear=_sums(model, end, ops),
         input_bytes=float(np.mean(model.crossing_bytes[starts])),
         batch_bytes=_batch_bytes(model),
     )
 
 
-def _sums(model: CostModel, start: int, end: int) -> _Sums:
+def _sums(model: CostModel, start: int, end: int) -> PieceCost[float]:
     """The ops [start, end) as a stage of their own, the batch apart."""
     if start == end:
-        return _Sums()
+        return NO_PIECE
     footprint, seconds = model.row(start, np.array([end]), exact=False)
     part = footprint.at(0)
     forward_s = float(model.forward_s[0, start:end].sum())
-    return _Sums(
+    return PieceCost(
         forward_s=forward_s,
         backward_s=max(0.0, float(seconds[0, 0]) - forward_s),
         residual_bytes=part.residuals,
@@ -379,7 +363,7 @@ class ShapeRequest:
     Raises: PlanError if devices differ, or the batch has no rows.
     """
 
-    costs: BlockCosts
+    costs: BlockCosts[Affine]
     cluster: Cluster
     global_batch: int
     pipelining: str = "2bw"
@@ -521,7 +505,7 @@ class _Ends(NamedTuple):
         return np.maximum(np.maximum(self.first, self.middle), self.last)
 
 
-def _ends(request: ShapeRequest, shapes: _Shapes, read: Callable[[PieceCost], Any]) -> _Ends:
+def _ends(request: ShapeRequest, shapes: _Shapes, read: Callable[[PieceCost[Affine]], Any]) -> _Ends:
     """What the blocks of a stage add up to, with the front on the first and the rear on the last."""
     costs = request.costs
     blocks = -(-costs.blocks // shapes.depth) * read(costs.block)

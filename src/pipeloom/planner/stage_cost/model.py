@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -49,17 +49,105 @@ scratch of parameters that the optimizer updates together."""
 COLUMN = {name: index for index, name in enumerate(SUMMED)}
 
 
-T = TypeVar("T")
+class GraphTables:
+    """What depends on a graph, its profiles and the order of ops alone: cost models for other devices and
+    options share it.
+
+    distinct: profiles; bytes are read from the first.  order: see `CostModel`.  forward: the same with the
+    ops in the order in which a stage runs them, if there is one already.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        distinct: Sequence[Profile],
+        order: tuple[int, ...] = (),
+        forward: GraphTables | None = None,
+    ) -> None:
+        self.graph, self.distinct, self._forward = graph, distinct, forward
+        self.readers = Readers(graph, order)
+        self.saves: dict[str, tuple[str, ...]] = find_saved_storages(self.readers, distinct[0])
+        self.splits: dict[Sequence[int], SplitBackward] = {}
+
+    def __len__(self) -> int:
+        return len(self.readers.ops)
+
+    @cached_property
+    def in_forward_order(self) -> GraphTables:
+        """The same with the ops in the order in which a stage runs them."""
+        if not self.readers.order:
+            return self
+        return GraphTables(self.graph, self.distinct) if self._forward is None else self._forward
+
+    @cached_property
+    def sweep(self) -> LivenessSweep:
+        return LivenessSweep(tensors_of(self.readers, self.saves, self.distinct[0]))
+
+    @cached_property
+    def sums(self) -> IntervalSums:
+        clones = [{name: c.forward_s for name, c in p.costs.items()} for p in self.distinct]
+        terms = interval_terms(self.readers, self.saves, COLUMN, clones)
+        return IntervalSums(len(self), len(COLUMN) + len(self.distinct), terms)
+
+    @cached_property
+    def crossing_bytes(self) -> Array:
+        """Bytes of the values that cross a cut in front of op p, for p = 0 .. number of ops."""
+        change = np.zeros(len(self) + 1)
+        for name, value in self.graph.value.items():
+            made, readers = self.readers.produced_at(name), self.readers.value_readers(name)
+            if made >= 0 and readers:
+                change[made + 1] += value.bytes
+                change[readers[-1] + 1] -= value.bytes
+        return np.cumsum(change)
+
+    @cached_property
+    def prefix_s(self) -> Array:
+        """Compute seconds of the first p ops, clones not counted: (distinct profiles, ops + 1)."""
+        names = [op.name for op in self.readers.ops]
+        costs = [[p.costs[n].forward_s + p.costs[n].backward_s for n in names] for p in self.distinct]
+        return np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
+
+    @cached_property
+    def forward_s(self) -> Array:
+        """Seconds of each op's forward: (distinct profiles, ops)."""
+        return np.array([[p.costs[op.name].forward_s for op in self.readers.ops] for p in self.distinct])
+
+    @cached_property
+    def cheap_s(self) -> Array:
+        """Seconds in which cheap ops make each storage (see tensors.py): (distinct profiles, storages)."""
+        graph, seconds = self.graph, np.zeros((len(self.distinct), len(self.sweep.tensors.names)))
+        number = {name: index for index, name in enumerate(self.sweep.tensors.names)}
+        before: dict[str, frozenset[str]] = {}
+        for op in graph.ops:
+            if op.cheap:
+                makers = {graph.producer.get(v, "") for v in op.inputs}
+                before[op.name] = frozenset({op.name}).union(*(before.get(m, frozenset()) for m in makers))
+                for value in op.outputs:
+                    if value.name in number:
+                        for kind, profile in enumerate(self.distinct):
+                            took = sum(profile.costs[name].forward_s for name in before[op.name])
+                            seconds[kind, number[value.name]] = took
+        return seconds
+
+    @cached_property
+    def extra(self) -> Array:
+        extra = [self.distinct[0].costs[op.name].extra_saved_bytes for op in self.readers.ops]
+        return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
+
+    @cached_property
+    def step_alone(self) -> Array:
+        """Per op the most scratch of the update of a parameter that it reads; unused ones are the first's."""
+        most = np.zeros(len(self))
+        for parameter in self.graph.parameters:
+            if parameter.trainable and not parameter.update.together:
+                at = list(self.readers.state_readers[parameter.name] or (0,))
+                most[at] = np.maximum(most[at], parameter.update.step)
+        return most
 
 
-class _table(cached_property[T]):
-    """Of a graph, its profiles and the order of ops alone: models for other devices and options share it."""
-
-    def __get__(self, model: Any, owner: type[Any] | None = None) -> Any:
-        if model is None or model.source is model:
-            return super().__get__(model, owner)
-        value = model.__dict__[str(self.attrname)] = getattr(model.source, str(self.attrname))
-        return value
+def distinct_profiles(profiles: Sequence[Profile]) -> list[Profile]:
+    """Those of a row of profiles, each once."""
+    return list({id(profile): profile for profile in profiles}.values())
 
 
 class CostModel:
@@ -67,7 +155,7 @@ class CostModel:
 
     profiles: one per stage; bytes are read from the first.  order: of the ops whose intervals are asked for
         (see `Readers`); () for that in which the forward runs them.  ranks: of each stage; s of stage s by
-        default.  like: a model whose tables are taken, if it is of the same graph, profiles and order.
+        default.  tables: those of the same graph, profiles and order, made unless given.
     """
 
     def __init__(
@@ -79,7 +167,7 @@ class CostModel:
         order: tuple[int, ...] = (),
         *,
         ranks: Sequence[int] = (),
-        like: CostModel | None = None,
+        tables: GraphTables | None = None,
     ) -> None:
         self.graph = graph
         self.profiles = profiles
@@ -87,18 +175,10 @@ class CostModel:
         self.options = options
         self.ranks = tuple(ranks) or tuple(range(len(cluster.devices)))
         self.profile = profiles[0]
-        self.distinct = list({id(p): p for p in profiles}.values())
+        self.distinct = distinct_profiles(profiles)
         self.kind = [next(k for k, p in enumerate(self.distinct) if p is own) for own in profiles]
-        self.source: CostModel = like.source if like is not None and self._is_like(like, order) else self
-        self.readers: Readers = self.source.readers if self.source is not self else Readers(graph, order)
-        self.saves: dict[str, tuple[str, ...]] = (
-            self.source.saves if self.source is not self else find_saved_storages(self.readers, self.profile)
-        )
-
-    def _is_like(self, other: CostModel, order: tuple[int, ...]) -> bool:
-        """Whether another model has tables for this one."""
-        profiles = [list(map(id, model.distinct)) for model in (self, other)]
-        return other.graph is self.graph and other.readers.order == order and profiles[0] == profiles[1]
+        self.tables = GraphTables(graph, self.distinct, order) if tables is None else tables
+        self.readers, self.saves = self.tables.readers, self.tables.saves
 
     def __len__(self) -> int:
         """How many ops there are to assign."""
@@ -109,14 +189,40 @@ class CostModel:
         """The same with the ops in the order in which a stage runs them: for stages of any cut."""
         if not self.readers.order:
             return self
-        like = None if self.source is self else self.source.in_forward_order
-        return CostModel(self.graph, self.profiles, self.cluster, self.options, ranks=self.ranks, like=like)
+        tables = self.tables.in_forward_order
+        return CostModel(
+            self.graph, self.profiles, self.cluster, self.options, ranks=self.ranks, tables=tables
+        )
+
+    @property
+    def sweep(self) -> LivenessSweep:
+        return self.tables.sweep
+
+    @property
+    def prefix_s(self) -> Array:
+        """Compute seconds of the first p ops, clones not counted: (distinct profiles, ops + 1)."""
+        return self.tables.prefix_s
+
+    @property
+    def forward_s(self) -> Array:
+        """Seconds of each op's forward: (distinct profiles, ops)."""
+        return self.tables.forward_s
+
+    @property
+    def cheap_s(self) -> Array:
+        """Seconds in which cheap ops make each storage (see tensors.py): (distinct profiles, storages)."""
+        return self.tables.cheap_s
+
+    @property
+    def crossing_bytes(self) -> Array:
+        """Bytes of the values that cross a cut in front of op p, for p = 0 .. number of ops."""
+        return self.tables.crossing_bytes
 
     def split_backward(self, positions: Sequence[int]) -> SplitBackward:
         """What I and W of a stage of these ops (ascending) hold, with everything kept; remembered."""
         whole = range(positions[0], positions[-1] + 1)
         key = whole if len(whole) == len(positions) else tuple(positions)
-        known: dict[Sequence[int], SplitBackward] = self._splits
+        known = self.tables.splits
         if key not in known:
             known[key] = self.sweep.split_backward(key)
         return known[key]
@@ -201,12 +307,12 @@ class CostModel:
         """
         here = ends - start - 1
         stop = int(ends[-1])
-        sums = self._sums.row(start, stop)
+        sums = self.tables.sums.row(start, stop)
         residuals = sums[COLUMN["residuals"]]
-        residuals += self._extra[start + 1 : stop + 1] - self._extra[start]
+        residuals += self.tables.extra[start + 1 : stop + 1] - self.tables.extra[start]
         columns = {name: sums[index, here] for name, index in COLUMN.items()}
         columns["buffers"] += self.batch_bytes
-        alone = np.maximum.accumulate(self._step_alone[start:stop])[here]
+        alone = np.maximum.accumulate(self.tables.step_alone[start:stop])[here]
         columns["step"] = np.maximum(alone, columns.pop("together"))
         if exact:
             _, forward, backward = self.sweep.of_intervals(start, ends)
@@ -242,17 +348,6 @@ class CostModel:
         """See `Readers.cut_points`."""
         return self.readers.cut_points
 
-    @_table
-    def crossing_bytes(self) -> Array:
-        """Bytes of the values that cross a cut in front of op p, for p = 0 .. number of ops."""
-        change = np.zeros(len(self) + 1)
-        for name, value in self.graph.value.items():
-            made, readers = self.readers.produced_at(name), self.readers.value_readers(name)
-            if made >= 0 and readers:
-                change[made + 1] += value.bytes
-                change[readers[-1] + 1] -= value.bytes
-        return np.cumsum(change)
-
     def _turn_s(self, f: Footprint[Any], compute: Array, ranks: Indices) -> Array:
         forward = self._edge_s(f.received, ranks, -1, 0)
         backward = self._edge_s(f.received_grads, ranks, 0, -1)
@@ -277,61 +372,3 @@ class CostModel:
                     link = self.cluster.link(rank + source, rank + target)
                     costs[:, rank] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         return links
-
-    @_table
-    def prefix_s(self) -> Array:
-        """Compute seconds of the first p ops, clones not counted: (distinct profiles, ops + 1)."""
-        names = [op.name for op in self.readers.ops]
-        costs = [[p.costs[n].forward_s + p.costs[n].backward_s for n in names] for p in self.distinct]
-        return np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
-
-    @_table
-    def forward_s(self) -> Array:
-        """Seconds of each op's forward: (distinct profiles, ops)."""
-        return np.array([[p.costs[op.name].forward_s for op in self.readers.ops] for p in self.distinct])
-
-    @_table
-    def cheap_s(self) -> Array:
-        """Seconds in which cheap ops make each storage (see tensors.py): (distinct profiles, storages)."""
-        graph, seconds = self.graph, np.zeros((len(self.distinct), len(self.sweep.tensors.names)))
-        number = {name: index for index, name in enumerate(self.sweep.tensors.names)}
-        before: dict[str, frozenset[str]] = {}
-        for op in graph.ops:
-            if op.cheap:
-                makers = {graph.producer.get(v, "") for v in op.inputs}
-                before[op.name] = frozenset({op.name}).union(*(before.get(m, frozenset()) for m in makers))
-                for value in op.outputs:
-                    if value.name in number:
-                        for kind, profile in enumerate(self.distinct):
-                            took = sum(profile.costs[name].forward_s for name in before[op.name])
-                            seconds[kind, number[value.name]] = took
-        return seconds
-
-    @_table
-    def _extra(self) -> Array:
-        extra = [self.profile.costs[op.name].extra_saved_bytes for op in self.readers.ops]
-        return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
-
-    @_table
-    def _step_alone(self) -> Array:
-        """Per op the most scratch of the update of a parameter that it reads; unused ones are the first's."""
-        most = np.zeros(len(self))
-        for parameter in self.graph.parameters:
-            if parameter.trainable and not parameter.update.together:
-                at = list(self.readers.state_readers[parameter.name] or (0,))
-                most[at] = np.maximum(most[at], parameter.update.step)
-        return most
-
-    @_table
-    def _splits(self) -> dict[Sequence[int], SplitBackward]:
-        return {}
-
-    @_table
-    def sweep(self) -> LivenessSweep:
-        return LivenessSweep(tensors_of(self.readers, self.saves, self.profile))
-
-    @_table
-    def _sums(self) -> IntervalSums:
-        clones = [{name: c.forward_s for name, c in p.costs.items()} for p in self.distinct]
-        terms = interval_terms(self.readers, self.saves, COLUMN, clones)
-        return IntervalSums(len(self), len(COLUMN) + len(self.distinct), terms)

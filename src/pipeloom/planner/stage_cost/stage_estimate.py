@@ -375,6 +375,21 @@ class StageEstimate:
         return moved / bandwidth if bandwidth > 0 else 0.0
 
 
+def cost_stage(
+    model: CostModel,
+    stages: StageGraph,
+    index: int,
+    treatments: Mapping[str, Treatment],
+    in_flight: int,
+    *,
+    ahead: bool,
+    split: bool = True,
+) -> StageCost:
+    """What the simulator needs to know of one stage; see `StageEstimate`. Raises: as `estimate_stage`."""
+    estimate = estimate_stage(model, stages, index, treatments)
+    return estimate.simulator_cost(estimate.plan(in_flight, ahead=ahead), ahead=ahead, split=split)
+
+
 def estimate_stage(
     model: CostModel, stages: StageGraph, index: int, treatments: Mapping[str, Treatment] | None = None
 ) -> StageEstimate:

@@ -1,5 +1,4 @@
-"""Several planners asked for one plan, and the order of its stages by the schedule search, where it is faster
-than the library's schedule.
+"""The order of a plan's stages by the schedule search, where it is faster than the library's schedule.
 
 A planner cuts and places the stages for a schedule of the library; what these stages then take is uneven, and
 their graph need be no chain. With cuts, placement and treatments as they are, the search (FlexPipe-style, see
@@ -9,12 +8,11 @@ and messages only, so that its orders are simulated as any plan, and taken if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from ..ir.costs import StageCost
-from ..ir.errors import InfeasibleError, PlanError, ScheduleError
+from ..ir.errors import PlanError, ScheduleError
 from ..ir.flow import flow_of
 from ..ir.plan import Plan
 from ..ir.schedule import Schedule
@@ -134,80 +132,3 @@ def _simulated(plan: Plan, order: Schedule, costs: PlanCosts) -> Plan | None:
         for part, was, now in zip(plan.stages, before, after, strict=True)
     )
     return replace(found, stages=parts, peaks=peaks, predicted_step_s=timeline.step_s)
-
-
-PREFIX = "auto."
-"""Of a plan's notes that say what each planner came to: seconds of its step, or why it has no plan."""
-
-FOUND_BY = "found_by"
-"""Note of a plan: which of several planners found it."""
-
-
-class PlanBy(Protocol):
-    """Plans by a planner; raises as `make_plan`."""
-
-    def __call__(self, *, planner: str, explained: bool) -> Plan: ...
-
-
-def fastest_of_planners(
-    plan_by: PlanBy,
-    asked: Sequence[str],
-    planner: str,
-    costs: PlanCosts,
-    *,
-    fastest: bool,
-    explained: bool,
-) -> Plan:
-    """The plan with the shortest simulated step of those of several planners; of equal ones the first.
-
-    The schedule search then looks for a faster order of the stages of each.
-
-    planner: the name that the plan gets.  costs: of its stages.  fastest: if not, the first plan will do.
-    explained: if none has a plan, the refusal of the first says how far it is from fitting.
-    Raises: InfeasibleError if nothing fits for any; PlanError if none can plan this.
-    """
-    plans: dict[str, Plan] = {}
-    refusals: dict[str, PlanError] = {}
-    for name in asked:
-        try:
-            plans[name] = plan_by(planner=name, explained=False)
-        except PlanError as error:
-            refusals[name] = error
-        if plans and not fastest:
-            break
-    if not plans:
-        unfit = [name for name in asked if isinstance(refusals[name], InfeasibleError)]
-        if not unfit or not explained:
-            raise refusals[(unfit or asked)[0]]
-        return plan_by(planner=unfit[0], explained=True)  # raises, and says more
-    best = fastest_named(plans, refusals, planner)
-    if not fastest:
-        return best
-    orders = (with_searched_order(plan, costs) for plan in plans.values())
-    searched = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
-    if searched is None or searched.predicted_step_s >= best.predicted_step_s:
-        return best
-    return fastest_named({**plans, SEARCHED: searched}, refusals, planner)
-
-
-def fastest_named(plans: Mapping[str, Plan], refusals: Mapping[str, PlanError], planner: str) -> Plan:
-    """The fastest of the plans of several planners, with notes on what each came to and whose plan it is.
-
-    plans, refusals: by the planner's name, or by `SEARCHED`.  planner: the name that the plan gets.
-    """
-    best = min(plans.values(), key=lambda plan: plan.predicted_step_s)
-    told = {f"{PREFIX}{name}": repr(plan.predicted_step_s) for name, plan in plans.items()}
-    told |= {f"{PREFIX}{name}": error.message for name, error in refusals.items() if name not in plans}
-    return replace(best, planner=planner, notes={**best.notes, **told, FOUND_BY: best.planner})
-
-
-def planners_asked(plan: Plan) -> dict[str, float | None]:
-    """Planner -> seconds of the step of its plan, None if it had none; empty where one planner was asked."""
-    found: dict[str, float | None] = {}
-    for key, text in plan.notes.items():
-        if key.startswith(PREFIX):
-            try:
-                found[key.removeprefix(PREFIX)] = float(text)
-            except ValueError:
-                found[key.removeprefix(PREFIX)] = None
-    return found

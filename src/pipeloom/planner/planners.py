@@ -1,0 +1,794 @@
+"""Planners by name, composed of a few functions, and `make_plan`: OpGraph x Profile x Cluster -> Plan.
+
+    ByCuts, ByOrder         what a search finds, simulated, until a candidate keeps its caps: `_attempts`
+    searched, side_by_side  finders of candidates: of one search, and of stages that form a DAG
+    evened                  before that, cuts whose ranks, and not whose stages, take equally long
+    fastest                 with what planners named beside it find
+    polished                cuts moved by the simulated step
+    under_less              what the same finds under smaller caps, too
+    or_in_a_row             the same with all stages in a chain, too
+
+Three ways to make a plan stand above them:
+
+    OneSchedule             the fastest candidate of a finder, for the schedule that was asked for
+    over_schedules          the fastest plan of many schedules
+    FastestPlan             the fastest plan of several planners
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import partial
+from itertools import islice
+from math import inf
+from typing import Any, TypeAlias
+
+from ..ir.cluster import Cluster
+from ..ir.errors import InfeasibleError, PlanError
+from ..ir.graph import OpGraph
+from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
+from ..ir.plan import Plan
+from ..ir.profile import Profile
+from .branches import BranchOrdered
+from .candidate import Candidate, step_s
+from .choose_schedule import FIRST, POLISHES, ROUNDS as TRIED_ROUNDS, choose_schedule, schedule_names
+from .notes import FOUND_BY, beside_1f1b, faster_of, fastest_named
+from .plan_costs import PlanCosts
+from .refine import (
+    HUGE,
+    FailedSearches,
+    faster_under_less,
+    fastest_of_few,
+    fit_caps,
+    more_held,
+    polish_cuts,
+    polish_some,
+    shallow_candidates,
+    with_slack,
+)
+from .refusals import (
+    does_not_fit,
+    explain_infeasible,
+    finds_no_chain,
+    passes_caps,
+    refuse_nonsense,
+    scale_caps,
+    stage_needs,
+    too_many_stages,
+)
+from .request import Planner, PlanOptions, Request, SearchWatch
+from .search.cut_search import Search
+from .search.even_ranks import even_ranks
+from .search.problem import Cuts
+from .searched_order import SEARCHED, with_searched_order
+from .stage_cost.tensors import Readers
+from .strategies.dawnpiper import dawnpiper
+from .strategies.graph_chains import (
+    Arranged,
+    pipedream_graph_layers,
+    pipedream_graph_ops,
+    piper_layers,
+    piper_ops,
+)
+from .strategies.graphpipe import shallow_cuts
+from .strategies.pipedream import pipedream, pipedream_repo
+from .strategies.probe import probe
+from .strategies.simple import balanced, equal, exact
+from .strategies.vpipe import vpipe
+
+ROUNDS = 5
+"""Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
+large graphs all that are made."""
+
+ROUNDS_TOGETHER = 16
+"""All searches where ranks have several stages, each of which takes longer."""
+
+LOWERED = (0.95, 0.9, 0.8, 0.7)
+"""Shares of all caps that are searched with where that does not come to an end."""
+
+HOPELESS = 0.15
+"""Share of all caps by which the first two candidates pass these, where few rounds are made at all."""
+
+MANY_OPS = 400
+"""Ops beyond which several planners do not share what they found of stages: it would fill memory."""
+
+ROOMY = 1 << 60
+"""Bytes of a device where memory is not to matter."""
+
+
+# --- finders ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SearchLog:
+    """What a planner's own search came across, for whoever says why it found nothing.
+
+    first_cuts: () if it found none.  search: in whose op order they are.  candidates: simulated since.
+    no_chain: it counts memory in a way of its own, by which nothing fits.
+    """
+
+    first_cuts: Cuts = ()
+    search: Search | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    no_chain: bool = False
+
+
+class Own(ABC):
+    """One search of cuts, repeated until a candidate keeps its caps.
+
+    keeps_caps: it looks at memory by itself.  chains: its stages are a chain, in an op order of its own.
+    """
+
+    keeps_caps: bool = True
+    chains: bool = False
+
+    @abstractmethod
+    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """The first candidate that keeps its caps, if any."""
+
+    def each(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to
+        hold, the fastest first."""
+        found = self.first(request, search, log)
+        if request.fits_caps and not any(candidate.copies_nothing for candidate in found):
+            for other in more_held(request, search):
+                found += self.first(request, other, SearchLog())
+        return sorted(found, key=step_s)
+
+
+@dataclass(frozen=True)
+class ByCuts(Own):
+    """By cuts of the op order. find: () where nothing fits."""
+
+    find: Callable[[Search], Cuts]
+    keeps_caps: bool = True
+
+    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        log.first_cuts, log.search = self.find(search), search
+        if not self.fit(search, log.first_cuts):
+            return []
+        rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
+        if request.rounds is not None:
+            rounds = request.rounds if rounds is None else min(rounds, request.rounds)
+        for candidate in islice(_attempts(fit_caps(request, search, log.first_cuts), self), rounds):
+            log.candidates.append(candidate)
+            if candidate.keeps_caps:
+                return [candidate]
+            if request.rounds is not None and _is_hopeless(log.candidates, request):
+                break
+        return []
+
+    def fit(self, search: Search, cuts: Cuts) -> bool:
+        """Whether there are cuts, and their stages keep the caps by estimate."""
+        if not cuts or self.keeps_caps:
+            return bool(cuts)
+        return all(need <= cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
+
+
+@dataclass(frozen=True)
+class ByOrder(Own):
+    """By an op order of its own, found along with the cuts. arrange: None where nothing fits."""
+
+    arrange: Callable[[Search], Arranged | None]
+    keeps_caps: bool = True
+    chains = True
+
+    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        arranged = self.arrange(search)
+        log.search, log.no_chain = search, arranged is None
+        if arranged is None:
+            return []
+        log.search = search = request.search(BranchOrdered(arranged.ops, (0,)))
+        log.first_cuts = arranged.cuts
+        if not ByCuts(lambda search: arranged.cuts, self.keeps_caps).fit(search, arranged.cuts):
+            return []
+        candidate = fit_caps(request, search, arranged.cuts)
+        log.candidates.append(candidate)
+        return [candidate] if candidate.keeps_caps else []
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Finds candidates that keep their caps in their simulated step.
+
+    find: (request, its search, the log of the own search, which is filled) -> them; none if it finds none.
+    own: its own search, apart from what is done besides.  beside: planners whose candidates it has as well.
+    of_dags: its stages may run side by side.
+    """
+
+    find: Callable[[Request, Search, SearchLog], list[Candidate]]
+    own: Own
+    beside: tuple[str, ...] = ()
+    of_dags: bool = False
+
+
+Propose: TypeAlias = Callable[[Search], Iterator[Cuts]]
+"""Several cuts of a search, for stages of a DAG, which are worth a simulation."""
+
+
+def searched(own: Own) -> Finder:
+    """What one search finds."""
+    return Finder(own.each, own)
+
+
+def side_by_side(propose: Propose) -> Finder:
+    """Stages of a DAG: those of the proposed cuts that keep their caps."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        return shallow_candidates(request, propose, LOWERED) if request.side_by_side else []
+
+    return Finder(find, ByCuts(lambda search: next(propose(search), ())), of_dags=True)
+
+
+def fastest(part: Finder, *also: str) -> Finder:
+    """What a finder finds, and planners beside it, the slowest to search first. If any plan will do, the
+    first of the last that finds one."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        found: list[Candidate] = []
+        names: list[str | None] = [None, *also]
+        for name in names if request.options.fastest else reversed(names):
+            if name is None:
+                found += part.find(request, search, log)
+            else:
+                other, by = _search_of(search, request, planner(name)), finder_of(name).own
+                found += by.each(request, other, log if part.of_dags else SearchLog())
+            if found and not request.options.fastest:
+                break
+        return found
+
+    return replace(part, find=find, beside=also)
+
+
+def evened(part: Finder) -> Finder:
+    """Where ranks have several stages, first cuts whose ranks take equally long (even_ranks.py), then what
+    may be faster than these."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        found = [] if request.layout.in_line else _even_candidates(request, search)
+        if found and not request.options.fastest:
+            return found
+        return found + part.find(_below(request, found), search, log)
+
+    return replace(part, find=find)
+
+
+def polished(part: Finder) -> Finder:
+    """The fastest candidate, its cuts moved by the simulated step."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        found = part.find(request, search, log)
+        return [polish_cuts(found, search)] if found and request.options.fastest else found
+
+    return replace(part, find=find)
+
+
+def polished_side_by_side(part: Finder, propose: Propose) -> Finder:
+    """The same of stages of a DAG, of several candidates; of a huge graph the fastest of a few cuts as it
+    is."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        if len(search.model) > HUGE and (few := fastest_of_few(request, search, propose)) is not None:
+            return [few]  # if there is none, caps are tight: then it takes long
+        if not (request.side_by_side and request.options.fastest):
+            return polished(part).find(request, search, log)
+        found = part.find(request, search, log)
+        return [polish_some([*found, *with_slack(found)])] if found else []
+
+    return replace(part, find=find)
+
+
+def under_less(part: Finder) -> Finder:
+    """The best candidate, or, of small graphs, what is found under smaller caps, as that takes another
+    search."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        found = part.find(request, search, log)
+        if not request.options.fastest or request.rounds is not None or search.large:
+            return found
+
+        def again(less: Request) -> Candidate | None:
+            return min(part.find(less, less.search(), SearchLog()), key=step_s, default=None)
+
+        best = faster_under_less(request, min(found, key=step_s, default=None), again)
+        return [] if best is None else [best]
+
+    return replace(part, find=find)
+
+
+def or_in_a_row(part: Finder) -> Finder:
+    """The fastest candidate, or the fastest whose stages run one after another, and notes on both."""
+
+    def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        found = part.find(request, search, log)
+        if not (request.side_by_side and request.options.fastest):
+            return found
+        in_a_row = replace(request, options=replace(request.options, branches=False))
+        row = part.find(in_a_row, search, log)
+        best = faster_of(*(min(some, key=step_s, default=None) for some in (found, row)))
+        return [] if best is None else [best]
+
+    return replace(part, find=find)
+
+
+def _search_of(search: Search, request: Request, other: Planner) -> Search:
+    """The search of another planner for the same."""
+    return replace(
+        search,
+        treatments=search.treatments if other.optimises == "always" else (),
+        layers=request.layers if other.granularity == "layer" else {},
+    )
+
+
+def _even_candidates(request: Request, search: Search) -> list[Candidate]:
+    """Of cuts whose ranks take equally long, from several starts, those that keep their caps."""
+    layout, found = request.layout, list[Candidate]()
+    others = layout.stages - layout.ranks  # than one stage on each rank
+    all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
+    for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
+        find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
+        found += ByCuts(find).each(request, search, SearchLog())
+        request = _below(request, found)
+    return sorted(found, key=step_s)
+
+
+def _below(request: Request, found: Sequence[Candidate]) -> Request:
+    """The request for what may be faster than what was found."""
+    below_s = min([request.below_s, *map(step_s, found)])
+    return request if below_s == request.below_s else replace(request, below_s=below_s)
+
+
+def _is_hopeless(tried: Sequence[Candidate], request: Request) -> bool:
+    """Whether all of several candidates pass the caps by so much that others are not worth their search."""
+    least = min(sum(candidate.over) for candidate in tried)
+    return len(tried) > 1 and least > HOPELESS * sum(d.memory_bytes for d in request.cluster.devices)
+
+
+def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:
+    """Cuts to simulate until one keeps its caps there, as the model of a stage has estimated: first with the
+    caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
+    found; then with fewer ways to free memory, whose estimates are simpler. No more of those with which a
+    step takes longer than it may."""
+    request, search = first.request, first.search
+    failed = FailedSearches()
+
+    def attempt(search: Search) -> Candidate | None:
+        if failed.covers(search):
+            return None
+        cuts = by.find(search)
+        if not by.fit(search, cuts):
+            failed.searches.append(search)
+            return None
+        return fit_caps(request, search, cuts)
+
+    yield first
+    for treatments in _fewer_treatments(search.treatments):
+        if request.only_offloading and "offload" not in treatments:
+            break
+        in_flight = tuple(map(max, first.in_flight, search.in_flight))
+        relaxed = replace(search, treatments=treatments, in_flight=in_flight)
+        following = _tighter_search(first) if treatments == search.treatments else relaxed
+        last = relaxed
+        slow = step_s(first) > request.below_s
+        for _ in range(ROUNDS):
+            if slow or (candidate := attempt(following)) is None:
+                break
+            yield candidate
+            slow = step_s(candidate) > request.below_s
+            last = following = _tighter_search(candidate)
+        for lower in _lowered(first, relaxed, last):
+            if not slow and (candidate := attempt(lower)):
+                yield candidate
+                slow = step_s(candidate) > request.below_s
+
+
+def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search]:
+    """Searches with all caps lowered alike.  last: the one before, whose stages fill their ranks together,
+    where several are on each."""
+    yield from (scale_caps(relaxed if first.layout.in_line else last, share) for share in LOWERED)
+    if not first.layout.in_line:
+        even = 1 / max(map(len, first.layout.held))
+        yield from (scale_caps(relaxed, even * share) for share in (1.0, *LOWERED[1::2]))
+
+
+def _tighter_search(candidate: Candidate) -> Search:
+    """The search to repeat; the same where only the host's memory is passed, which lower caps do not help."""
+    return candidate.tighter() or candidate.search
+
+
+def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
+    """All of them, without offloading, and none."""
+    without = tuple(t for t in treatments if t != "offload")
+    return list(dict.fromkeys((treatments, without, ())))
+
+
+# --- plans --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneSchedule:
+    """The fastest candidate of a finder."""
+
+    finder: Finder
+
+    def __call__(self, request: Request, *, explained: bool) -> Plan:
+        """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that
+        offloads on the device at once. Raises: as `make_plan`."""
+        refuse_nonsense(request.graph, request.cluster, request.options.ranks, request.schedule)
+        if self.finder.own.chains:
+            request = replace(request, options=replace(request.options, branches=False))
+        options = request.options
+        request.refuse_what_cannot_be()
+        if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
+            return self._plan(request, explained=explained)
+        try:
+            return self._plan(request, explained=False)
+        except InfeasibleError:
+            fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
+            again = replace(request, options=fewer, only_offloading=True)
+            return self._plan(again, explained=explained)
+
+    def _plan(self, request: Request, *, explained: bool) -> Plan:
+        count = request.layout.stages
+        if count > (places := len(request.models[0].cut_points) - 1):
+            why = f"{count} stages, but ops that share an updated buffer stay together, which leaves {places}"
+            ranks = len(request.cluster.devices)
+            raise too_many_stages(why, places, request.schedule, ranks, request.cluster)
+        search, log = request.search(), SearchLog()
+        best = min(self.finder.find(request, search, log), key=step_s, default=None)
+        if best is None:
+            raise _refusal(request, search, log, explained=explained)
+        return best.plan()
+
+
+def _refusal(request: Request, search: Search, log: SearchLog, *, explained: bool) -> InfeasibleError:
+    """The error where no planner has a candidate that fits. explained: see `make_plan`."""
+    if log.candidates:
+        closest = min(log.candidates, key=lambda candidate: sum(candidate.over))
+        if closest.host_shortage is not None and not any(closest.over):
+            return InfeasibleError(
+                f"no cut found keeps the host's memory with {request.schedule}: {closest.host_shortage}"
+            )
+        return passes_caps(closest.over, request.cluster, request.schedule)
+    if log.first_cuts:
+        return does_not_fit(log.search or search, log.first_cuts, request.options.planner)
+    if log.no_chain:
+        return finds_no_chain(search, request.options.planner)
+    if explained:
+        return explain_infeasible(search, request.wider)
+    return InfeasibleError(f"no cut into {len(search.caps)} stages fits")
+
+
+def over_schedules(request: Request, *, explained: bool) -> Plan:
+    """The fastest plan of all schedules that are worth a try; see `choose_schedule`."""
+    cluster, options = request.cluster, request.options
+    refuse_nonsense(request.graph, cluster, options.ranks, FIRST[0])
+    roomy = replace(cluster, devices=tuple(replace(d, memory_bytes=ROOMY) for d in cluster.devices))
+
+    def plan(
+        options: PlanOptions, *, capped: bool = True, polishes: bool = False, below_s: float = inf
+    ) -> Plan:
+        finder = finder_of(options.planner)
+        way = replace(
+            request,
+            cluster=cluster if capped else roomy,
+            planner=planner(options.planner),
+            below_s=below_s,
+            rounds=None if options.planner == POLISHES else TRIED_ROUNDS,
+            options=options,
+        )
+        return OneSchedule(polished(finder) if polishes else finder)(way, explained=False)
+
+    linked = all(device.host_link is not None for device in cluster.devices)
+    allowed = options.allowed is None or "offload" in options.allowed
+    places = len(Readers(request.graph).cut_points) - 1
+    ranks = len(cluster.devices)
+    names = options.schedules or schedule_names(ranks, places, copies=linked and allowed)
+    caps = [device.memory_bytes for device in cluster.devices]
+    try:
+        found = choose_schedule(plan, options, names, caps, request.watch)
+    except InfeasibleError:
+        if not explained:
+            raise
+        first = replace(options, schedule=FIRST[0], planner=POLISHES)
+        found = OneSchedule(finder_of(POLISHES))(
+            replace(request, options=first, planner=planner(POLISHES)), explained=True
+        )
+    return replace(found, planner=options.planner)
+
+
+@dataclass(frozen=True)
+class FastestPlan:
+    """The plan with the shortest simulated step of those of several planners, of equal ones the first; or the
+    same stages in a faster order, which the schedule search looks for."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, request: Request, *, explained: bool) -> Plan:
+        """If none has a plan and it is to be `explained`, the refusal of the first that could plan this at
+        all says how far it is from fitting."""
+        options, names = request.options, request.options.planners or self.names
+        plans: dict[str, Plan] = {}
+        refusals: dict[str, PlanError] = {}
+
+        def plan_by(name: str, *, explained: bool) -> Plan:
+            by, shared = planner(name), request.shared
+            if len(request.graph.ops) > MANY_OPS:
+                shared = replace(shared, known={})
+            way = replace(request, options=replace(options, planner=name), planner=by, shared=shared)
+            return by.plan(way, explained=explained)
+
+        for name in names:
+            try:
+                plans[name] = plan_by(name, explained=False)
+            except PlanError as error:
+                refusals[name] = error
+            if plans and not options.fastest:
+                break
+        if not plans:
+            unfit = [name for name in names if isinstance(refusals[name], InfeasibleError)]
+            if not unfit or not explained:
+                raise refusals[(unfit or names)[0]]
+            return plan_by(unfit[0], explained=True)  # raises, and says more
+        best = fastest_named(plans, refusals, options.planner)
+        if not options.fastest:
+            return best
+        costs = PlanCosts(request.graph, request.profile, request.cluster)
+        orders = (with_searched_order(plan, costs) for plan in plans.values())
+        searched = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
+        if searched is None or searched.predicted_step_s >= best.predicted_step_s:
+            return best
+        return fastest_named({**plans, SEARCHED: searched}, refusals, options.planner)
+
+
+def make_plan(
+    graph: OpGraph,
+    profile: Profile | Mapping[str, Profile],
+    cluster: Cluster,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    *,
+    explained: bool = True,
+    watch: SearchWatch | None = None,
+    **changes: Any,
+) -> Plan:
+    """Cut a graph into stages, for the usual placement of a schedule.
+
+    profile: costs per micro-batch, for all devices or by device name.
+    changes: of the options.
+    explained: if nothing fits, look for how far it is from fitting, which takes longer; and see whether 1F1B
+        would be faster than several stages on a rank.
+    watch: told how the search goes on.
+    Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
+        memory.
+    """
+    options = options.changed(**changes)
+    devices = replace(cluster, devices=cluster.devices[: options.ranks])
+    request = Request(graph, profile, devices, options, planner(options.planner), watch)
+    plan = request.planner.plan(request, explained=explained)
+    by = planner(plan.notes.get(FOUND_BY, options.planner))
+    if not explained or not options.fastest or options.replicas > 1 or not isinstance(by.plan, OneSchedule):
+        return plan
+    request, own = replace(request, planner=by), by.plan.finder.own
+    if request.layout.in_line:
+        return plan
+
+    def first(request: Request) -> Candidate | None:
+        return next(iter(own.first(request, request.search(), SearchLog())), None)
+
+    return beside_1f1b(request, plan, first, chains=own.chains)
+
+
+# --- the table ----------------------------------------------------------------------------------------
+
+
+def by_cuts(find: Callable[[Search], Cuts], *, keeps_caps: bool = True) -> OneSchedule:
+    """A planner that cuts the op order.
+
+    find: cut positions, 0 and the number of ops included; () where nothing fits.  keeps_caps: it looks at
+    memory by itself.
+    """
+    return OneSchedule(under_less(searched(ByCuts(find, keeps_caps))))
+
+
+def _evened(find: Callable[[Search], Cuts]) -> OneSchedule:
+    return OneSchedule(under_less(evened(searched(ByCuts(find)))))
+
+
+def _by_order(arrange: Callable[[Search], Arranged | None], *, keeps_caps: bool = True) -> OneSchedule:
+    return OneSchedule(under_less(searched(ByOrder(arrange, keeps_caps))))
+
+
+PLANNERS: dict[str, Planner] = {
+    "auto": Planner(
+        plan=FastestPlan(("dawnpiper", "graphpipe", "pipeoffload")),
+        granularity="op",
+        optimises="always",
+        source="this project",
+        about="dawnpiper, graphpipe and pipeoffload under the same caps; the fastest of their plans",
+    ),
+    "exact": Planner(
+        plan=_evened(exact),
+        granularity="op",
+        optimises="asked",
+        source="dynamic programming",
+        about="the best contiguous cut; slow where residuals are optimised",
+    ),
+    "dawnpiper": Planner(
+        plan=OneSchedule(
+            under_less(polished(evened(fastest(searched(ByCuts(dawnpiper)), "probe", "vpipe", "pipedream"))))
+        ),
+        granularity="op",
+        optimises="always",
+        source="arXiv 2505.05856, reconstructed from the abstract; and more",
+        about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
+    ),
+    "pipeoffload": Planner(
+        plan=over_schedules,
+        granularity="op",
+        optimises="always",
+        source="arXiv 2503.01328 leaves the choice to its user",
+        about="dawnpiper over many schedules, with and without offloading; the fastest that fits",
+    ),
+    "dawnpiper-alone": Planner(
+        plan=_evened(dawnpiper),
+        granularity="op",
+        optimises="always",
+        source="arXiv 2505.05856, reconstructed from the abstract",
+        about="halves the stages and bisects between balanced compute and balanced memory",
+    ),
+    "probe": Planner(
+        plan=_evened(probe),
+        granularity="op",
+        optimises="always",
+        source="Pinar and Aykanat 2004, JPDC 64(8)",
+        about="parametric search; exact where transfers cost nothing",
+    ),
+    "graphpipe": Planner(
+        plan=OneSchedule(
+            or_in_a_row(
+                under_less(
+                    polished_side_by_side(
+                        evened(fastest(side_by_side(shallow_cuts), "exact", "probe")), shallow_cuts
+                    )
+                )
+            )
+        ),
+        granularity="op",
+        optimises="always",
+        source="arXiv 2406.17145, reconstructed: stages as a DAG",
+        about="towers side by side: the least bottleneck, then the shallowest pipeline; exact, probe",
+    ),
+    "vpipe": Planner(
+        plan=by_cuts(vpipe),
+        granularity="layer",
+        optimises="always",
+        source="TPDS 33(3) 2022, vPipe-like",
+        about="moves layers over boundaries, treats the residuals of a layer alike",
+    ),
+    "pipedream": Planner(
+        plan=by_cuts(pipedream, keeps_caps=False),
+        granularity="module",
+        source="SOSP 2019, as in the paper",
+        about="balances compute and transfers by modules",
+    ),
+    "pipedream-repo": Planner(
+        plan=by_cuts(pipedream_repo, keeps_caps=False),
+        granularity="module",
+        source="msr-fiddle/pipedream",
+        about="balances compute by modules, transfers not counted",
+    ),
+    "pipedream-graph": Planner(
+        plan=_by_order(pipedream_graph_layers, keeps_caps=False),
+        granularity="layer",
+        source="msr-fiddle/pipedream, over antichains",
+        about="balances compute and transfers by layers of the whole graph, for a chain of stages",
+    ),
+    "pipedream-graph-ops": Planner(
+        plan=_by_order(pipedream_graph_ops, keeps_caps=False),
+        granularity="op",
+        source="msr-fiddle/pipedream, over antichains",
+        about="the same by ops, for small graphs",
+    ),
+    "piper": Planner(
+        plan=_by_order(piper_layers),
+        granularity="layer",
+        source="NeurIPS 2021, over pairs of down-sets",
+        about="the least compute and transfers under the caps by layers of the whole graph, for a chain",
+    ),
+    "piper-ops": Planner(
+        plan=_by_order(piper_ops),
+        granularity="op",
+        source="NeurIPS 2021, over pairs of down-sets",
+        about="the same by ops, for small graphs",
+    ),
+    "equal": Planner(
+        plan=by_cuts(equal, keeps_caps=False),
+        granularity="layer",
+        source="Megatron-LM, arXiv 2104.04473",
+        about="as many layers in each stage as in any other",
+    ),
+    "balanced": Planner(
+        plan=by_cuts(balanced, keeps_caps=False),
+        granularity="op",
+        source="plain",
+        about="equal compute time, memory not looked at",
+    ),
+}
+
+
+def names() -> tuple[str, ...]:
+    """All planners that `make_plan` knows.
+
+    >>> names()  # doctest: +NORMALIZE_WHITESPACE
+    ('auto', 'exact', 'dawnpiper', 'pipeoffload', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe',
+     'pipedream', 'pipedream-repo', 'pipedream-graph', 'pipedream-graph-ops', 'piper', 'piper-ops',
+     'equal', 'balanced')
+    """
+    return tuple(PLANNERS)
+
+
+def register_planner(name: str, planner: Planner) -> None:
+    """Make a planner known by a name in small letters, with `-` between words.
+
+    Raises: PlanError if the name is taken.
+    """
+    if name in PLANNERS:
+        raise PlanError(f"a planner named {name!r} exists already", hint="choose another name")
+    PLANNERS[name] = planner
+
+
+def planner(name: str) -> Planner:
+    """A planner by name; `_` for `-` is fine. Raises: PlanError if there is none."""
+    key = name.lower().replace("_", "-")
+    if key not in PLANNERS:
+        near = get_close_matches(key, PLANNERS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise PlanError(
+            f"no planner is named {name!r}", hint=f"{meant}the planners are {', '.join(PLANNERS)}"
+        )
+    return PLANNERS[key]
+
+
+def finder_of(name: str) -> Finder:
+    """That of a planner for one schedule."""
+    plan = planner(name).plan
+    assert isinstance(plan, OneSchedule), f"{name} asks several planners, or tries several schedules"
+    return plan.finder
+
+
+def planners_of(options: PlanOptions) -> tuple[str, ...]:
+    """The planners that are each asked for the whole plan; () where one makes it."""
+    plan = planner(options.planner).plan
+    return (options.planners or plan.names) if isinstance(plan, FastestPlan) else ()
+
+
+def chooses_schedule(name: str) -> bool:
+    """Whether a planner plans with many schedules and takes the fastest, whichever was asked for."""
+    return planner(name).plan is over_schedules
+
+
+def first_way(options: PlanOptions) -> PlanOptions:
+    """With the planner and the schedule with which a planner of many schedules, or one that asks others,
+    tries first, whose plans are among its own, and which takes less time; of other planners the same.
+
+    >>> ways = (first_way(PlanOptions(planner=name, schedule="gpipe")) for name in ("pipeoffload", "auto"))
+    >>> [(way.planner, way.schedule) for way in ways]
+    [('dawnpiper', '1f1b'), ('dawnpiper', 'gpipe')]
+    """
+    plan = planner(options.planner).plan
+    if isinstance(plan, FastestPlan):
+        return options.changed(planner=plan.names[0])
+    return options.changed(planner=POLISHES, schedule=FIRST[0]) if plan is over_schedules else options
+
+
+def ways_of(options: PlanOptions) -> list[PlanOptions]:
+    """The same, and where stages may run side by side also as a chain and by planners of chains."""
+    plan = planner(options.planner).plan
+    of_dags = isinstance(plan, OneSchedule) and plan.finder.of_dags
+    if not of_dags or not options.branches or not options.fastest:
+        return [options]
+    chains = (options.changed(planner=name) for name in finder_of(options.planner).beside)
+    return [options, options.changed(branches=False), *chains]
