@@ -1,7 +1,7 @@
 """Does the simulator agree with the real runtime? Ranks that sleep for the given times instead of computing.
 
-    python bench/pacing.py [--ranks 8] [--microbatches 16] [--rounds 3] [--seconds 0.3]
-    python bench/pacing.py --graph [--towers 3] [--microbatches 12] [--rounds 3] [--seconds 0.2]
+    python bench/pacing.py library [--ranks 8] [--microbatches 16] [--rounds 3] [--seconds 0.3]
+    python bench/pacing.py graph [--ranks 7] [--microbatches 12] [--rounds 3] [--seconds 0.2]
 
 Every rank is a process with the real worker, the real program and real messages over gloo; only its stages
 sleep instead of computing, so that eight ranks fit two cores. Stages take uneven times: up to 25 % more or
@@ -17,8 +17,6 @@ copies   schedules whose copies to the host sleep, too (`bench/pipeoffload.py pa
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,26 +27,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import print_stamp, print_table
+from machine import on_ranks, parser_of, run_parts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from paced import PacedRank, PacedTier  # noqa: E402
+# isort: split
+from paced import PacedRank, PacedTier
 
-from pipeloom.ir.cluster import Cluster, Device, Link  # noqa: E402
-from pipeloom.ir.costs import StageCost  # noqa: E402
-from pipeloom.ir.flow import dag  # noqa: E402
-from pipeloom.ir.schedule import Schedule  # noqa: E402
-from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
-from pipeloom.lowering.passes import lower  # noqa: E402
-from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
-from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
-from pipeloom.runtime.launch.launch import launch  # noqa: E402
-from pipeloom.runtime.recorder import HostClock  # noqa: E402
-from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
-from pipeloom.schedules import registry  # noqa: E402
-from pipeloom.schedules.copies import uplinks  # noqa: E402
-from pipeloom.simulator.simulate import simulate  # noqa: E402
-from pipeloom.simulator.summary import Summary, summarise  # noqa: E402
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.stages import StageGraph, replicate
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.calibration.link import measure_link
+from pipeloom.runtime.launch.connect import connect, watch_ranks
+from pipeloom.runtime.recorder import HostClock
+from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.schedules import registry
+from pipeloom.schedules.copies import uplinks
+from pipeloom.simulator.simulate import simulate
+from pipeloom.simulator.summary import Summary, summarise
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "v_half", "dualpipev", "dualpipe")
 WITH_COPIES = (("po_f", 2), ("po_h", 2), ("1f1b:offload=1", 1))
@@ -139,19 +136,19 @@ def _busy(step: Summary) -> float:
     return sum(rank.busy_s for rank in step.ranks)
 
 
-def rank_main(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> None:
-    """What each rank does: all cases of a kind, one after the other. Rank 0 writes the rows."""
-    torch.set_num_threads(1)
+def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank does: all cases of a kind, one after the other. Returns a row for each."""
     group = connect(CPU, timeout_s=120)
+    rows = []
     with watch_ranks(group) as watch:
         channel = DistChannel(group, watch, device=CPU, timeout_s=120)
         link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
         devices = (Device(name="paced", memory_bytes=2**40),) * shape["ranks"]
-        cluster, rows = Cluster(devices=devices, within_node=link), []
+        cluster = Cluster(devices=devices, within_node=link)
         for case in CASES[kind](link, **shape):
             program = lower(case.schedule, case.stages)
             predicted = summarise(simulate(program, case.stages, case.costs, cluster))
-            tier = PacedTier(folder / "away", channel.rank, case.costs) if kind == "copies" else None
+            tier = PacedTier(folder, channel.rank, case.costs) if kind == "copies" else None
             rank = PacedRank(program, case.stages, case.costs, channel, watch, tier=tier)
             steps = [summarise(rank.step()) for _ in range(rounds)]
             if tier is not None:
@@ -168,55 +165,40 @@ def rank_main(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> No
             }
             rows.append(row)
             if dist.get_rank() == 0:
-                named = ", ".join(f"{key} {value}" for key, value in case.about.items())
-                print(
-                    f"{named}: predicted {predicted.step_s:.3f} s, measured {measured_s:.3f} s "
-                    f"({row['error']:+.2%}); bubble {predicted.bubble:.1%}, measured "
-                    f"{row['measured_bubble']:.1%}; actions took {row['overslept']:.2%} longer than asked",
-                    flush=True,
-                )
-        if dist.get_rank() == 0:
-            about = {"latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
-            (folder / "rows.json").write_text(json.dumps({"link": about, "rows": rows}))
+                print(row, flush=True)
+    return rows
 
 
-def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """The figures of all cases of a kind. Raises: SystemExit if a rank fails."""
+def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """The figures of all cases of a kind."""
     shape = {"ranks": ranks, "microbatches": microbatches, "seconds": seconds}
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        if launch(rank_main, ranks, args=(kind, shape, rounds, folder)) != 0:
-            raise SystemExit("paced ranks failed")
-        found = json.loads((folder / "rows.json").read_text())
-    worst = max(abs(row["error"]) for row in found["rows"])
+    with tempfile.TemporaryDirectory() as folder:
+        rows: list[dict[str, Any]] = on_ranks(measure, ranks, kind, shape, rounds, Path(folder))[0]
+    worst = max(abs(row["error"]) for row in rows)
     print(f"largest error of the step time {worst:.2%}, limit {LIMIT:.0%}")
-    return {**shape, "worst": worst, "limit": LIMIT, **found}
+    return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--graph", action="store_true", help="towers side by side instead of the library")
-    parser.add_argument("--ranks", type=int, default=8, help="for the library")
-    parser.add_argument("--towers", type=int, default=3, help="of the graph")
+    usual = {"library": (8, 16, 0.3), "graph": (7, 12, 0.2)}
+    parser = parser_of(__doc__, usual)
+    parser.add_argument("--ranks", type=int, help="8; of the graph 7, two for each tower and the join")
     parser.add_argument("--microbatches", type=int, help="16, of the graph 12")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="of a micro-batch on a rank: 0.3, of the graph 0.2")
-    options = parser.parse_args()
-    kind, ranks, microbatches, seconds = "library", options.ranks, 16, 0.3
-    if options.graph:
-        kind, ranks, microbatches, seconds = "graph", 2 * options.towers + 1, 12, 0.2
-    found = pace(
-        kind,
-        ranks=ranks,
-        microbatches=options.microbatches or microbatches,
-        seconds=options.seconds or seconds,
-        rounds=options.rounds,
-    )
-    print_stamp()
-    print_table(found["rows"], f"{ranks} ranks that sleep")
-    return 0 if found["worst"] <= LIMIT else 1
+    given = parser.parse_args()
+
+    def part(kind: str) -> Callable[[], Any]:
+        ranks, microbatches, seconds = usual[kind]
+        return lambda: pace(
+            kind,
+            ranks=given.ranks or ranks,
+            microbatches=given.microbatches or microbatches,
+            seconds=given.seconds or seconds,
+            rounds=given.rounds,
+        )
+
+    return run_parts(given.parts, {kind: part(kind) for kind in usual})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-import branching
+import graphpipe
 import pytest
 import runs
 import torch
@@ -52,7 +52,7 @@ CANNOT = {
 
 def job_of(*, frozen: bool) -> Job:
     """Two towers of two layers and a join, in float64."""
-    small = branching.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
+    small = graphpipe.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
 
     def model() -> torch.nn.Module:
         made = small.model().double()

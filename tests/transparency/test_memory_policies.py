@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import branching
+import graphpipe
 import pytest
 import torch
 import zoo
@@ -162,7 +162,7 @@ MICROBATCHES = 6
 
 def peaks_of(towers: int, schedule: str) -> list[tuple[int, int]]:
     """Per rank, towers first and then the join, the residuals at its peak: as simulated, and as measured."""
-    job = branching.mmt(towers=towers, layers=1, width=8, heads=2, length=4, classes=3)
+    job = graphpipe.mmt(towers=towers, layers=1, width=8, heads=2, length=4, classes=3)
     captured = capture_of(job)
     stage_of = {
         op.name: int(op.module.split(".")[1]) if op.module.startswith("towers.") else towers
