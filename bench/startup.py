@@ -44,7 +44,7 @@ COMMANDS = {
 PHASES = {
     "torch": ("",),
     "transformers.models.gpt2.modeling_gpt2": ("",),
-    "pipeloom.pipeline": ("", *(f"Pipeline.{name}" for name in ("_build", "predict", "step", "evaluate"))),
+    "pipeloom.pipeline": ("", *(f"Pipeline.{name}" for name in ("__init__", "predict", "step", "evaluate"))),
     "pipeloom.caches": ("contention",),
     "pipeloom.plan_advice": ("plan_with_advice",),
     "pipeloom.verification": ("verify_once",),
