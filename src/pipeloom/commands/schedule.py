@@ -71,22 +71,8 @@ EDGES = click.option(
     "what joins them. Stage 0 is on rank 0, and so on.",
 )
 SHAPE = (
-    click.option(
-        "--ranks",
-        "-p",
-        type=click.IntRange(1, 4096),
-        default=4,
-        show_default=True,
-        help="Devices in the pipeline.",
-    ),
-    click.option(
-        "--microbatches",
-        "-m",
-        type=click.IntRange(1),
-        default=8,
-        show_default=True,
-        help="Micro-batches per step.",
-    ),
+    click.option("--ranks", "-p", type=click.IntRange(1, 4096), default=4, help="Devices in the pipeline."),
+    click.option("--microbatches", "-m", type=click.IntRange(1), default=8, help="Micro-batches per step."),
     click.option(
         "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
     ),
@@ -95,7 +81,6 @@ SHORTEST = click.option(
     "--shortest",
     type=click.Choice(("step", "span")),
     default="step",
-    show_default=True,
     help="Of a schedule's variants take the one with the shortest step; or with the shortest span, from a "
     "rank's first action to its last, which counts where each rank goes on by itself.",
 )
@@ -113,7 +98,6 @@ TIMES = (
         "-T",
         type=seconds,
         default="0.0",
-        show_default=True,
         help="Time of a message between ranks; several: one per boundary of two stages, or per edge.",
     ),
     click.option(
@@ -131,7 +115,6 @@ TIMES = (
         "--pair-factor",
         type=click.FloatRange(0),
         default=1.0,
-        show_default=True,
         help="What a pair of actions, F&B, takes of the sum of their times.",
     ),
     click.option(
@@ -139,7 +122,6 @@ TIMES = (
         "-k",
         type=click.FloatRange(0, min_open=True),
         default=0.75,
-        show_default=True,
         help="What copying the residuals of a stage to the host and back takes of the time of its F, I and "
         "W: for schedules that offload.",
     ),
@@ -147,12 +129,12 @@ TIMES = (
         "--per-uplink",
         type=click.IntRange(1),
         default=1,
-        show_default=True,
         help="Neighbouring ranks that share one uplink to the host.",
     ),
     click.option(
         "--memory",
         default="",
+        show_default=False,
         help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
         "a plan.",
     ),
@@ -304,7 +286,6 @@ def show(*, name: str, scenario: Scenario, updates: Updates | None, **files: Any
     "--replicas",
     type=click.IntRange(1),
     default=1,
-    show_default=True,
     help="2 for bidirectional schedules: the second half of the stages is a replica of the first.",
 )
 @click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
