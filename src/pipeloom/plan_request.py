@@ -236,7 +236,7 @@ LARGEST_MICROBATCH = 1 << 16
 
 
 def times_of(plan: Plan) -> list[str]:
-    """Of a plan for compiled stages the sentence that says what its times are of; none of another."""
+    """A sentence saying what the times of a compiled plan refer to; nothing for an eager plan."""
     told = plan.notes.get(COMPILED)
     return [] if told is None else [f"times of compiled functions: {told}"]
 

@@ -3,13 +3,11 @@ fast anything is: what pieces take compiled is given."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import good
 from compiled import KnownRatios
 from plain_net import WIDTH, PlainNet, job_of
 from runs import assert_same, capture_of, pipelined, plain
@@ -17,14 +15,15 @@ from torch import Tensor, nn
 
 from pipeloom import planning
 from pipeloom.caches import kept_profile
-from pipeloom.cli import main
 from pipeloom.compiled_profiles import compiled_profile, pieces_of
 from pipeloom.ir.errors import PlanError
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.units import parse_bytes
 from pipeloom.plan_request import times_of
-from pipeloom.planning import plan as plan_job, plan_size
-from pipeloom.profiler.compiled_pieces import piece_signatures
+from pipeloom.planning import plan as plan_job
+from pipeloom.profiler.compiled_pieces import CompiledRatio, piece_signatures
 from pipeloom.tracer.captured import Captured
 
 
@@ -55,27 +54,31 @@ def seconds(captured: Captured) -> Profile:
     )
 
 
-Install = Callable[..., KnownRatios]
+JOB = job_of(Layered)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager times are known, and nothing was compiled before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts known ratios in the place of the compiler. Nothing was measured before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
+def known(monkeypatch: pytest.MonkeyPatch) -> KnownRatios:
+    """Known ratios in the place of the compiler."""
     monkeypatch.setattr(planning, "kept_profile", lambda captured, measure: seconds(captured))
-
-    def put(fails: str = "") -> KnownRatios:
-        known = KnownRatios(fails)
-        monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", known)
-        return known
-
-    return put
+    ratios = KnownRatios()
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", ratios)
+    return ratios
 
 
-def test_costs_of_ops_are_scaled(install: Install) -> None:
-    install()
-    captured = capture_of(job_of(Layered))
+@pytest.fixture
+def captured() -> Captured:
+    return capture_of(JOB)
+
+
+def test_costs_of_ops_are_scaled(known: KnownRatios, captured: Captured) -> None:
     found = compiled_profile(captured, seconds(captured))
     for op in captured.graph.ops:
         cost = found.costs[op.name]
@@ -85,9 +88,7 @@ def test_costs_of_ops_are_scaled(install: Install) -> None:
     assert replace(found, costs={}, compiled="") == replace(seconds(captured), costs={})
 
 
-def test_equal_layers_are_compiled_once(install: Install) -> None:
-    known = install()
-    captured = capture_of(job_of(Layered))
+def test_equal_layers_are_compiled_once(known: KnownRatios, captured: Captured) -> None:
     pieces = pieces_of(captured.graph)
     compiled_profile(captured, seconds(captured))
     # The first layer gives no gradient to what is before it; the second and third are alike.
@@ -97,37 +98,30 @@ def test_equal_layers_are_compiled_once(install: Install) -> None:
     assert alike[1] == alike[2] and len(set(alike)) == 4
 
 
-def test_ratios_are_kept_for_the_same_model(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = install()
-    captured = capture_of(job_of(Layered))
-    first = compiled_profile(captured, seconds(captured))
+def test_ratios_are_kept_for_the_same_model(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled_profile(captured, kept_profile(captured, seconds))
     count = len(known.asked)
     assert compiled_profile(captured, seconds(captured)) == first and len(known.asked) == count
-    wider = capture_of(job_of(Layered), 4)
+    assert kept_profile(captured, seconds) == seconds(captured), "what is kept of eager ops stays what it is"
+    wider = capture_of(JOB, 4)
     compiled_profile(wider, seconds(wider))
     assert len(known.asked) == 2 * count
-    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    compiled_profile(captured, seconds(captured))
-    assert len(known.asked) == 3 * count
-    monkeypatch.setenv("PIPELOOM_KEEP_PROFILES", "0")
-    compiled_profile(captured, seconds(captured))
-    assert len(known.asked) == 4 * count
+    for times, (name, value) in enumerate(
+        (("TORCHINDUCTOR_MAX_AUTOTUNE", "1"), ("PIPELOOM_KEEP_PROFILES", "0")), start=3
+    ):
+        monkeypatch.setenv(name, value)
+        compiled_profile(captured, seconds(captured))
+        assert len(known.asked) == times * count
 
 
-def test_eager_times_are_none_of_compiled_ones(install: Install) -> None:
-    """What is kept of eager ops stays what it is."""
-    install()
-    captured = capture_of(job_of(Layered))
-    compiled_profile(captured, kept_profile(captured, seconds))
-    assert kept_profile(captured, seconds) == seconds(captured)
-
-
-def test_what_cannot_be_compiled_counts_as_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
-    captured = capture_of(job_of(Layered))
+def test_what_cannot_be_compiled_counts_as_eager(
+    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
     failing = pieces_of(captured.graph).stages[3]
-    known = install(fails=failing.ops[0])
-    with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        found = compiled_profile(captured, seconds(captured))
+    known.fails = failing.ops[0]
+    found = compiled_profile(captured, seconds(captured))
     assert "times of layers.3 stay eager: RuntimeError: no compiler was found\n" in caplog.text + "\n"
     assert all(found.costs[name] == seconds(captured).costs[name] for name in failing.ops)
     assert found.compiled.endswith("; 1 of 5 pieces could not be compiled and count as eager")
@@ -137,13 +131,13 @@ def test_what_cannot_be_compiled_counts_as_eager(install: Install, caplog: pytes
 
 
 def test_compiling_is_announced_and_bounded(
-    install: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    known: KnownRatios,
+    captured: Captured,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = install()
     monkeypatch.setattr("pipeloom.compiled_profiles.BUDGET_S", 0.0)
-    captured = capture_of(job_of(Layered))
-    with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        found = compiled_profile(captured, seconds(captured))
+    found = compiled_profile(captured, seconds(captured))
     assert "compiling 4 distinct pieces of Layered to time them for the plan, once a day" in caplog.text
     # The one that takes most of the time: that of which there are two.
     assert known.asked == [pieces_of(captured.graph).stages[1].ops]
@@ -165,29 +159,22 @@ def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_that_is_cut_between_modules_keeps_eager_times(
-    install: Install, caplog: pytest.LogCaptureFixture
+    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = install()
-    captured = capture_of(job_of(Layered))
     cut = replace(captured, graph=replace(captured.graph, fallback="it cannot be traced"))
-    with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        found = compiled_profile(cut, seconds(cut))
-    assert (
-        found.costs == seconds(cut).costs
-        and found.compiled.startswith("not measured, as")
-        and not known.asked
-    )
-    assert "cut between its modules" in caplog.text
+    found = compiled_profile(cut, seconds(cut))
+    assert found.costs == seconds(cut).costs and found.compiled.startswith("not measured, as")
+    assert not known.asked and "cut between its modules" in caplog.text
 
 
-def test_planners_see_compiled_times(install: Install) -> None:
-    install()
-    job = job_of(Layered)
-    how = {"ranks": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
-    eager, compiled = (plan_job(job, **how, compile=way) for way in (False, True))
+HOW = {"ranks": 2, "microbatches": 4, "microbatch_size": 2}
 
-    def total(plan: object, kind: str) -> float:
-        return sum(getattr(stage, kind) for stage in plan.stages)  # type: ignore[attr-defined]
+
+def test_planners_see_compiled_times(known: KnownRatios, captured: Captured) -> None:
+    eager, compiled = (plan_job(JOB, **HOW, captured=captured, compile=way) for way in (False, True))
+
+    def total(plan: Plan, kind: str) -> float:
+        return sum(getattr(stage, kind) for stage in plan.stages)
 
     assert total(compiled, "forward_s") == pytest.approx(0.5 * total(eager, "forward_s"))
     assert total(compiled, "weight_grad_s") == pytest.approx(3 * total(eager, "weight_grad_s"))
@@ -196,92 +183,72 @@ def test_planners_see_compiled_times(install: Install) -> None:
     assert times_of(compiled) == [said]
 
 
-def test_the_fastest_cut_can_be_another_one(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_cut_can_be_another_one(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan for eager stages would not be the fastest one where only one half gains by compiling."""
-    install()
-    job, captured = job_of(Layered), capture_of(job_of(Layered))
-    how = {"ranks": 2, "microbatches": 4, "captured": captured, "microbatch_size": 2}
     early = {name for piece in pieces_of(captured.graph).stages[:3] for name in piece.ops}
 
-    class Early(KnownRatios):
-        def __call__(self, captured, pieces, index, timer):  # type: ignore[no-untyped-def]
-            ratio = super().__call__(captured, pieces, index, timer)
-            share = 0.1 if early.issuperset(pieces.stages[index].ops) else 1.0
-            return replace(ratio, forward=share, backward=share)
+    def ratio_of(captured: Captured, pieces: StageGraph, index: int, timer: object) -> CompiledRatio:
+        share = 0.1 if early.issuperset(pieces.stages[index].ops) else 1.0
+        return replace(known(captured, pieces, index, timer), forward=share, backward=share)
 
-    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", Early())
-    eager, compiled = (plan_job(job, **how, compile=way) for way in (False, True))
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", ratio_of)
+    eager, compiled = (plan_job(JOB, **HOW, captured=captured, compile=way) for way in (False, True))
     assert len(compiled.stages[0].ops) > len(eager.stages[0].ops)
 
 
-def test_times_of_eager_ops_are_refused_for_compiled_plans(install: Install) -> None:
-    install()
-    job, captured = job_of(Layered), capture_of(job_of(Layered))
-    how = {"ranks": 1, "microbatches": 2, "captured": captured, "microbatch_size": 2, "compile": True}
+def test_times_of_eager_ops_are_refused_for_compiled_plans(known: KnownRatios, captured: Captured) -> None:
+    how = HOW | {"ranks": 1, "captured": captured, "compile": True}
     with pytest.raises(PlanError, match="times by roofline, which are of eager ops"):
-        plan_job(job, **how, cluster="1 x cpu")
+        plan_job(JOB, **how, cluster="1 x cpu")
     with pytest.raises(PlanError, match="the profile is of eager ops") as caught:
-        plan_job(job, **how, profiled=seconds(captured))
+        plan_job(JOB, **how, profiled=seconds(captured))
     assert "profile --compile" in caught.value.hint
     right = compiled_profile(captured, seconds(captured))
-    assert times_of(plan_job(job, **how, profiled=right)) == times_of(plan_job(job, **how))
+    assert times_of(plan_job(JOB, **how, profiled=right)) == times_of(plan_job(JOB, **how))
     for wrong in (right, replace(seconds(captured), source="roofline")):
         with pytest.raises(PlanError, match="cannot be compared"):
             compiled_profile(captured, wrong)
 
 
 def test_caps_are_kept_by_the_stages_that_are_compiled(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
-    install()
-    job = job_of(Layered)
-    request = planning.make_request(
-        job, ranks=1, microbatches=2, microbatch_size=2, memory="100MiB", compile=True
-    )
     seen: list[bool] = []
 
-    def peaks(plan, captured, costs, *, compiled):  # type: ignore[no-untyped-def]
+    def peaks(plan: Plan, captured: Captured, costs: object, *, compiled: bool) -> tuple[int, ...]:
         seen.append(compiled)
         return plan.peaks
 
     monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
     monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
-    plan, _ = plan_size(request, job, captured=capture_of(job))
+    plan = plan_job(JOB, **HOW | {"ranks": 1}, memory="100MiB", compile=True, captured=captured)
     assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
 
 
 def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: KnownRatios, captured: Captured, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install()
-    job, seen = job_of(Layered), []
-    asked = {"ranks": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
+    seen = []
 
     def profiled(captured: Captured, *, compile: bool) -> Profile:
         seen.append(compile)
         return seconds(captured)
 
     monkeypatch.setattr(planning, "profile", profiled)
-    monkeypatch.setattr("pipeloom.planning.profile", profiled)
-    monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: job)
+    monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: JOB)
     for way in (False, True):
-        plan_job(job, **asked, compile=way).save(tmp_path / "plan.json")
-        words = ["simulate", str(tmp_path / "plan.json"), "mine.py:job", "--json"]
-        assert CliRunner().invoke(main, words, catch_exceptions=False).exit_code == 0
+        plan_job(JOB, **HOW, captured=captured, compile=way).save(folder / "plan.json")
+        good("simulate", "plan.json", "mine.py:job", "--json")
     assert seen == [False, True]
 
 
 @pytest.mark.slow
-def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
-    job = job_of(Layered)
-    plan = plan_job(job, ranks=2, microbatches=4, microbatch_size=2, compile=True)
+def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    plan = plan_job(JOB, **HOW, compile=True)
     assert "could not" not in times_of(plan)[0] and "times as long as eager" in times_of(plan)[0]
     assert len(list(tmp_path.glob("pipeloom/compiled/*"))) == 1
-    batches = [job.batch(seed, 8) for seed in range(2)]
-    found = pipelined(job, plan, batches, compile=True)
-    assert_same(found, plain(job, batches, 4), tolerance=1e-4)
+    batches = [JOB.batch(seed, 8) for seed in range(2)]
+    assert_same(pipelined(JOB, plan, batches, compile=True), plain(JOB, batches, 4), tolerance=1e-4)

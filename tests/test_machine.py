@@ -1,12 +1,9 @@
 """Clusters from measurements: which GPUs share what, and a whole measurement of this machine's processor."""
 
-import json
-
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import figures, good
 
-from pipeloom.cli import main
 from pipeloom.clusters.files import load_cluster
 from pipeloom.ir.cluster import Device, Link
 from pipeloom.ir.errors import ConfigError
@@ -19,26 +16,22 @@ def link(rate: float) -> Link:
     return Link(bandwidth_bytes_per_s=rate * 1e9)
 
 
-def pairs(rates: dict[tuple[int, int], float], count: int, rest: float) -> dict[tuple[int, int], Link]:
-    return {(a, b): link(rates.get((a, b), rest)) for a in range(count) for b in range(a + 1, count)}
-
-
-def test_gpus_that_are_all_joined_alike_need_no_group():
-    within, groups, names = grouped(pairs({(0, 1): 12.0}, 4, rest=10.0), 4)
-    assert (within, groups, names) == (link(10), {}, [None] * 4)
-
-
-def test_bridges_between_two_make_groups_of_two():
-    within, groups, names = grouped(pairs({(0, 2): 90.0, (1, 3): 95.0}, 4, rest=10.0), 4)
-    assert within == link(10)
-    assert groups == {"group-0": link(90), "group-1": link(95)}
-    assert names == ["group-0", "group-1", "group-0", "group-1"]
-
-
-def test_a_chain_of_fast_links_is_no_group():
-    """Its ends are joined slowly."""
-    within, groups, names = grouped(pairs({(0, 1): 90.0, (1, 2): 90.0}, 3, rest=10.0), 3)
-    assert not groups and names == [None] * 3 and within == link(10)
+@pytest.mark.parametrize(
+    ("rates", "count", "groups", "names"),
+    [
+        ({(0, 1): 12.0}, 4, {}, [None] * 4),  # all are joined alike
+        (
+            {(0, 2): 90.0, (1, 3): 95.0},
+            4,
+            {"group-0": link(90), "group-1": link(95)},
+            ["group-0", "group-1"] * 2,
+        ),
+        ({(0, 1): 90.0, (1, 2): 90.0}, 3, {}, [None] * 3),  # the ends of a chain are joined slowly
+    ],
+)
+def test_gpus_that_are_joined_faster_than_others_are_a_group(rates, count, groups, names):
+    links = {(a, b): link(rates.get((a, b), 10.0)) for a in range(count) for b in range(a + 1, count)}
+    assert grouped(links, count) == (link(10), groups, names)
 
 
 def test_a_single_gpu_has_no_link():
@@ -63,14 +56,10 @@ def test_no_device_at_all():
 
 
 @pytest.mark.slow
-def test_measuring_this_machine(tmp_path):
+def test_measuring_this_machine(folder):
     """The command's file is the cluster that it describes, and can be planned for."""
-    file = tmp_path / "here.toml"
-    wanted = ["--devices", "2", "--directory", str(tmp_path), "-o", str(file), "--json"]
-    result = CliRunner().invoke(main, ["cluster", "detect", *wanted], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    cluster = load_cluster(file)
+    found = figures("cluster", "detect", "--devices", "2", "--directory", folder, "-o", "here.toml")
+    cluster = load_cluster(folder / "here.toml")
     assert len(cluster.devices) == len(found["devices"]) == 2
     device = cluster.devices[0]
     assert device.flops_per_s == found["devices"][0]["flops_per_s"] and device.switch == "disk"
@@ -79,6 +68,5 @@ def test_measuring_this_machine(tmp_path):
     names = {row["name"] for row in found["measured"]}
     assert {"memory_bytes_per_s", "launch_s", "efficiency.matmul", "host_link"} <= names
     assert "within_node.latency_s" in names
-    assert "Measured by" in file.read_text()
-    planned = CliRunner().invoke(main, ["plan", "--cluster", str(file), "--json"], catch_exceptions=False)
-    assert planned.exit_code == 0, planned.output
+    assert "Measured by" in (folder / "here.toml").read_text()
+    good("plan", "mine.py:job", "--cluster", "here.toml")
