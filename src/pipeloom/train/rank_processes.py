@@ -115,10 +115,13 @@ class RankProcesses:
         """Run `main(*args)` in a process for each rank: in those that have started, if they are as many.
 
         main: a function of a module; see `run_rank`.
-        Returns: the exit status, as `launch` does, also for Ctrl-C and SIGTERM.
+        Returns: the exit status, as `launch` does. All ranks have ended then, and also after Ctrl-C.
         """
         if self._started is not None and self._started.ranks == ranks:
-            return self._started.run(run_rank, (main, *args))
+            try:
+                return self._started.run(run_rank, (main, *args))
+            finally:
+                self._stack.close()
         return launch(run_rank, ranks, args=(main, *args))
 
 

@@ -191,7 +191,7 @@ def end_undisturbed() -> None:
 def interrupted(out: Path) -> str:
     """What a run that was broken off leaves."""
     if not (out / "config.toml").exists():
-        return f"{out} had not begun to train, and is gone"
+        return f"{out} had not begun to train, and nothing of it was written"
     try:
         return (
             f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"
