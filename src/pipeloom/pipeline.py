@@ -155,7 +155,7 @@ class Pipeline:
 
     def _make_weights(self, rank_stages: RankStages) -> None:
         """Make the rank's weights and their optimizer, and foresee what a step holds."""
-        self.captured.traced.clear()
+        self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}

@@ -2,7 +2,8 @@
 
 A graph is traced from one call, and code between modules runs on several ranks: neither sees what an earlier
 call has left, such as a counter of steps. So while a forward is traced, reads and writes of attributes are
-watched, and values are compared with what they were before.
+watched, and values are compared with what they were before. Attributes of classes count as well: a module
+reads a default there until it has a value of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType, MethodType, ModuleType
+from functools import partial
+from hashlib import sha256
+from numbers import Number
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,14 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.errors import CaptureError
-from .user_code import at, definition_of, line_of, user_line
+from .user_code import at, definition_of, is_user_file, line_of, user_line
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, str, bytes, type(None))
-_OPAQUE = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device)
-_LONG, _DEEP = 1000, 4
-"""Items and levels of a value that are looked at."""
-
+_ALL_ATTRIBUTES = "__dict__"
+_TENSOR = "a tensor"
 _ABSENT = "no such attribute"
 
 
@@ -54,6 +55,11 @@ class _Uses:
         self.reads |= self.since - {line}
         self.since.clear()
         self.writes.add(line)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether a call may have used what an earlier one has left."""
+        return not self.writes or (self.read_first and bool(self.reads | self.since))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ class CarriedAttribute:
 
 
 class AttributeWatch:
-    """Watches a model's modules in `watching`. `carried` says what was found.
+    """Watches a model's modules in `watching`. `carried` says what was seen.
 
     units: FQNs of modules that are not cut: what they keep to themselves is no concern of others.
     inside: whether such a module runs now.
@@ -107,37 +113,54 @@ class AttributeWatch:
         self._before = self._now = self._pictures()
         self._uses: dict[tuple[int, str], _Uses] = {}
 
-    def _pictures(self) -> dict[tuple[int, str], Any]:
-        seen: dict[int, Any] = {}
-        return {
-            (id(module), key): _picture(value, seen)
-            for module in self.modules.values()
-            for key, value in vars(module).items()
-            if key not in _OF_EVERY_MODULE
-        }
+    def _pictures(self) -> dict[tuple[int, str], str]:
+        """What each module, and each class of modules, has under each name."""
+        snapshot = Snapshot()
+        pictures = {}
+        for module in self.modules.values():
+            values: dict[str, Any] = {}
+            for kind in reversed(_classes(module)):
+                values |= _fields(kind)
+                pictures |= {(id(kind), k): snapshot.picture(v) for k, v in _fields(kind).items()}
+            values |= _fields(module)
+            pictures |= {(id(module), k): snapshot.picture(v) for k, v in values.items()}
+        return pictures
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Other threads must not call modules meanwhile."""
-        set_attribute = nn.Module.__setattr__
+        set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
 
         def watched_getattribute(module: nn.Module, name: str) -> Any:
-            if name not in _OF_EVERY_MODULE and name[:2] != "__" and self._is_watched(module):
-                self._uses.setdefault((id(module), name), _Uses()).read(_line(sys._getframe(1)))
+            if name == _ALL_ATTRIBUTES:  # as torch's own code often does
+                if is_user_file(sys._getframe(1).f_code.co_filename) and self._is_watched(module):
+                    self._used(module, name).read(_line())
+            elif name not in _OF_EVERY_MODULE and name[:2] != "__" and self._is_watched(module):
+                self._used(module, name).read(_line())
             return object.__getattribute__(module, name)
 
         def watched_setattr(module: nn.Module, name: str, value: Any) -> None:
             if name not in _OF_EVERY_MODULE and self._is_watched(module):
-                self._uses.setdefault((id(module), name), _Uses()).write(_line(sys._getframe(1)))
+                self._used(module, name).write(_line())
             set_attribute(module, name, value)
 
-        type.__setattr__(nn.Module, "__getattribute__", watched_getattribute)
-        type.__setattr__(nn.Module, "__setattr__", watched_setattr)
+        def watched_delattr(module: nn.Module, name: str) -> None:
+            if name not in _OF_EVERY_MODULE and self._is_watched(module):
+                self._used(module, name).write(_line())
+            delete_attribute(module, name)
+
+        watched = {"__getattribute__": watched_getattribute, "__setattr__": watched_setattr}
+        for name, function in (watched | {"__delattr__": watched_delattr}).items():
+            type.__setattr__(nn.Module, name, function)
         try:
             yield
         finally:
             type.__setattr__(nn.Module, "__setattr__", set_attribute)
+            type.__setattr__(nn.Module, "__delattr__", delete_attribute)
             type.__delattr__(nn.Module, "__getattribute__")
+
+    def _used(self, module: nn.Module, name: str) -> _Uses:
+        return self._uses.setdefault((id(module), name), _Uses())
 
     def _is_watched(self, module: nn.Module) -> bool:
         path = self._paths.get(id(module))
@@ -150,24 +173,32 @@ class AttributeWatch:
     def carried(self) -> Iterator[CarriedAttribute]:
         """Attributes that were changed, and whose former value was used.
 
-        What only adds to itself, as a counter that nothing looks at, is not among them; nor is a tensor.
+        What only adds to itself, as a counter that nothing looks at, is not among them; nor is a tensor. What
+        is changed on a class is: reads of it cannot be watched.
         """
-        now = self._now
-        for owner, key in now:
-            uses = self._uses.get((owner, key))
-            changed = now[owner, key] != self._before.get((owner, key), _ABSENT)
-            if uses is None or not changed or now[owner, key] == _TENSOR:
-                continue
-            if not uses.writes or (uses.read_first and uses.reads | uses.since):
-                path = self._paths[owner]
-                kind = type(self.modules[path])
-                yield CarriedAttribute(
-                    module=path,
-                    kind=kind.__name__,
-                    attribute=key,
-                    where=min(uses.writes, default=definition_of(kind)),
-                    read_at=min(uses.reads | uses.since) if path in self._units else "",
-                )
+        before, now = self._before, self._now
+        changed = [key for key in before | now if before.get(key, _ABSENT) != now.get(key, _ABSENT)]
+        for path, module in self.modules.items():
+            kinds = {id(kind) for kind in _classes(module)}
+            looked_at = self._uses.get((id(module), _ALL_ATTRIBUTES))
+            for owner, key in changed:
+                uses = self._uses.get((id(module), key))
+                if owner in kinds:
+                    hands_on = True
+                elif owner != id(module) or now.get((owner, key)) == _TENSOR:
+                    continue
+                else:
+                    hands_on = looked_at is not None or (uses is not None and uses.hands_on)
+                uses = uses or _Uses()
+                reads = uses.reads | uses.since
+                if hands_on:
+                    yield CarriedAttribute(
+                        module=path,
+                        kind=type(module).__name__,
+                        attribute=key,
+                        where=min(uses.writes, default=definition_of(type(module))),
+                        read_at=min(reads, default="") if path in self._units else "",
+                    )
 
 
 def is_below(path: str, unit: str) -> bool:
@@ -179,52 +210,10 @@ def is_below(path: str, unit: str) -> bool:
     return not unit or path == unit or path.startswith(f"{unit}.")
 
 
-_TENSOR = "a tensor"
-
-
-def _line(frame: FrameType) -> str:
+def _line() -> str:
+    """The line that uses an attribute."""
+    frame = sys._getframe(2)
     return user_line(frame) or line_of(frame)
-
-
-def _picture(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
-    """Something that is equal for equal values. seen: pictures of objects, by id."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (float, complex, itertools.count)):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return _TENSOR
-    if isinstance(value, _OPAQUE) or depth > _DEEP:
-        return type(value).__name__
-    if id(value) not in seen:
-        seen[id(value)] = None  # where it holds itself
-        seen[id(value)] = _picture_of_object(value, seen, depth + 1)
-    return seen[id(value)]
-
-
-def _picture_of_object(value: Any, seen: dict[int, Any], depth: int) -> Any:
-    state = _state_of(value)
-    if state is not None:
-        return repr(state.tolist() if isinstance(state, Tensor) else state)
-    if isinstance(value, np.ndarray):
-        return value.shape, repr(value)
-    if isinstance(value, Mapping):
-        pairs = itertools.islice(value.items(), _LONG)
-        return len(value), tuple((_picture(k, seen, depth), _picture(v, seen, depth)) for k, v in pairs)
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return len(value), tuple(_picture(v, seen, depth) for v in itertools.islice(value, _LONG))
-    return type(value).__name__, _picture(getattr(value, "__dict__", None), seen, depth)
-
-
-def _state_of(value: Any) -> Any:
-    """The state of an object that draws random numbers; None for any other."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return None
 
 
 @contextmanager
@@ -241,63 +230,128 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     >>> layer.steps, layer.seen
     (0, [1])
     """
-    seen: dict[int, Callable[[], Any]] = {}
-    kept = [
-        (module, {k: _keep(v, seen) for k, v in vars(module).items() if _is_value(k, v)})
-        for module in model.modules()
-    ]
+    put_back = keep_attributes(model)
     try:
         yield
     finally:
-        for module, values in kept:
-            for key in [k for k, v in vars(module).items() if _is_value(k, v) and k not in values]:
-                del vars(module)[key]
-            for key, back in values.items():
-                vars(module)[key] = back()
+        put_back()
 
 
-def _is_value(key: str, value: Any) -> bool:
-    return key not in _OF_EVERY_MODULE and not isinstance(value, _OPAQUE)
+def keep_attributes(model: nn.Module) -> Callable[[], None]:
+    """What puts Python values in attributes of the model's modules back to what they are now."""
+    snapshot = Snapshot()
+    for module in model.modules():
+        snapshot.look_at(module)
+    return snapshot.put_back
 
 
-def _keep(value: Any, seen: dict[int, Callable[[], Any]]) -> Callable[[], Any]:
-    """What gives the same object back, with the content that it has now."""
-    if isinstance(value, (*_PLAIN, *_OPAQUE, float, complex)):
-        return lambda: value
-    if id(value) not in seen:
-        seen[id(value)] = lambda: value  # where it holds itself
-        seen[id(value)] = _keep_object(value, seen)
-    return seen[id(value)]
+_ATOMS = (str, bytes, type(None), Number, np.generic)
+_OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device)
+
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda generator: copy.deepcopy(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+}
+"""Objects that draw random numbers -> what gets their state, and what sets it."""
 
 
-def _keep_object(value: Any, seen: dict[int, Callable[[], Any]]) -> Callable[[], Any]:
-    if isinstance(value, itertools.count):
-        former = copy.copy(value)
-        return lambda: copy.copy(former)
-    if isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
-        return _keep_generator(value)
-    if isinstance(value, (list, deque)):
-        items = [_keep(item, seen) for item in value]
-        return lambda: _refilled(value, [back() for back in items])
-    if isinstance(value, set):
-        members = set(value)
-        return lambda: value if value == members else _refilled(value, members)
-    if isinstance(value, dict):
-        pairs = {key: _keep(item, seen) for key, item in value.items()}
-        return lambda: _refilled(value, {key: back() for key, back in pairs.items()})
-    if isinstance(getattr(value, "__dict__", None), dict):
-        inner = _keep(vars(value), seen)
-        return lambda: (inner(), value)[1]
-    return lambda: value
+class Snapshot:
+    """Values, with all that they hold, as they are when they are looked at: to compare, and to put back."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._counts: dict[int, Any] = {}
+        self._restores: list[Callable[[], None]] = []
+
+    def put_back(self) -> None:
+        """Give each object that was looked at the content again that it had."""
+        for restore in self._restores:
+            restore()
+
+    def picture(self, value: Any) -> str:
+        """Text that is equal for equal content."""
+        if isinstance(value, Tensor):
+            return _TENSOR
+        if isinstance(value, _ATOMS):
+            return repr(value)
+        if isinstance(value, _OPAQUE):
+            return type(value).__name__
+        return self._picture_once(value, self._look_inside)
+
+    def _picture_once(self, value: Any, look: Callable[[Any], str]) -> str:
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value, "itself"  # where it holds itself
+            self._seen[id(value)] = value, look(value)
+        return self._seen[id(value)][1]
+
+    def _look_inside(self, value: Any) -> str:
+        for kind, (get, put) in _STATES.items():
+            if isinstance(value, kind):
+                state = get(value)
+                self._restores.append(partial(put, value, state))
+                return repr(state.tolist() if isinstance(state, Tensor) else state)
+        if isinstance(value, itertools.count):
+            self._counts[id(value)] = copy.copy(value)
+            return repr(value)
+        if isinstance(value, np.ndarray):
+            return f"{value.shape} {value!r}"
+        if isinstance(value, dict):
+            self._restores.append(partial(self._refill, value, dict(value)))
+            return _digest(*((self.picture(key), self.picture(item)) for key, item in value.items()))
+        if isinstance(value, (list, deque)):
+            self._restores.append(partial(self._refill, value, list(value)))
+        if isinstance(value, (list, deque, tuple)):
+            return _digest(*map(self.picture, value))
+        if isinstance(value, set):
+            self._restores.append(partial(self._refill, value, set(value)))
+        if isinstance(value, (set, frozenset)):
+            return _digest(*sorted(map(self.picture, value)))
+        return self.look_at(value)
+
+    def look_at(self, owner: Any) -> str:
+        """The picture of an object's attributes and of those of its classes. Of a module its tensors and
+        modules stay out: they are not put back."""
+        fields = _fields(owner)
+        if isinstance(owner, nn.Module):
+            fields = {name: item for name, item in fields.items() if not _stays(item)}
+        self._restores.append(partial(self._put_fields, owner, fields))
+        kinds = [] if isinstance(owner, type) else _classes(owner)
+        return _digest(
+            type(owner).__name__,
+            *((name, self.picture(item)) for name, item in fields.items()),
+            *(self._picture_once(kind, self.look_at) for kind in kinds),
+        )
+
+    def _again(self, item: Any) -> Any:
+        return copy.copy(self._counts[id(item)]) if id(item) in self._counts else item
+
+    def _refill(self, value: Any, items: Any) -> None:
+        """A container that has its items is left alone: other threads may be reading it."""
+        if isinstance(items, dict):
+            items = {key: self._again(item) for key, item in items.items()}
+        else:
+            items = type(items)(map(self._again, items))
+        now, then = list(_flat(value)), list(_flat(items))
+        if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+            value.clear()
+            (value.extend if isinstance(value, (list, deque)) else value.update)(items)
+
+    def _put_fields(self, owner: Any, then: Mapping[str, Any]) -> None:
+        now = _fields(owner)
+        for name in now.keys() - then.keys():
+            if not (isinstance(owner, nn.Module) and _stays(now[name])):
+                _delete(owner, name)
+        for name, item in then.items():
+            if name not in now or now[name] is not self._again(item):
+                _put(owner, name, self._again(item))
 
 
-def _refilled(value: Any, items: Any) -> Any:
-    """A container with these items. One that has them is left alone: other threads may be reading it."""
-    now, then = list(_flat(value)), list(_flat(items))
-    if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
-        value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(items)
-    return value
+def _stays(value: Any) -> bool:
+    return isinstance(value, (Tensor, *_OPAQUE))
 
 
 def _flat(items: Any) -> Iterator[Any]:
@@ -305,16 +359,62 @@ def _flat(items: Any) -> Iterator[Any]:
         yield from item if isinstance(items, dict) else (item,)
 
 
-def _keep_generator(value: Any) -> Callable[[], Any]:
-    state = copy.deepcopy(_state_of(value))
+def _digest(*parts: object) -> str:
+    return sha256(repr(parts).encode()).hexdigest()
 
-    def back() -> Any:
-        if isinstance(value, np.random.Generator):
-            value.bit_generator.state = state
-        elif isinstance(value, random.Random):
-            value.setstate(state)
-        else:
-            value.set_state(state)
-        return value
 
-    return back
+def _classes(value: Any) -> list[type]:
+    """The user's own classes of an object, its own first."""
+    return [kind for kind in type(value).__mro__ if _is_users(kind)]
+
+
+def _is_users(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ != "builtins" and is_user_file(getattr(module, "__file__", None) or "model.py")
+
+
+def _slots(owner: Any) -> dict[str, Any]:
+    """Name -> descriptor, of attributes that an object keeps outside its dictionary."""
+    return {
+        name: vars(kind)[name]
+        for kind in reversed(_classes(owner))
+        for name in _names(vars(kind).get("__slots__", ()))
+        if name in vars(kind)
+    }
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _fields(owner: Any) -> dict[str, Any]:
+    """Values in attributes of a module, a class or any other object itself."""
+    held = getattr(owner, "__dict__", {})
+    if isinstance(owner, type):
+        return {
+            name: value
+            for name, value in held.items()
+            if name[:2] != "__" and not hasattr(type(value), "__get__") and not isinstance(value, _OPAQUE)
+        }
+    slots = {name: slot.__get__(owner) for name, slot in _slots(owner).items() if hasattr(owner, name)}
+    if isinstance(owner, nn.Module):
+        held = {name: value for name, value in held.items() if name not in _OF_EVERY_MODULE}
+    return held | slots
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        type.__setattr__(owner, name, value)
+    elif name in _slots(owner):
+        _slots(owner)[name].__set__(owner, value)
+    else:
+        vars(owner)[name] = value
+
+
+def _delete(owner: Any, name: str) -> None:
+    if isinstance(owner, type):
+        type.__delattr__(owner, name)
+    elif name in _slots(owner):
+        _slots(owner)[name].__delete__(owner)
+    else:
+        del vars(owner)[name]

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
 from ..ir.errors import CaptureError
-from .attributes import AttributeWatch, attributes_kept
+from .attributes import AttributeWatch, attributes_kept, keep_attributes
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
 from .checkpoints import statistics_in_checkpoints_refused
@@ -92,17 +92,33 @@ def _exported(
     with python_random_kept():
         before = python_state()
         with attributes_kept(blueprint.model):
-            for call in (1, 2):  # what only the first call sets up, as `config.problem_type`, is settled then
-                watch = AttributeWatch(blueprint.model)
+            watch = AttributeWatch(blueprint.model)
+            program = _watched_export(blueprint, job, example, autocast, watch)
+            if (carried := next(watch.carried(), None)) is not None:
+                # What only the first call sets up, as `config.problem_type`, is settled in the second.
+                first, watch = program, AttributeWatch(blueprint.model)
                 program = _watched_export(blueprint, job, example, autocast, watch)
-                if not any(watch.carried()):
-                    break
-                if call == 2:
-                    next(watch.carried()).refuse()
+                for later in watch.carried():
+                    later.refuse()
+                if not _computes_the_same(first, program):
+                    carried.refuse()
         if python_state() != before:
             raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
     return captured_from_program(program, job, blueprint, list(example))
+
+
+def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
+    constants = first.constants.keys() == second.constants.keys() and all(
+        constant is second.constants[name]
+        or (
+            isinstance(constant, Tensor)
+            and not isinstance(constant, FakeTensor)
+            and torch.equal(constant, second.constants[name])
+        )
+        for name, constant in first.constants.items()
+    )
+    return constants and str(first.graph) == str(second.graph)
 
 
 def _watched_export(
@@ -150,6 +166,7 @@ def _as_modules(
         constants=module_cut.skeleton.constants,
         autocast=autocast,
         cut=module_cut,
+        put_back_attributes=keep_attributes(blueprint.model),
     )
 
 

@@ -287,28 +287,40 @@ def _attempt(
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
         batch = {key: mode.from_tensor(t) for key, t in batch.items()}
-    trunks = trunks_of(list(skeleton.units))
     with attributes_kept(skeleton.model):
-        for call in (1, 2):  # what only the first call sets up, as `config.problem_type`, is settled then
-            recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
-            watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
-            changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
-            with torch.random.fork_rng(), watch.watching():
-                with (
-                    autocast_region(parameters.device.type, autocast),
-                    mode or nullcontext(),
-                    changes.watching(),
-                ):
-                    recording = recorder.record(job, batch)
-                watch.look()
-            skeleton.rest()
-            if not any(watch.carried()):
-                break
-            if call == 2:
-                next(watch.carried()).refuse()
+        recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
+        if (carried := next(watch.carried(), None)) is not None:
+            # What only the first call sets up, as `config.problem_type`, is settled in the second.
+            first, forced = recording, recording.tainted_decisions
+            recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
+            for later in watch.carried():
+                later.refuse()
+            if first.steps != recording.steps:
+                carried.refuse()
     recording.parameter_watch = changes
     recording.device = parameters.device.type
     return recording
+
+
+def _watched_run(
+    job: Job,
+    batch: Mapping[str, Tensor],
+    skeleton: Skeleton,
+    autocast: torch.dtype | None,
+    parameters: TrialParameters,
+    forced: Sequence[float],
+) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
+    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    trunks = trunks_of(list(skeleton.units))
+    recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
+    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
+    changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
+    with torch.random.fork_rng(), watch.watching():
+        with autocast_region(parameters.device.type, autocast), mode or nullcontext(), changes.watching():
+            recording = recorder.record(job, batch)
+        watch.look()
+    skeleton.rest()
+    return recording, watch, changes
 
 
 def _is_inside(recorder: ForwardRecorder) -> bool:

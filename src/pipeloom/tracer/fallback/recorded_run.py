@@ -65,6 +65,7 @@ class RecordedStep:
 
     call: -1 in front of the first unit call.  inputs: names of tensors, or "param:", "buffer:", "batch:" and
     a name.  updates: buffers that it changes.  read: it turns data into a Python value.
+    text: of a function, with its arguments that are no tensors.
     """
 
     kind: Literal["call", "glue", "loss"]
@@ -73,6 +74,7 @@ class RecordedStep:
     outputs: tuple[str, ...]
     updates: tuple[str, ...] = ()
     read: bool = False
+    text: str = ""
 
 
 class SameStage(NamedTuple):

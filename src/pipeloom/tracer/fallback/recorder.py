@@ -215,7 +215,7 @@ class ForwardRecorder(InterceptedForward):
             if needs_grad and name not in DETACHING:
                 _require_grad([tensor for _, tensor in outputs])
             updates = self._changed_buffers(changed)
-            self._record_function(name, names, outputs, updates, Traits(tainted, data_sized))
+            self._record_function(name, names, outputs, updates, Traits(tainted, data_sized), (args, kwargs))
         return result
 
     def _record_function(
@@ -225,6 +225,7 @@ class ForwardRecorder(InterceptedForward):
         outputs: list[tuple[int, Tensor]],
         updates: tuple[str, ...],
         traits: Traits,
+        arguments: object,
     ) -> None:
         """A function of the glue has run. outputs: what it made or changed, with positions among its results.
         updates: buffers that it changed."""
@@ -236,7 +237,12 @@ class ForwardRecorder(InterceptedForward):
             self._name_change(tensor, names[-1], traits)
         self.recording.steps.append(
             RecordedStep(
-                kind="glue", call=self._last_call, inputs=inputs, outputs=tuple(names), updates=updates
+                kind="glue",
+                call=self._last_call,
+                inputs=inputs,
+                outputs=tuple(names),
+                updates=updates,
+                text=f"{name}{[a for a in leaves_in(arguments) if not isinstance(a, Tensor)]}",
             )
         )
 

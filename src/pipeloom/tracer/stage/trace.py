@@ -280,9 +280,9 @@ def _splitter(
     splitter is only read."""
     nodes = tuple(node.name for node in module.module.graph.nodes)
     key = (nodes, module.names, module.outputs, module.learning, device, compiled)
-    if key not in captured.traced:
-        captured.traced[key] = _traced_splitter(module, captured, device, compiled)
-    splitter = captured.traced[key]
+    splitter = captured.traced.get(key)  # once: another rank may forget all of them at any time
+    if splitter is None:
+        splitter = captured.traced[key] = _traced_splitter(module, captured, device, compiled)
     assert isinstance(splitter, Splitter)
     return splitter, splitter.joint.attributes
 
