@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,30 +43,16 @@ _LOSS, _KEPT = "loss", "kept"
 
 
 @dataclass(kw_only=True, eq=False)
-class PacedFunctions:
+class PacedFunctions(StageFunctions):
     """A stage that takes its time and makes zeros; see `tracer.stage.functions.StageFunctions`.
 
     cost: how long each function takes, and how many `offloaded_bytes` there are of the one residual, which
         may leave.  inputs, outputs: crossing values.
     """
 
-    index: int
     cost: StageCost
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    loss: str | None = None
-    params: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ()
-    received: tuple[str, ...] = field(init=False)
-    sent: tuple[str, ...] = field(init=False)
-    residual_bytes: Mapping[str, int] = field(default_factory=dict)
-    examples: Mapping[str, Tensor] = field(default_factory=dict)
-    offloaded: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
-    kept_inputs: frozenset[str] = frozenset()
-    differentiable: bool = True
-    carried_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.received = tuple(value.name for value in self.inputs)

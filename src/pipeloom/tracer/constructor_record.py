@@ -15,15 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-
-class StorageView(NamedTuple):
-    """How a tensor looks at its storage, at the time of a call: `.data = ...` changes it later."""
-
-    storage: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+from .tensors import StorageView
 
 
 class GeneratorUse(NamedTuple):
@@ -59,16 +51,6 @@ class ConstructorRecord:
 
     calls: list[RecordedCall] = field(default_factory=list)
     alive: dict[int, object] = field(default_factory=dict)
-
-
-def view_of(tensor: Tensor) -> StorageView:
-    return StorageView(
-        int(tensor.untyped_storage()._cdata),
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-    )
 
 
 def _is_leaf(value: object) -> bool:
@@ -178,7 +160,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _describe(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
-            view = view_of(leaf)
+            view = StorageView.of(leaf)
             self.record.alive.setdefault(view.storage, leaf.untyped_storage())
             return view
         if isinstance(leaf, torch.Generator):
@@ -207,7 +189,7 @@ class ConstructorReplay:
 
     def __init__(self, record: ConstructorRecord, targets: Mapping[str, Tensor]) -> None:
         self.calls = record.calls
-        self.targets = {name: view_of(tensor) for name, tensor in targets.items()}
+        self.targets = {name: StorageView.of(tensor) for name, tensor in targets.items()}
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.generators: dict[int, torch.Generator] = {0: torch.default_generator}
         self.real: dict[StorageView, Tensor] = {}
@@ -251,8 +233,7 @@ class ConstructorReplay:
         """The real tensor that a View stands for; anything else as it is."""
         if isinstance(leaf, StorageView):
             if leaf not in self.real:
-                look = torch.empty(0, dtype=leaf.dtype)
-                self.real[leaf] = look.set_(self.storages[leaf.storage], leaf.offset, leaf.shape, leaf.stride)
+                self.real[leaf] = leaf.on(self.storages[leaf.storage])
             return self.real[leaf]
         if isinstance(leaf, GeneratorUse):
             return self._generator(leaf.generator)
@@ -267,7 +248,7 @@ class ConstructorReplay:
         needed = max(0, last + 1) * leaf.dtype.itemsize
         if self._scratch_memory.nbytes() < needed:
             self._scratch_memory = torch.empty(needed, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=leaf.dtype).set_(self._scratch_memory, 0, leaf.shape, leaf.stride)
+        return leaf._replace(offset=0).on(self._scratch_memory)
 
     def _generator(self, number: int) -> torch.Generator:
         return self.generators.setdefault(number, torch.Generator())

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..parameter_changes import refuse_new_tensor
 from .intercepted_forward import output_name
-from .memory_meter import MemoryMeter
+from .memory_meter import CallEffects
 from .recorded_run import UnitOutput
 from .skeleton import ModuleUnit, Skeleton
 from .torch_functions import open_up
@@ -36,7 +36,7 @@ class IsolatedCall:
         self._new_attributes: list[tuple[str, str, Tensor]] = []
         self._flat: list[Any] = []
 
-    def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: MemoryMeter) -> TreeSpec:
+    def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: CallEffects) -> TreeSpec:
         """Run it with these parameters. Returns how its result is built of leaves."""
         versions = [_version(leaf) for leaf in self.arguments]
         buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
@@ -108,7 +108,7 @@ class IsolatedCall:
         return UnitOutput(name=name, **how)
 
 
-def _updated(now: Tensor, before: Tensor, version: int, meter: MemoryMeter) -> bool:
+def _updated(now: Tensor, before: Tensor, version: int, meter: CallEffects) -> bool:
     """Whether a buffer has a next state. One that a gradient flows through is a result, not a state."""
     if now is not before:
         return not now.requires_grad

@@ -35,7 +35,8 @@ from .recorder import ForwardRecorder
 from .skeleton import Skeleton
 from .stage_task import derive_stage_task
 from .stage_trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure
-from .trial import TrialParameters, trial_run
+from .skeleton import TrialParameters
+from .trial import trial_run
 from .units import derive_units, is_container, listed_units, size_of
 
 _log = logging.getLogger("pipeloom")
@@ -362,6 +363,7 @@ def _stage_functions(
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]
+    differentiable = any(value.needs_grad for value in gives)
     return ModuleFunctions(
         index=index,
         params=stages.params[index],
@@ -370,7 +372,8 @@ def _stage_functions(
         received=tuple(sorted(received)),
         sent=tuple(sorted(sent)),
         loss=LOSS if task.makes_loss else None,
-        differentiable=any(value.needs_grad for value in gives),
+        differentiable=differentiable,
+        kept_inputs=frozenset(received if differentiable else ()),  # autograd may keep any of them
         examples={n: _example(cut, graph.value[n], torch.device(device)) for n in received},
         job=cut.job,
         task=task,

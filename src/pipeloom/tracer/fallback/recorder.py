@@ -26,7 +26,7 @@ from ..tensors import tensors_of
 from .absent_tensors import tensors_inside
 from .intercepted_forward import START, InterceptedForward, call_name, glue_name
 from .isolated_call import IsolatedCall
-from .memory_meter import MemoryMeter
+from .memory_meter import CallEffects
 from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, UnitCall, is_source
 from .skeleton import ModuleUnit, Skeleton
 from .torch_functions import (
@@ -43,7 +43,7 @@ from .torch_functions import (
     refuse_hook,
     sized_by_data,
 )
-from .trial import TrialParameters
+from .skeleton import TrialParameters
 
 
 class Traits(NamedTuple):
@@ -88,7 +88,7 @@ class ForwardRecorder(InterceptedForward):
         self.batch: frozenset[str] = frozenset()
         self.tensors: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, str] = {}
-        self.meter = MemoryMeter()
+        self.meter = CallEffects()
         self.call_of_storage: dict[int, int] = {}
         self.python_state = python_state()
 
@@ -272,7 +272,7 @@ class ForwardRecorder(InterceptedForward):
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
-        with MemoryMeter() as meter:
+        with CallEffects() as meter:
             if name in RANDOM:
                 with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
                     yield

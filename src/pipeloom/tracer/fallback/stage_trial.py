@@ -18,7 +18,7 @@ from ...ir.stages import Stage, StageGraph, cut
 from ..attributes import attributes_kept
 from ..job_calls import sample_batch
 from .module_functions import ModuleFunctions
-from .trial import initial_state
+from .skeleton import initial_state
 
 TRIAL_LIMIT_BYTES = 2**30
 """Models of more are not tried as a whole: a rank tries its own stages when it builds its pipeline."""

@@ -51,47 +51,19 @@ class CompiledPart:
         return results
 
 
-@dataclass(eq=False)
-class GraphFunctions:
-    """See `tracer.stage.functions.StageFunctions`.
+@dataclass(eq=False, kw_only=True)
+class GraphFunctions(StageFunctions):
+    """A stage of a captured graph.
 
     kept_buffers: updated buffers whose previous state the backward reads.
     orders: of the values that it sends and of next states of buffers, see `tracer.layout`.
     constants: tensors of the captured forward, by the names under which its ops read them.
     """
 
-    index: int
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    batch: tuple[str, ...]
-    received: tuple[str, ...]
-    sent: tuple[str, ...]
-    loss: str | None
-    residual_bytes: Mapping[str, int]
-    offloaded: frozenset[str]
-    recomputed: frozenset[str]
-    kept_inputs: frozenset[str]
     kept_buffers: frozenset[str]
     functions: Mapping[str, CompiledPart]
     constants: Mapping[str, Tensor]
-    orders: Mapping[str, DimOrder] = field(default_factory=dict)
-    examples: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def differentiable(self) -> bool:
-        return "backward" in self.functions
-
-    @property
-    def carried_bytes(self) -> int:
-        if not self.differentiable:
-            return 0
-        part = self.functions["weight_grad"].part
-        return sum(
-            t.untyped_storage().nbytes()
-            for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
-            if slot.kind in ("residual", "carried")
-            for t in tensors_of(node.meta["val"])
-        )
+    orders: Mapping[str, DimOrder]
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -177,6 +149,16 @@ class GraphFunctions:
         return results
 
 
+def _carried_bytes(weight_grad: Part) -> int:
+    placeholders = zip(weight_grad.graph.find_nodes(op="placeholder"), weight_grad.inputs, strict=True)
+    return sum(
+        t.untyped_storage().nbytes()
+        for node, slot in placeholders
+        if slot.kind in ("residual", "carried")
+        for t in tensors_of(node.meta["val"])
+    )
+
+
 def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
@@ -229,6 +211,8 @@ def stage_functions(
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index,
+        differentiable=trained,
+        carried_bytes=_carried_bytes(parts["weight_grad"]) if trained else 0,
         params=stages.params[index],
         buffers=stages.buffers[index],
         batch=tuple(by_kind["batch"]),
