@@ -15,7 +15,7 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.planner.block_costs import Affine, BlockCosts, PieceCost, block_costs
 from pipeloom.planner.shape_search import PipelineShape, memory, throughput
-from pipeloom.tracer import job_loader
+from pipeloom.tracer.job import load_job
 
 JOB = """
 import torch
@@ -68,7 +68,7 @@ def run(*words: str) -> Result:
 
 
 def models(name: str = "job") -> tuple[plan_request.CapturedModel, plan_request.CapturedModel]:
-    job, cluster = job_loader.load_job(f"shape_job.py:{name}"), find_cluster(CLUSTER)
+    job, cluster = load_job(f"shape_job.py:{name}"), find_cluster(CLUSTER)
     return planning.captured_model(job, 2, cluster), planning.captured_model(job, 8, cluster)
 
 
@@ -77,7 +77,7 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
     names = ("width", "depth", "microbatch_size", "recompute")
     shape = PipelineShape(**{name: figures[name] for name in names})
-    job = job_loader.load_job("shape_job.py:job")
+    job = load_job("shape_job.py:job")
     request = planning.make_request(
         job, ranks=1, weights="2bw", cluster=find_cluster(CLUSTER), global_batch=32
     )
@@ -95,7 +95,7 @@ def test_a_model_is_its_front_its_blocks_and_its_rear(folder: Path) -> None:
     """At a size that was not captured, its pieces add up to what the whole is there."""
     first, second = models()
     costs = block_costs(first, second, find_cluster(CLUSTER))
-    whole = planning.captured_model(job_loader.load_job("shape_job.py:job"), 5, find_cluster(CLUSTER))
+    whole = planning.captured_model(load_job("shape_job.py:job"), 5, find_cluster(CLUSTER))
     (profile,) = whole.profiles.values()
     assert costs.blocks == 4
     assert costs.block.parameter_bytes == 4 * (64 * 64 + 64)

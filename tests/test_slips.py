@@ -26,7 +26,7 @@ from pipeloom.cli import main
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError, PlanError
 from pipeloom.plan_request import PlanRequest
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.tracer.job import load_job
 
 ROWS = 4
 STAGES = {"stage": [{"F": 1, "B": 2, "ranks": rank} for rank in range(2)]}

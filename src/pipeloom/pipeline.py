@@ -43,9 +43,9 @@ from .runtime.worker import Worker
 from .steady_run import SteadyRun, steady_rows
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
-from .tracer.attributes import attributes_kept
 from .tracer.capture import capture
 from .tracer.captured import Captured
+from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .verification import verify_once

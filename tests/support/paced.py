@@ -36,8 +36,8 @@ from pipeloom.runtime.weights import Weights
 from pipeloom.runtime.worker import Worker
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord
-from pipeloom.tracer.layout import zeros_like_value
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
+from pipeloom.tracer.tensors import zeros_like_value
 
 _LOSS, _KEPT = "loss", "kept"
 

@@ -16,18 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
 from ..ir.errors import CaptureError
-from .attributes import AttributeWatch, attributes_kept, keep_attributes
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
-from .checkpoints import statistics_in_checkpoints_refused
-from .export.program import captured_from_program
-from .export.torch_export import export_program
-from .fallback.module_cut import ModuleCut, cut_modules
-from .hooks import backward_hooks, refuse_parameter_hooks
+from .export import export_program
+from .guards import (
+    AttributeWatch,
+    attributes_kept,
+    backward_hooks,
+    keep_attributes,
+    refuse_parameter_hooks,
+    statistics_in_checkpoints_refused,
+)
 from .job import Job
 from .job_calls import ModelWithLoss, sample_batch
-from .random import python_random_kept, python_state
-from .tracing_lock import one_thread_at_a_time
+from .modules.cut import ModuleCut, cut_modules
+from .program import captured_from_program
+from .random import one_thread_at_a_time, python_random_kept, python_state
 
 _log = logging.getLogger("pipeloom")
 

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from ..ir.graph import OpGraph
 from .blueprint import Blueprint
-from .tracing_lock import one_thread_at_a_time
+from .random import one_thread_at_a_time
 
 if TYPE_CHECKING:
-    from .fallback.module_cut import ModuleCut
+    from .modules.cut import ModuleCut
 
 
 @dataclass(eq=False)

@@ -21,8 +21,8 @@ from ..ir.graph import OpGraph
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
 from .job import Job
+from .random import one_thread_at_a_time
 from .tensors import StorageView
-from .tracing_lock import one_thread_at_a_time
 
 
 @one_thread_at_a_time

@@ -17,16 +17,13 @@ from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..fallback.module_cut import module_stage_functions
-from ..layout import DimOrder, ensure_unshared
-from ..random import seed_draws
-from ..tensors import storage_ids, tensors_of
-from ..tracing_lock import one_thread_at_a_time
-from .compile_graph import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
+from ..modules.cut import module_stage_functions
+from ..random import one_thread_at_a_time, seed_draws
+from ..tensors import DimOrder, ensure_unshared, storage_ids, tensors_of
+from .compiled import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
 from .functions import Sink, Slot, StageFunctions, Tensors
-from .joint import StageModule, extract, orders_of, trace_joint
-from .recompute import require_possible
-from .simplify import simplify
+from .joint import StageModule, extract, orders_of, simplify, trace_joint
+from .residuals import require_possible
 from .split import Part, Splitter, draw_keys
 
 KEEP_ALL: Mapping[str, Treatment] = MappingProxyType({})
@@ -56,7 +53,7 @@ class GraphFunctions(StageFunctions):
     """A stage of a captured graph.
 
     kept_buffers: updated buffers whose previous state the backward reads.
-    orders: of the values that it sends and of next states of buffers, see `tracer.layout`.
+    orders: of the values that it sends and of next states of buffers, see `tracer.tensors`.
     constants: tensors of the captured forward, by the names under which its ops read them.
     """
 

@@ -1,9 +1,7 @@
-"""Python values in attributes of modules: which of them a forward carries from one call to the next.
+"""What a forward does that one trace of it does not show: each is watched for, and refused or worked around.
 
-A graph is traced from one call, and code between modules runs on several ranks: neither sees what an earlier
-call has left, such as a counter of steps. So while a forward is traced, reads and writes of attributes are
-watched, and values are compared with what they were before. Attributes of classes count as well: a module
-reads a default there until it has a value of its own.
+Attributes by which one call hands Python values to the next, hooks that are called with gradients, changes of
+parameters, and running statistics inside activation checkpoints.
 """
 
 from __future__ import annotations
@@ -13,20 +11,28 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from inspect import signature
 from numbers import Number
+from threading import local
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.nn.modules import module as torch_module
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.errors import CaptureError
+from .tensors import tensors_of
 from .user_code import at, definition_of, is_user_file, line_of, user_line
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -116,7 +122,7 @@ class AttributeWatch:
     def _pictures(self) -> dict[tuple[int, str], str]:
         """What each module, and each class of modules, has under each name."""
         snapshot = Snapshot()
-        pictures = {}
+        pictures: dict[tuple[int, str], str] = {}
         for module in self.modules.values():
             values: dict[str, Any] = {}
             for kind in reversed(_classes(module)):
@@ -279,7 +285,7 @@ class Snapshot:
         if isinstance(value, _ATOMS):
             return repr(value)
         if isinstance(value, _OPAQUE):
-            return type(value).__name__
+            return str(type(value).__name__)
         return self._picture_once(value, self._look_inside)
 
     def _picture_once(self, value: Any, look: Callable[[Any], str]) -> str:
@@ -418,3 +424,229 @@ def _delete(owner: Any, name: str) -> None:
         _slots(owner)[name].__delete__(owner)
     else:
         del vars(owner)[name]
+
+
+_ON_PARAMETERS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+_ON_MODULES = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+_ON_ALL_MODULES = {
+    "_global_backward_hooks": "register_module_full_backward_hook",
+    "_global_backward_pre_hooks": "register_module_full_backward_pre_hook",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A hook that is called with gradients.
+
+    owner: FQN of the parameter or module ("" for the model itself).  registered_by: the function of torch.
+    where: file and line of the hook, if it is a Python function.
+    """
+
+    owner: str
+    registered_by: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.registered_by}{at(self.where)}"
+
+
+def parameter_hooks(model: nn.Module) -> tuple[Hook, ...]:
+    """Hooks on parameters and buffers.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> handle = layer.weight.register_hook(lambda grad: grad * 2)
+    >>> [(hook.owner, hook.registered_by) for hook in parameter_hooks(layer)]
+    [('weight', 'register_hook')]
+    """
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    return tuple(
+        Hook(owner=name, registered_by=by, where=definition_of(function))
+        for name, tensor in named
+        for table, by in _ON_PARAMETERS.items()
+        for function in _functions(tensor, table)
+    )
+
+
+def backward_hooks(model: nn.Module) -> tuple[Hook, ...]:
+    """Hooks on modules that are called with gradients, those for all modules of the process first."""
+    return tuple(
+        Hook(owner=path, registered_by=by, where=definition_of(function))
+        for path, holder, tables in (
+            ("", torch_module, _ON_ALL_MODULES),
+            *((path, inner, _ON_MODULES) for path, inner in model.named_modules()),
+        )
+        for table, by in tables.items()
+        for function in _functions(holder, table)
+    )
+
+
+def refuse_parameter_hooks(hooks: tuple[Hook, ...], name: str) -> None:
+    """Raises: CaptureError if there is any."""
+    if hooks:
+        raise CaptureError(
+            f"{name} has a hook on its parameter {hooks[0].owner}, by {hooks[0]}: a rank sees only parts of "
+            "a parameter's gradient, so the hook would not be called as in one process",
+            hint="let a torch.autograd.Function in the forward change the gradient, as in "
+            "F.linear(x, Scaled.apply(self.weight)), or do it in the optimizer that Job.optimizer returns",
+        )
+
+
+def _functions(holder: Any, table: str) -> Iterator[Callable[..., Any]]:
+    yield from (getattr(holder, table, None) or {}).values()
+
+
+HINT = (
+    "change what is trained in the step of the optimizer that Job.optimizer returns; what is not, and has "
+    "requires_grad=False, may be changed in place under torch.no_grad(), without .data"
+)
+
+
+@contextmanager
+def as_buffers(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """In the block the model's parameters of these names are buffers, under all their names.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> with as_buffers(layer, ["bias"]):
+    ...     [name for name, _ in layer.named_buffers()], [name for name, _ in layer.named_parameters()]
+    (['bias'], ['weight'])
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    chosen = {id(named[name]) for name in names}
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()] if chosen else []
+    for module, parameters, _ in before:
+        for key, tensor in parameters.items():
+            if id(tensor) in chosen:
+                module._buffers[key] = module._parameters.pop(key)
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            for store, former in ((module._parameters, parameters), (module._buffers, buffers)):
+                store.clear()
+                store.update(former)  # type: ignore[arg-type]
+
+
+def refuse_new_tensor(name: str) -> NoReturn:
+    """Raises: CaptureError for a parameter in whose place the forward puts another tensor."""
+    raise CaptureError(
+        f"the forward puts another tensor in the place of the parameter {name}{at(user_line())}", hint=HINT
+    )
+
+
+class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches the ATen calls of a recorded forward.
+
+    storages: those of parameters now in use -> FQN.  between: whether code between modules runs now.
+
+    changed: FQN -> line that changed it first.  changed_between: those that code between modules changed.
+    saved: parameters that a backward needs.
+    """
+
+    def __init__(self, storages: Callable[[], Mapping[int, str]], between: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages, self._between = storages, between
+        self.changed: dict[str, str] = {}
+        self.changed_between: set[str] = set()
+        self.saved: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor), self:
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.saved |= set(self._names([tensor]))
+        return tensor
+
+    def _names(self, tensors: list[Tensor]) -> Iterator[str]:
+        storages = self._storages()
+        for tensor in tensors:
+            if (name := storages.get(tensor.untyped_storage()._cdata)) is not None:
+                yield name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            written = [
+                given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
+            ]
+            for name in self._names(tensors_of(written)):
+                self.note(name)
+        return func(*args, **kwargs)
+
+    def note(self, name: str) -> None:
+        """The line that runs changes a parameter."""
+        self.changed.setdefault(name, user_line())
+        if self._between():
+            self.changed_between.add(name)
+
+    def refuse(self, readers: Mapping[str, int]) -> None:
+        """Raises: CaptureError for a change that would not be the same as in one process.
+
+        readers: FQN -> how many ops read the parameter.
+        """
+        for name, line in self.changed.items():
+            if name in self.changed_between:
+                why = "between modules, where several ranks run the same code"
+            elif name in self.saved:
+                why = "while the backward of an earlier micro-batch still needs what it was"
+            elif readers.get(name, 0) > 1:
+                why = "and other modules read it, which may run on another rank"
+            else:
+                continue
+            raise CaptureError(f"the forward changes the parameter {name}{at(line)}, {why}", hint=HINT)
+
+
+_here = local()
+
+
+@contextmanager
+def inside_checkpoint() -> Iterator[None]:
+    """The block is run again in the backward."""
+    before = getattr(_here, "inside", False)
+    _here.inside = True
+    try:
+        yield
+    finally:
+        _here.inside = before
+
+
+@contextmanager
+def statistics_in_checkpoints_refused(name: str) -> Iterator[None]:
+    """Raise CaptureError where a forward updates running statistics inside a checkpoint.
+
+    Other threads must not run models meanwhile.
+    """
+    batch_norm: Callable[..., Tensor] = functional.batch_norm
+    called = signature(batch_norm)
+    generator = checkpoint._checkpoint_without_reentrant_generator
+
+    def checked_batch_norm(*args: Any, **kwargs: Any) -> Tensor:
+        given = called.bind(*args, **kwargs).arguments
+        keeps = given.get("training") and given.get("running_mean") is not None
+        if keeps and getattr(_here, "inside", False):
+            raise CaptureError(
+                f"the forward of {name} updates running statistics inside a checkpoint{at(user_line())}: "
+                "PyTorch updates them twice, the second time when it computes again, and a pipeline once",
+                hint="switch the model's checkpointing off, and let pipeloom do it: --treatments recompute",
+            )
+        return batch_norm(*args, **kwargs)
+
+    def watched_generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        with inside_checkpoint():
+            yield from generator(*args, **kwargs)
+
+    functional.batch_norm = checked_batch_norm
+    checkpoint._checkpoint_without_reentrant_generator = watched_generator
+    try:
+        yield
+    finally:
+        functional.batch_norm = batch_norm
+        checkpoint._checkpoint_without_reentrant_generator = generator

@@ -16,19 +16,15 @@ from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
 from ..job_calls import evaluation_mode
-from ..layout import ensure_unshared
-from ..random import seeded
+from ..random import one_thread_at_a_time, seeded
 from ..stage.functions import Sink, Slot, StageFunctions, Tensors
-from ..tensors import LiveBytes, autocast_region, storage_ids
-from ..tracing_lock import one_thread_at_a_time
-from .absent_tensors import KEEP_TOGETHER
-from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
-from .intercepted_forward import call_name
-from .lack_of_data import lack_of_data_explained
-from .recorded_run import LOSS
+from ..tensors import LiveBytes, autocast_region, ensure_unshared, storage_ids
+from .absent import KEEP_TOGETHER
+from .intercept import call_name
+from .path import PATH_PREFIX, ForwardPath, decode_path, encode_path
+from .record import LOSS
+from .run import StageRun, StageRunResult, StageTask, lack_of_data_explained
 from .skeleton import ModuleUnit, Skeleton
-from .stage_run import StageRun, StageRunResult
-from .stage_task import StageTask
 
 _GRAPH = Slot("graph", "autograd")
 

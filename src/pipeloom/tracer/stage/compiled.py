@@ -129,7 +129,8 @@ def run_measured(
         return values[node]
 
     use = _sweep(graph, owned, run, values.pop)
-    return tuple(fx.map_arg(graph.output_node().args[0], values.__getitem__)), use
+    results: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
+    return tuple(results), use
 
 
 def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> MemoryUse:

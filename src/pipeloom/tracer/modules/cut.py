@@ -17,26 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
-from ..attributes import AttributeWatch, attributes_kept
 from ..blueprint import Blueprint
-from ..export.op_graph import model_buffers, model_parameters
-from ..hooks import backward_hooks
+from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode
-from ..layout import zeros_like_value
-from ..parameter_changes import ParameterWatch
-from ..tensors import autocast_region
+from ..op_graph import model_buffers, model_parameters
+from ..tensors import autocast_region, zeros_like_value
 from ..user_code import at, definition_of
-from .forward_path import PATH_PREFIX, ForwardPath, encode_path
-from .module_functions import ModuleFunctions
-from .recorded_ops import ModuleOp, build_ops, is_dynamic
-from .recorded_run import LOSS, RecordedRun, SameStage
-from .recorder import ForwardRecorder
-from .skeleton import Skeleton
-from .stage_task import derive_stage_task
-from .stage_trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure
-from .skeleton import TrialParameters
-from .trial import trial_run
+from .functions import ModuleFunctions
+from .ops import ModuleOp, build_ops, is_dynamic
+from .path import PATH_PREFIX, ForwardPath, encode_path
+from .record import LOSS, ForwardRecorder, RecordedRun, SameStage
+from .run import derive_stage_task
+from .skeleton import Skeleton, TrialParameters
+from .trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure, trial_run
 from .units import derive_units, is_container, listed_units, size_of
 
 _log = logging.getLogger("pipeloom")

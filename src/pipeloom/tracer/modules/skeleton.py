@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..blueprint import Blueprint
-from ..hooks import backward_hooks
+from ..guards import backward_hooks
 
 _INTERNAL = frozenset(vars(nn.Module()))
 
