@@ -13,7 +13,7 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.planner.block_costs import Affine, block_costs
 from pipeloom.planner.shape_search import PipelineShape, memory, throughput
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.tracer.job import load_job
 
 CLUSTER = "4 x v100-16 with 600KiB"
 BY_CLUSTER = ("plan", "mine.py:blocks", "--cluster", CLUSTER, "--global-batch", "32")

@@ -43,9 +43,9 @@ from .runtime.worker import Worker
 from .steady_run import SteadyRun, steady_rows
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
-from .tracer.attributes import attributes_kept
 from .tracer.capture import capture
 from .tracer.captured import Captured
+from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .verification import verify_once
@@ -155,7 +155,7 @@ class Pipeline:
 
     def _make_weights(self, rank_stages: RankStages) -> None:
         """Make the rank's weights and their optimizer, and foresee what a step holds."""
-        self.captured.traced.clear()
+        self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}

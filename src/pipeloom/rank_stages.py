@@ -30,7 +30,7 @@ from .runtime.weights import Weights
 from .schedules import registry
 from .tracer.capture import capture
 from .tracer.captured import Captured
-from .tracer.export.evaluation import capture_evaluation, cut_alike, cut_evaluation
+from .tracer.evaluation import capture_evaluation, cut_alike, cut_evaluation
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .tracer.stage.trace import stage_functions, stage_residuals

@@ -40,9 +40,9 @@ from .runtime.batches import split_batch
 from .runtime.loss_scaling import loss_shares
 from .runtime.transports.local_channel import LocalChannel, run_threads
 from .tracer.captured import Captured
-from .tracer.draws import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.job import Job
 from .tracer.job_calls import scalar_loss
+from .tracer.random import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.user_code import is_user_file
 
 _log = logging.getLogger("pipeloom")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,37 +36,23 @@ from pipeloom.runtime.weights import Weights
 from pipeloom.runtime.worker import Worker
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord
-from pipeloom.tracer.layout import zeros_like_value
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
+from pipeloom.tracer.tensors import zeros_like_value
 
 _LOSS, _KEPT = "loss", "kept"
 
 
 @dataclass(kw_only=True, eq=False)
-class PacedFunctions:
+class PacedFunctions(StageFunctions):
     """A stage that takes its time and makes zeros; see `tracer.stage.functions.StageFunctions`.
 
     cost: how long each function takes, and how many `offloaded_bytes` there are of the one residual, which
         may leave.  inputs, outputs: crossing values.
     """
 
-    index: int
     cost: StageCost
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    loss: str | None = None
-    params: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ()
-    received: tuple[str, ...] = field(init=False)
-    sent: tuple[str, ...] = field(init=False)
-    residual_bytes: Mapping[str, int] = field(default_factory=dict)
-    examples: Mapping[str, Tensor] = field(default_factory=dict)
-    offloaded: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
-    kept_inputs: frozenset[str] = frozenset()
-    differentiable: bool = True
-    carried_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.received = tuple(value.name for value in self.inputs)

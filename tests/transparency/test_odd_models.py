@@ -70,7 +70,7 @@ def numbers(case: Case, cut: int, way: str, **options: object) -> Numbers:
 
 def run(case: Case, stage_of: dict[str, int], way: str, **options: object) -> Numbers:
     schedule = "gpipe" if way == "gpipe" else "1f1b"
-    job = case.anew() if case.remembers else case.double
+    job = case.double
     captured = capture_of(job, ROWS)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, schedule=schedule, split=way == "split")
     if way == "recompute":

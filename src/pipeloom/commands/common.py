@@ -208,7 +208,7 @@ def json_option(command: Command) -> Command:
 def job_of(model: str | None) -> Job:
     """The job that MODEL names, the built-in GPT if it names none."""
     if model is not None:
-        from ..tracer.job_loader import load_job
+        from ..tracer.job import load_job
 
         return load_job(model)
     from ..train import workload

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..ir.action import RECOMPUTE, Action, B, F, I, Kind, W
-from ..tracer.layout import zeros_like_value
 from ..tracer.stage.functions import StageFunctions, activation_bytes
+from ..tracer.tensors import zeros_like_value
 from .ledger import crossing_bytes
 from .loss_scaling import loss_gradient
 from .offload.handlers import wait_reload

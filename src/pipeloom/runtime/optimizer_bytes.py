@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph, UpdateBytes
-from ..tracer.tracing_lock import one_thread_at_a_time
+from ..tracer.random import one_thread_at_a_time
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import CommunicationError
-from ..tracer.layout import has_order, permute_to_memory
+from ..tracer.tensors import has_order, permute_to_memory
 from .failure.watch import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 from .posted import HostWait, MessageSource, PendingSum, PostedReceive, PostedSend

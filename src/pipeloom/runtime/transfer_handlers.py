@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ir.action import RECV_F, SEND_F, Action, Transfer
-from ..tracer.layout import zeros_like_value
+from ..tracer.tensors import zeros_like_value
 from .messages import Message
 from .step_state import StepContext
 

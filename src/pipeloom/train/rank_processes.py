@@ -94,7 +94,7 @@ class RankProcesses:
         Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
         """
         from ..tracer.capture import capture
-        from ..tracer.export.evaluation import capture_evaluation
+        from ..tracer.evaluation import capture_evaluation
         from ..tracer.handover import hand_over, hand_over_evaluation
         from ..tracer.job_calls import sample_batch
 

@@ -33,7 +33,7 @@ from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.launch.connect import connect
 from ..runtime.launch.processes import terminate_as_exit
 from ..tracer.captured import Captured
-from ..tracer.job_loader import load_job
+from ..tracer.job import load_job
 from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once

@@ -20,7 +20,7 @@ from ...ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageActi
 from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.schedule import Program
-from ...tracer.layout import view_in_order, zeros_like_value
+from ...tracer.tensors import view_in_order, zeros_like_value
 from ..failure.watch import Watch
 from ..ledger import Ledger
 from ..messages import Message

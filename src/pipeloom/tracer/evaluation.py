@@ -13,16 +13,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...ir.errors import CutError
-from ...ir.flow import flow_of
-from ...ir.graph import Op, OpGraph
-from ...ir.stages import StageGraph, cut
-from ..captured import Captured
-from ..job import Job
-from ..job_calls import ModelWithLoss, evaluation_mode
-from ..tracing_lock import one_thread_at_a_time
+from ..ir.errors import CutError
+from ..ir.flow import flow_of
+from ..ir.graph import Op, OpGraph
+from ..ir.stages import StageGraph, cut
+from .captured import Captured
+from .export import export_program
+from .job import Job
+from .job_calls import ModelWithLoss, evaluation_mode
 from .program import captured_from_program
-from .torch_export import export_program
+from .random import one_thread_at_a_time
 
 
 @one_thread_at_a_time

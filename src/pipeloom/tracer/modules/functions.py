@@ -16,20 +16,15 @@ from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
 from ..job_calls import evaluation_mode
-from ..layout import ensure_unshared
-from ..random import seeded
-from ..stage.functions import Sink, Slot, Tensors
-from ..tensors import autocast_region, storage_ids
-from ..tracing_lock import one_thread_at_a_time
-from .absent_tensors import KEEP_TOGETHER
-from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
-from .intercepted_forward import call_name
-from .lack_of_data import lack_of_data_explained
-from .memory_meter import MemoryMeter
-from .recorded_run import LOSS
+from ..random import one_thread_at_a_time, seeded
+from ..stage.functions import Sink, Slot, StageFunctions, Tensors
+from ..tensors import LiveBytes, autocast_region, ensure_unshared, storage_ids
+from .absent import KEEP_TOGETHER
+from .intercept import call_name
+from .path import PATH_PREFIX, ForwardPath, decode_path, encode_path
+from .record import LOSS
+from .run import StageRun, StageRunResult, StageTask, lack_of_data_explained
 from .skeleton import ModuleUnit, Skeleton
-from .stage_run import StageRun, StageRunResult
-from .stage_task import StageTask
 
 _GRAPH = Slot("graph", "autograd")
 
@@ -61,8 +56,8 @@ class _Graph:
 
 
 @dataclass(eq=False, kw_only=True)
-class ModuleFunctions:
-    """See `tracer.stage.functions.StageFunctions`. The backward runs autograd; split, it runs twice.
+class ModuleFunctions(StageFunctions):
+    """A stage of whole modules. The backward runs autograd; split, it runs twice.
 
     Ranks that are threads of one process take turns: they may share the model.
 
@@ -70,15 +65,6 @@ class ModuleFunctions:
     saved_inputs: received values and batch inputs that the last forward kept for the backward.
     """
 
-    index: int
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    batch: tuple[str, ...]
-    received: tuple[str, ...]
-    sent: tuple[str, ...]
-    loss: str | None
-    differentiable: bool
-    examples: Mapping[str, Tensor]
     job: Job
     task: StageTask
     skeleton: Skeleton
@@ -86,17 +72,12 @@ class ModuleFunctions:
     updated: frozenset[str]
     trainable: frozenset[str]
     autocast: torch.dtype | None
-    residual_bytes: Mapping[str, int] = field(default_factory=dict)
-    carried_bytes: int = 0
     saved_inputs: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
-    peak_bytes: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
 
     @property
-    def kept_inputs(self) -> frozenset[str]:
-        """All: autograd may keep any of them."""
-        return frozenset(self.received if self.differentiable else ())
+    def peak_bytes(self) -> Mapping[str, int]:
+        return self.peaks
 
     @one_thread_at_a_time
     def forward(
@@ -313,15 +294,15 @@ class ModuleFunctions:
     def _measuring(self, name: str, inputs: Tensors | None = None) -> Iterator[None]:
         """Measure the first run of a function; `held` is given up to it."""
         inputs = {} if inputs is None else inputs
-        if name in self.peak_bytes:
+        if name in self.peaks:
             inputs.clear()
             yield
             return
-        meter = MemoryMeter(t for slot, t in inputs.items() if slot.kind == "residual")
+        meter = LiveBytes(t for slot, t in inputs.items() if slot.kind == "residual")
         inputs.clear()
         with meter:
             yield
-        self.peak_bytes[name] = meter.peak_bytes
+        self.peaks[name] = meter.peak_bytes
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

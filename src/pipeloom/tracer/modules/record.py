@@ -9,26 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.graph import Value
+from ..guards import ParameterWatch, refuse_new_tensor
 from ..job import Job
-from ..parameter_changes import refuse_new_tensor
-from ..random import python_state, seeded
-from ..tensors import tensors_of
-from .absent_tensors import tensors_inside
-from .intercepted_forward import START, InterceptedForward, call_name, glue_name
-from .isolated_call import IsolatedCall
-from .memory_meter import MemoryMeter
-from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, UnitCall, is_source
-from .skeleton import ModuleUnit, Skeleton
+from ..random import call_draws, python_state, seeded
+from ..tensors import LiveBytes, storage_ids, tensors_of
+from .absent import tensors_inside
+from .intercept import START, InterceptedForward, call_name, glue_name, output_name
+from .skeleton import ModuleUnit, Skeleton, TrialParameters
 from .torch_functions import (
     DETACHING,
     HOOKS,
@@ -43,7 +40,272 @@ from .torch_functions import (
     refuse_hook,
     sized_by_data,
 )
-from .trial import TrialParameters
+
+LOSS = "=loss"
+"""Name of the loss; no module can have it."""
+
+
+def is_source(name: str) -> bool:
+    """Whether a name stands for a parameter, buffer or batch input."""
+    return name.startswith(("param:", "buffer:", "batch:"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOutput:
+    """A tensor that a unit call hands over.
+
+    kind: "result" (leaf `index` of what it returns), "argument" (leaf `index` of what it was given, which it
+        changed), "attribute" (it left the tensor in attribute `attribute` of module `module` below it), or
+        "same" (leaf `index` of its result is leaf `argument` of what it was given; it has no own name).
+    """
+
+    name: str
+    kind: Literal["result", "argument", "same", "attribute"]
+    index: int = 0
+    argument: int = 0
+    module: str = ""
+    attribute: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCall:
+    """One call of a unit.
+
+    inputs: for each leaf of its arguments the name of the tensor, None for anything else.
+    spec, leaves: how to build its result; tensors are None among the leaves.
+    stretch: functions that the glue called after it, up to the next unit.
+    """
+
+    name: str
+    unit: str
+    inputs: tuple[str | None, ...]
+    outputs: tuple[UnitOutput, ...]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    random: bool
+    updates: tuple[str, ...]
+    stretch: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """One step of the run, in order: the call number `call`, or a function of the glue that follows it.
+
+    call: -1 in front of the first unit call.  inputs: names of tensors, or "param:", "buffer:", "batch:" and
+    a name.  updates: buffers that it changes.  read: it turns data into a Python value.
+    text: of a function, with its arguments that are no tensors.
+    """
+
+    kind: Literal["call", "glue", "loss"]
+    call: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[str, ...] = ()
+    read: bool = False
+    text: str = ""
+
+
+class SameStage(NamedTuple):
+    """Unit calls that must run in one stage: from the first to the last by their numbers (-1: to the end of
+    the forward), and why."""
+
+    first: int
+    last: int
+    why: str
+
+
+@dataclass(eq=False)
+class RecordedRun:
+    """A recorded run.
+
+    values: every tensor by name.  samples: their data, if the run had any.
+    decisions: what the glue read from data, in order; `tainted_decisions` are those that depend on the model.
+    stale: values that were changed through another view of their storage; they cannot be sent.
+    data_sized: values whose shape depends on data; neither can they.
+    same_stage: unit calls that no cut may separate.
+    changed_later: values that a unit or the glue changes in place.
+    random: functions of the glue that drew random numbers.
+    decides_on_data: modules whose own glue decides on data -> whether shapes depend on it too.
+    python_random: Python's or NumPy's generators were used.
+    changed_attributes: unit -> attributes, Python values, that it changed: other stages do not see that.
+    parameter_watch: what it has changed in parameters, until that is judged.
+    device: where it ran.
+    evaluation_calls: calls of a run in evaluation mode, by name: what units return may differ.
+    """
+
+    calls: list[UnitCall] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    samples: dict[str, Tensor] = field(default_factory=dict)
+    decisions: list[float] = field(default_factory=list)
+    tainted_decisions: list[float] = field(default_factory=list)
+    stale: set[str] = field(default_factory=set)
+    changed_later: set[str] = field(default_factory=set)
+    random: set[str] = field(default_factory=set)
+    decides_on_data: dict[str, bool] = field(default_factory=dict)
+    first_stretch: list[str] = field(default_factory=list)
+    data_sized: set[str] = field(default_factory=set)
+    same_stage: list[SameStage] = field(default_factory=list)
+    python_random: bool = False
+    changed_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parameter_watch: ParameterWatch | None = None
+    device: str = "cpu"
+    evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
+
+    def stretch(self, name: str) -> list[str]:
+        """Functions called after the unit call of this name."""
+        return self.first_stretch if name == START else self.call_named[name].stretch
+
+    @property
+    def call_named(self) -> dict[str, UnitCall]:
+        return {call.name: call for call in self.calls}
+
+
+class CallEffects(LiveBytes):  # type: ignore[no-untyped-call]
+    """drew: whether any call drew random numbers.  statistics: storages of running statistics that were
+    updated (a batch norm's schema does not say so, and its version counter does not move)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+        self.statistics: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.drew = self.drew or call_draws(func, args, kwargs or {})
+        if "batch_norm" in str(func) and "backward" not in str(func):
+            self.statistics |= storage_ids(tensors_of(args[3:5]))
+        return result
+
+
+class IsolatedCall:
+    """Runs a unit on copies of what requires a gradient, and hands its results over without graph.
+
+    leaves: flattened arguments.  outputs: tensors that it hands over, by name.  updates: buffers it changed.
+    changed_attributes: names of attributes that are Python values and that it changed.
+    """
+
+    def __init__(self, skeleton: Skeleton, unit: ModuleUnit, leaves: Sequence[Any]) -> None:
+        self.skeleton = skeleton
+        self.unit = unit
+        self.leaves = leaves
+        self.arguments = [_with_graph(leaf) for leaf in leaves]
+        self.outputs: dict[str, Tensor] = {}
+        self.updates: tuple[str, ...] = ()
+        self.changed_attributes: tuple[str, ...] = ()
+        self._changed: list[int] = []
+        self._new_attributes: list[tuple[str, str, Tensor]] = []
+        self._flat: list[Any] = []
+
+    def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: CallEffects) -> TreeSpec:
+        """Run it with these parameters. Returns how its result is built of leaves."""
+        versions = [_version(leaf) for leaf in self.arguments]
+        buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
+        parameters = {n: (t, t.untyped_storage()._cdata) for n, t in state.items() if n not in buffers}
+        with self.skeleton.using(state):
+            before = {(m, a): id(t) for m, a, t in attributes(self.unit.module)}
+            values = _python_values(self.unit.module)
+            with meter:
+                args, kwargs = tree_unflatten(self.arguments, spec)
+                result = self.unit.original_forward(*args, **kwargs)
+            self.updates = tuple(
+                name
+                for name, (tensor, version) in buffers.items()
+                if _updated(self.skeleton.current(name), tensor, version, meter)
+            )
+            for name, (tensor, storage) in parameters.items():
+                now_there = self.skeleton.current(name)
+                if now_there is not tensor or tensor.untyped_storage()._cdata != storage:
+                    refuse_new_tensor(name)
+            self._new_attributes = [
+                (m, a, t) for m, a, t in attributes(self.unit.module) if before.get((m, a)) != id(t)
+            ]
+            now = _python_values(self.unit.module)
+            self.changed_attributes = tuple(n for n, v in now.items() if n not in values or values[n] != v)
+        torch.clear_autocast_cache()
+        self._changed = [i for i, leaf in enumerate(self.arguments) if _version(leaf) != versions[i]]
+        open_up(result)
+        self._flat, built = tree_flatten(result)
+        return built
+
+    def detached_outputs(self, call: str) -> tuple[tuple[UnitOutput, ...], list[Any]]:
+        """Let go of the unit's autograd graph.
+
+        call: name of the call, from which the names of the outputs are made.
+        Returns: what other code sees of the call, and the leaves of its result.
+        """
+        outputs = []
+        for index in self._changed:
+            leaf, copy = self.leaves[index], self.arguments[index]
+            if leaf is not copy:
+                with torch.no_grad():
+                    leaf.copy_(copy)
+                leaf.requires_grad_(copy.requires_grad)
+            outputs.append(self._output(f"{call}:given{index}", leaf, kind="argument", index=index))
+        flat = []
+        for index, leaf in enumerate(self._flat):
+            source = next((i for i, g in enumerate(self.arguments) if g is leaf), None)
+            if not isinstance(leaf, Tensor):
+                flat.append(leaf)
+            elif source is not None:
+                flat.append(self.leaves[source])
+                outputs.append(UnitOutput(name="", kind="same", index=index, argument=source))
+            else:
+                flat.append(_without_graph(leaf))
+                outputs.append(self._output(output_name(call, index), flat[-1], kind="result", index=index))
+        for path, attribute, tensor in self._new_attributes:
+            detached = next((f for f, o in zip(flat, self._flat, strict=True) if o is tensor), None)
+            detached = _without_graph(tensor) if detached is None else detached
+            setattr(self.unit.module.get_submodule(path), attribute, detached)
+            name = f"{call}:{path}.{attribute}" if path else f"{call}:{attribute}"
+            if not any(detached is output for output in self.outputs.values()):
+                outputs.append(
+                    self._output(name, detached, kind="attribute", module=path, attribute=attribute)
+                )
+        return tuple(outputs), flat
+
+    def _output(self, name: str, tensor: Tensor, **how: Any) -> UnitOutput:
+        self.outputs[name] = tensor
+        return UnitOutput(name=name, **how)
+
+
+def _updated(now: Tensor, before: Tensor, version: int, meter: CallEffects) -> bool:
+    """Whether a buffer has a next state. One that a gradient flows through is a result, not a state."""
+    if now is not before:
+        return not now.requires_grad
+    return before._version != version or before.untyped_storage()._cdata in meter.statistics
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Tensors that are plain attributes of a module or of one below: path, attribute, tensor."""
+    for path, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            if isinstance(value, Tensor):
+                yield path, key, value
+
+
+def _python_values(module: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if isinstance(value, (bool, int, float, str))
+    }
+
+
+def _with_graph(leaf: Any) -> Any:
+    """A tensor that requires a gradient is copied, as a unit may change it in place."""
+    if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+        return leaf.detach().requires_grad_().clone()
+    return leaf
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) else 0
 
 
 class Traits(NamedTuple):
@@ -88,7 +350,7 @@ class ForwardRecorder(InterceptedForward):
         self.batch: frozenset[str] = frozenset()
         self.tensors: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, str] = {}
-        self.meter = MemoryMeter()
+        self.meter = CallEffects()
         self.call_of_storage: dict[int, int] = {}
         self.python_state = python_state()
 
@@ -215,7 +477,7 @@ class ForwardRecorder(InterceptedForward):
             if needs_grad and name not in DETACHING:
                 _require_grad([tensor for _, tensor in outputs])
             updates = self._changed_buffers(changed)
-            self._record_function(name, names, outputs, updates, Traits(tainted, data_sized))
+            self._record_function(name, names, outputs, updates, Traits(tainted, data_sized), (args, kwargs))
         return result
 
     def _record_function(
@@ -225,6 +487,7 @@ class ForwardRecorder(InterceptedForward):
         outputs: list[tuple[int, Tensor]],
         updates: tuple[str, ...],
         traits: Traits,
+        arguments: object,
     ) -> None:
         """A function of the glue has run. outputs: what it made or changed, with positions among its results.
         updates: buffers that it changed."""
@@ -236,7 +499,12 @@ class ForwardRecorder(InterceptedForward):
             self._name_change(tensor, names[-1], traits)
         self.recording.steps.append(
             RecordedStep(
-                kind="glue", call=self._last_call, inputs=inputs, outputs=tuple(names), updates=updates
+                kind="glue",
+                call=self._last_call,
+                inputs=inputs,
+                outputs=tuple(names),
+                updates=updates,
+                text=f"{name}{[a for a in leaves_in(arguments) if not isinstance(a, Tensor)]}",
             )
         )
 
@@ -266,7 +534,7 @@ class ForwardRecorder(InterceptedForward):
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
-        with MemoryMeter() as meter:
+        with CallEffects() as meter:
             if name in RANDOM:
                 with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
                     yield

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...ir.errors import CaptureError
-from ...ir.graph import Buffer, Op, OpGraph, Parameter, Value
-from ..layout import memory_order
-from ..random import draws
+from ..ir.errors import CaptureError
+from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
+from .random import draws
+from .tensors import memory_order
 
 _HEAVY = frozenset(
     """

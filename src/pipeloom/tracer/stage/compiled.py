@@ -6,7 +6,8 @@ freed at their last use too. `measure` does the same node by node and reports th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,36 +109,6 @@ class MemoryUse:
     end_bytes: int
 
 
-class _Count:
-    """Bytes alive, by storage, as nodes run and values die."""
-
-    def __init__(self) -> None:
-        self.holders: dict[object, int] = {}
-        self.size: dict[object, int] = {}
-        self.level = 0
-        self.peak = 0
-
-    def add(self, storages: Iterable[tuple[object, int]], *, counted: bool = True) -> None:
-        for key, size in storages:
-            if key not in self.holders:
-                self.holders[key] = 0
-                self.size[key] = size if counted else 0
-                self.level += self.size[key]
-            self.holders[key] += 1
-        self.peak = max(self.peak, self.level)
-
-    def drop(self, storages: Iterable[tuple[object, int]]) -> None:
-        for key, _ in storages:
-            self.holders[key] -= 1
-            if not self.holders[key]:
-                del self.holders[key]
-                self.level -= self.size.pop(key)
-
-
-def _storages(value: Any) -> list[tuple[object, int]]:
-    return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors_of(value)]
-
-
 def run_measured(
     graph: fx.Graph, attributes: object, box: list[Any], owned: Mapping[str, bool]
 ) -> tuple[tuple[Any, ...], MemoryUse]:
@@ -145,54 +116,68 @@ def run_measured(
 
     owned: placeholder name -> whether the caller gives the input up, so that its last use frees it.
     """
-    values: dict[fx.Node, Any] = {}
-    count = _Count()
-    inputs = iter(list(box))
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), box, strict=True))
     box.clear()
-    dead = last_uses(graph)
-    start: int | None = None
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(inputs)
-            count.add(_storages(values[node]), counted=owned.get(node.name, False))
-            continue
-        if start is None:
-            start, count.peak = count.level, count.level
-            del inputs
-        if node.op == "output":
-            result = fx.map_arg(node.args[0], lambda n: values[n])
-            break
-        values[node] = (
-            _attribute(attributes, node.target)
-            if node.op == "get_attr"
-            else _IN_GRAD_MODE.get(node.target, node.target)(
-                *fx.map_arg(node.args, lambda n: values[n]), **fx.map_arg(node.kwargs, lambda n: values[n])
-            )
-        )
-        count.add(_storages(values[node]))
-        for gone in dead.get(node, []):
-            count.drop(_storages(values[gone]))
-            del values[gone]
-    start = start or 0
-    return tuple(result), MemoryUse(peak_bytes=count.peak - start, end_bytes=count.level - start)
+
+    def run(node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            values[node] = _attribute(attributes, node.target)
+        elif node.op != "placeholder":
+            target = _IN_GRAD_MODE.get(node.target, node.target)
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            values[node] = target(*args, **kwargs)
+        return values[node]
+
+    use = _sweep(graph, owned, run, values.pop)
+    results: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
+    return tuple(results), use
 
 
 def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> MemoryUse:
     """The same without running: from the fake results that tracing left in `node.meta`."""
-    count = _Count()
+    return _sweep(graph, owned, lambda node: node.meta.get("val"), lambda node: None)
+
+
+def _sweep(
+    graph: fx.Graph,
+    owned: Mapping[str, bool],
+    run: Callable[[fx.Node], Any],
+    free: Callable[[fx.Node], object],
+) -> MemoryUse:
+    """Count bytes alive, each storage once, as nodes run and values die.
+
+    run: the value of a node.  free: called when nobody needs it any more.
+    """
     dead = last_uses(graph)
+    storages_of: dict[fx.Node, list[int]] = {}
+    holders: Counter[int] = Counter()
+    size: dict[int, int] = {}
     start: int | None = None
+    level = peak = 0
     for node in graph.nodes:
-        storages = _storages(node.meta.get("val"))
-        if node.op == "placeholder":
-            count.add(storages, counted=owned.get(node.name, False))
-            continue
-        if start is None:
-            start, count.peak = count.level, count.level
+        if start is None and node.op != "placeholder":
+            start = peak = level
         if node.op == "output":
             break
-        count.add(storages)
+        storages = _storages(run(node))
+        storages_of[node] = [key for key, _ in storages]
+        counted = node.op != "placeholder" or owned.get(node.name, False)
+        for key, nbytes in storages:
+            if not holders[key]:
+                size[key] = nbytes if counted else 0
+                level += size[key]
+            holders[key] += 1
+        peak = max(peak, level)
+        if node.op == "placeholder":
+            continue
         for gone in dead.get(node, []):
-            count.drop(_storages(gone.meta.get("val")))
-    start = start or 0
-    return MemoryUse(peak_bytes=count.peak - start, end_bytes=count.level - start)
+            for key in storages_of.pop(gone):
+                holders[key] -= 1
+                level -= 0 if holders[key] else size[key]
+            free(gone)
+    assert start is not None, "a graph has an output"
+    return MemoryUse(peak_bytes=peak - start, end_bytes=level - start)
+
+
+def _storages(value: Any) -> list[tuple[int, int]]:
+    return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors_of(value)]

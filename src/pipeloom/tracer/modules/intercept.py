@@ -15,7 +15,7 @@ from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..checkpoints import inside_checkpoint
+from ..guards import inside_checkpoint
 from ..job import Job
 from ..job_calls import scalar_loss
 from ..random import python_random_kept, seed_python

@@ -17,25 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
-from ..attributes import AttributeWatch, attributes_kept
 from ..blueprint import Blueprint
-from ..export.op_graph import model_buffers, model_parameters
-from ..hooks import backward_hooks
+from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode
-from ..layout import zeros_like_value
-from ..parameter_changes import ParameterWatch
-from ..tensors import autocast_region
+from ..op_graph import model_buffers, model_parameters
+from ..tensors import autocast_region, zeros_like_value
 from ..user_code import at, definition_of
-from .forward_path import PATH_PREFIX, ForwardPath, encode_path
-from .module_functions import ModuleFunctions
-from .recorded_ops import ModuleOp, build_ops, is_dynamic
-from .recorded_run import LOSS, RecordedRun, SameStage
-from .recorder import ForwardRecorder
-from .skeleton import Skeleton
-from .stage_task import derive_stage_task
-from .stage_trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure
-from .trial import TrialParameters, trial_run
+from .functions import ModuleFunctions
+from .ops import ModuleOp, build_ops, is_dynamic
+from .path import PATH_PREFIX, ForwardPath, encode_path
+from .record import LOSS, ForwardRecorder, RecordedRun, SameStage
+from .run import derive_stage_task
+from .skeleton import Skeleton, TrialParameters
+from .trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure, trial_run
 from .units import derive_units, is_container, listed_units, size_of
 
 _log = logging.getLogger("pipeloom")
@@ -287,28 +282,40 @@ def _attempt(
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
         batch = {key: mode.from_tensor(t) for key, t in batch.items()}
-    trunks = trunks_of(list(skeleton.units))
     with attributes_kept(skeleton.model):
-        for call in (1, 2):  # what only the first call sets up, as `config.problem_type`, is settled then
-            recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
-            watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
-            changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
-            with torch.random.fork_rng(), watch.watching():
-                with (
-                    autocast_region(parameters.device.type, autocast),
-                    mode or nullcontext(),
-                    changes.watching(),
-                ):
-                    recording = recorder.record(job, batch)
-                watch.look()
-            skeleton.rest()
-            if not any(watch.carried()):
-                break
-            if call == 2:
-                next(watch.carried()).refuse()
+        recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
+        if (carried := next(watch.carried(), None)) is not None:
+            # What only the first call sets up, as `config.problem_type`, is settled in the second.
+            first, forced = recording, recording.tainted_decisions
+            recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
+            for later in watch.carried():
+                later.refuse()
+            if first.steps != recording.steps:
+                carried.refuse()
     recording.parameter_watch = changes
     recording.device = parameters.device.type
     return recording
+
+
+def _watched_run(
+    job: Job,
+    batch: Mapping[str, Tensor],
+    skeleton: Skeleton,
+    autocast: torch.dtype | None,
+    parameters: TrialParameters,
+    forced: Sequence[float],
+) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
+    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    trunks = trunks_of(list(skeleton.units))
+    recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
+    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
+    changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
+    with torch.random.fork_rng(), watch.watching():
+        with autocast_region(parameters.device.type, autocast), mode or nullcontext(), changes.watching():
+            recording = recorder.record(job, batch)
+        watch.look()
+    skeleton.rest()
+    return recording, watch, changes
 
 
 def _is_inside(recorder: ForwardRecorder) -> bool:
@@ -350,6 +357,7 @@ def _stage_functions(
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]
+    differentiable = any(value.needs_grad for value in gives)
     return ModuleFunctions(
         index=index,
         params=stages.params[index],
@@ -358,7 +366,8 @@ def _stage_functions(
         received=tuple(sorted(received)),
         sent=tuple(sorted(sent)),
         loss=LOSS if task.makes_loss else None,
-        differentiable=any(value.needs_grad for value in gives),
+        differentiable=differentiable,
+        kept_inputs=frozenset(received if differentiable else ()),  # autograd may keep any of them
         examples={n: _example(cut, graph.value[n], torch.device(device)) for n in received},
         job=cut.job,
         task=task,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from ...ir.errors import CutError
 from ...ir.graph import Op, Value
-from .absent_tensors import KEEP_TOGETHER
-from .forward_path import PATH_PREFIX, path_capacity
-from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, is_source
+from .absent import KEEP_TOGETHER
+from .path import PATH_PREFIX, path_capacity
+from .record import LOSS, RecordedRun, RecordedStep, SameStage, is_source
 from .skeleton import Skeleton
 
 

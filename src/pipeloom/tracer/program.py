@@ -12,17 +12,16 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import tree_leaves
 
-from ...ir.errors import CaptureError
-from ..blueprint import Blueprint
-from ..captured import Captured
-from ..job import Job
-from ..parameter_changes import as_buffers
-from ..tensors import tensors_of
-from ..user_code import at
+from ..ir.errors import CaptureError
+from .blueprint import Blueprint
+from .captured import Captured
+from .export import HINT, READ_AT
+from .guards import as_buffers
+from .job import Job
 from .op_graph import build_op_graph
 from .product_copies import unfold_copies
-from .reads import READ_AT
-from .refusals import HINT
+from .tensors import tensors_of
+from .user_code import at
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,

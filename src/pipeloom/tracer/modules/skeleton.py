@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..blueprint import Blueprint
-from ..hooks import backward_hooks
+from ..guards import backward_hooks
 
 _INTERNAL = frozenset(vars(nn.Module()))
 
@@ -193,3 +193,83 @@ def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, L
             yield from (
                 (f"{prefix}{key}.{k}", t, Location(value, k)) for k, t in pairs if isinstance(t, Tensor)
             )
+
+
+def initial_state(skeleton: Skeleton, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """Parameters, buffers and tensor attributes by FQN, as the model initialises them with seed 0."""
+    names = list(names)
+    constants: Mapping[str, Tensor] = skeleton.constants
+    state = skeleton.blueprint.materialise(0, [name for name in names if name not in constants])
+    state |= {name: constants[name] for name in names if name in constants}
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+class TrialParameters:
+    """Initial parameters and buffers for a run of the whole model, of which a few modules are in memory.
+
+    device: where they are to be.  fake: hand out the fake tensors of the skeleton instead.
+    limit_bytes: how much is made in one go. More at once is faster, as each go runs through the whole
+        constructor.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, device: torch.device, *, fake: bool = False, limit_bytes: int = 2**30
+    ) -> None:
+        self.skeleton = skeleton
+        self.device = device
+        self.fake = fake
+        self.limit_bytes = limit_bytes
+        self._order = list(skeleton.names)
+        self._loaded: dict[str, Tensor] = {}
+        self._pinned: dict[str, Tensor] = {}
+        self._storages: dict[int, str] = {}
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of what was made in the last go."""
+        return sum(tensor.nbytes for tensor in self._loaded.values())
+
+    def state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors for one call: parameters are leaves, buffers may be changed."""
+        names = list(names)
+        if self.fake:  # not those that rest: `module.to()` in a forward exchanges what is in a parameter
+            return {name: self._leaf(name, self.skeleton.resting(name).detach()) for name in names}
+        if any(name not in self._loaded for name in names):
+            self._loaded = self._load(names)
+            real = (self._loaded | self._pinned).items()
+            self._storages = {t.untyped_storage()._cdata: n for n, t in real if n in self.skeleton.params}
+        return {name: self._leaf(name, self._loaded[name]) for name in names}
+
+    def storages(self) -> dict[int, str]:
+        """Storages of the parameters that are in memory -> FQN."""
+        if self.fake and not self._storages:
+            self._storages = {
+                self.skeleton.resting(n).untyped_storage()._cdata: n for n in self.skeleton.params
+            }
+        return self._storages
+
+    def pinned(self, name: str) -> Tensor:
+        """The same tensor every time."""
+        if name not in self._pinned:
+            self._pinned[name] = self.state([name])[name]
+        return self._pinned[name]
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        if name in self.skeleton.params:
+            return nn.Parameter(tensor, self.skeleton.resting(name).requires_grad)
+        return tensor.clone()
+
+    def _load(self, names: list[str]) -> dict[str, Tensor]:
+        """What is asked for, and what is registered next, as far as the limit goes."""
+        size, chosen = 0, list(names)
+        last = max(self._order.index(name) for name in names)
+        following = [n for n in self._order[last + 1 :] if n not in chosen]
+        builds_whole = bool(self.skeleton.blueprint.why_whole)
+        if builds_whole:
+            following = [n for n in self._order if n not in chosen]
+        for name in following:
+            size += self.skeleton.resting(name).nbytes
+            if size > self.limit_bytes and not builds_whole:
+                break
+            chosen.append(name)
+        return initial_state(self.skeleton, chosen, self.device)
