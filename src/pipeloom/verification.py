@@ -36,8 +36,7 @@ from .options import Options
 from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
 from .runnable import require_runnable_plan, require_training
-from .runtime.batches import split_batch
-from .runtime.loss_scaling import loss_shares
+from .runtime.batches import loss_shares, split_batch
 from .runtime.transports.local_channel import LocalChannel, run_threads
 from .tracer.captured import Captured
 from .tracer.draws import DrawRecorder, DrawReplay, OtherDraws
