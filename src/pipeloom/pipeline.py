@@ -28,18 +28,16 @@ from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
-from .runtime.batches import agree_on_shapes
+from .runtime.batches import agree_on_shapes, read_loss
 from .runtime.checkpoint import checkpoint
 from .runtime.checkpoint.state import TrainState
-from .runtime.ledger import Ledger
-from .runtime.loss_scaling import read_loss
+from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.offload.open_tier import open_tier
 from .runtime.offload.tier import Tier
 from .runtime.optimizer_bytes import optimizers_of
-from .runtime.out_of_memory import out_of_memory_told
+from .runtime.rank import Rank
 from .runtime.recorder import CudaClock, HostClock, Recorder
 from .runtime.transports.local_channel import LocalChannel
-from .runtime.worker import Worker
 from .steady_run import SteadyRun, steady_rows
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
@@ -177,7 +175,7 @@ class Pipeline:
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
         if self.tier is not None:
             self.watch.on_exit(self.tier.close)
-        self.worker = Worker(
+        self.worker = Rank(
             rank=self.rank,
             program=self.program,
             weights=self.weights,

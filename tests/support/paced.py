@@ -28,12 +28,11 @@ from pipeloom.runtime.ledger import Ledger
 from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
 from pipeloom.runtime.offload.tier import Tier
 from pipeloom.runtime.posted_channel import PostedChannel
+from pipeloom.runtime.rank import Microbatch, Rank, Variant
 from pipeloom.runtime.recorder import HostClock, Recorder
 from pipeloom.runtime.reduce_and_step import shared_by
-from pipeloom.runtime.step_state import Microbatch, Variant
 from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
 from pipeloom.runtime.weights import Weights
-from pipeloom.runtime.worker import Worker
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
@@ -160,7 +159,7 @@ class PacedRank:
         ] * count
         self.channel = channel
         self.recorder = Recorder(channel.rank, HostClock())
-        self.worker = Worker(
+        self.worker = Rank(
             rank=channel.rank,
             program=program,
             weights=Weights({}, {}, None),
@@ -233,7 +232,7 @@ class PacedSteadyRank:
             awaited=clips or bool(stages.tied),
             together=[r.names for r in shared_by(stages, step.placement, channel.rank, ())],
         )
-        self.worker = Worker(
+        self.worker = Rank(
             rank=channel.rank,
             program=rows.row(0, 0).program,
             weights=weights,
