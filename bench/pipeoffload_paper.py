@@ -19,7 +19,7 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.lowering.passes import lower
-from pipeloom.planner.offload_ratio import transformer_ratio
+from pipeloom.planner.plan_table import transformer_ratio
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
 from pipeloom.simulator.simulate import simulate

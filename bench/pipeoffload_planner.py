@@ -28,7 +28,7 @@ from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.machine import with_files
 from pipeloom.planner.make_plan import make_plan
-from pipeloom.planner.offload_ratio import copy_loads, transformer_ratio
+from pipeloom.planner.plan_table import copy_loads, transformer_ratio
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import capture
 from pipeloom.profiler.roofline import roofline

@@ -47,7 +47,7 @@ from random_stages import random_model  # noqa: E402
 
 from pipeloom.clusters.names import find_cluster  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
-from pipeloom.planner.infeasible import least_share  # noqa: E402
+from pipeloom.planner.refusals import least_share  # noqa: E402
 from pipeloom.planner.registry import PLANNERS  # noqa: E402
 from pipeloom.planner.search.cut_search import Search  # noqa: E402
 from pipeloom.planner.search.problem import Partition, Problem  # noqa: E402

@@ -25,6 +25,7 @@ from typing import Any
 import branching
 import numpy as np
 from machine import print_stamp, print_table
+from piper_graphs import read_piper_graph
 
 from pipeloom import planning
 from pipeloom.clusters.names import find_cluster
@@ -32,7 +33,6 @@ from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
-from pipeloom.planner.piper_graphs import read_piper_graph
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search

@@ -36,13 +36,14 @@ from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph, UpdateBytes
 from pipeloom.plan_request import PlanRequest
-from pipeloom.planner.block_costs import BlockCosts, block_costs
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.shape_search import (
+    BlockCosts,
     PipelineShape,
     RankedShape,
     ShapeRequest,
+    block_costs,
     memory,
     rank_shapes,
     throughput,

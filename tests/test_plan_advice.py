@@ -17,7 +17,7 @@ from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.units import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import CapturedModel, PlanRequest
-from pipeloom.planner.stage_cost.readers import Readers
+from pipeloom.planner.stage_cost.tensors import Readers
 from pipeloom.planning import captured_model, make_request
 
 SIZE = 4

@@ -29,8 +29,7 @@ from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.registry import planner
-from .planner.request import PlanOptions
-from .planner.search_watch import SearchWatch
+from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules.chunks import with_chunks
 from .settings import PlanSettings

@@ -18,10 +18,10 @@ from pipeloom.ir.plan import Plan
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.refine import faster_under_less
 from pipeloom.planner.registry import PLANNERS, planner
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search
-from pipeloom.planner.smaller_caps import faster_under_less
 from pipeloom.profiler.roofline import roofline
 
 

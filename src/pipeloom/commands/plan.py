@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from ..ir.cluster import Cluster
     from ..ir.plan import Plan
-    from ..planner.plan_table import PlannedStage
+    from ..planner.plan_table import Change, PlannedStage
     from ..planner.shape_search import RankedShape
-    from ..planner.what_if import Change
     from ..settings import PlanSettings
     from ..viewer.tables import Table
 
@@ -152,7 +151,7 @@ def reported(
     """
     from .. import plan_request
     from ..planner import plan_table
-    from ..planner.beside_1f1b import STEP_BESIDE
+    from ..planner.make_plan import STEP_BESIDE
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
     # The steps beside it were only simulated: they are told as much longer as this one is.
@@ -253,7 +252,7 @@ def _plan(
 
 def _paired(settings: PlanSettings) -> Cluster:
     """The devices of the ranks, first and last ones together on nodes. Raises: ConfigError without nodes."""
-    from ..planner.host_memory import pair_low_with_high
+    from ..planner.refusals import pair_low_with_high
 
     cluster = cluster_of(settings.cluster)
     if cluster is None:

@@ -49,8 +49,8 @@ from ..ir.action import (
 from ..ir.graph import Value
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..tracer.tensors import zeros_like_value
 from ..tracer.stage.functions import StageFunctions, Tensors, activation_bytes
+from ..tracer.tensors import zeros_like_value
 from .failure.watch import Watch
 from .ledger import Ledger, crossing_bytes, out_of_memory_told
 from .messages import Message

@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from ..ir.cluster import Cluster, Device, Link
-from ..ir.errors import PlanError
-from ..ir.graph import Op, OpGraph, Parameter, Value
-from ..ir.profile import OpCost, Profile
-from .search.down_sets import PieceGraph
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.planner.search.down_sets import PieceGraph
 
 MOST_BYTES = 256 * 1024**2
 """Size of a file beyond which it is refused unread."""
