@@ -219,17 +219,23 @@ def version_of(library: str) -> str:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as Markdown."""
-    lines = [
-        "| library | model | verdict | captured | stages | numbers | largest difference | why |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """The equal models as a list by library, then the others with their reasons as a Markdown table."""
+    width = max(len(v.model) for v in verdicts) + 4
+    lines = ["```text", f"{'model':{width}}stages  captured  largest difference"]
+    library = ""
     for v in verdicts:
-        reason = " ".join(v.says.partition("\nhint: ")[0].split()).replace("|", "\\|")
-        largest = f"{v.largest:.1e}" if v.verdict in ("equal", "wrong") else ""
-        stages = str(v.stages) if v.how else ""
-        row = (v.library, v.model, f"**{v.verdict}**", v.how, stages, v.dtype, largest, reason)
-        lines.append(f"| {' | '.join(row)} |")
+        if v.verdict != "equal":
+            continue
+        if v.library != library:
+            lines.append(library := v.library)
+        captured = "graph" if v.how == "one graph" else "modules"
+        largest = f"{v.largest:.1e}{' float32' if v.dtype == 'float32' else ''}"
+        lines.append(f"  {v.model:{width - 2}}{v.stages:<8}{captured:10}{largest}")
+    lines += ["```", "", "| library, model | verdict | why |", "|---|---|---|"]
+    for v in verdicts:
+        if v.verdict != "equal":
+            reason = " ".join(v.says.partition("\nhint: ")[0].split()).replace("|", "\\|")
+            lines.append(f"| {v.library}, {v.model} | {v.verdict} | {reason} |")
     return "\n".join(lines)
 
 
