@@ -224,8 +224,8 @@ def _plan(
         with _watching() as watch:
             request = planning.make_request(job, settings, watch=watch)
             if best_batch or max_batch:
-                search = planning.best_plan if best_batch else planning.largest_plan
-                plan, planned = planning.plan_at_size(request, job, search)
+                sized_by = planning.best_plan if best_batch else planning.largest_plan
+                plan, planned = planning.plan_at_size(request, job, sized_by)
             else:
                 plan, planned = planning.plan_size(request, job, profiled=profiled)
             if output is not None:
