@@ -73,7 +73,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering.passes import lower
 from pipeloom.machine import with_files
-from pipeloom.planner.offload_ratio import copy_loads, transformer_ratio
+from pipeloom.planner.plan_table import copy_loads, transformer_ratio
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import capture, profile
 from pipeloom.schedules import registry

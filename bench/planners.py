@@ -54,6 +54,7 @@ import zoo
 from exact_treatments import LIMIT_S, exact
 from graphpipe import PUBLISHED
 from layered import layered
+from piper_graphs import read_piper_graph
 
 from pipeloom import Job, capture, plan_request
 from pipeloom.clusters.names import cpu_cluster, find_cluster
@@ -62,9 +63,8 @@ from pipeloom.ir.errors import PipeloomError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
 from pipeloom.planner.ask_planners import planners_asked
-from pipeloom.planner.infeasible import least_share
 from pipeloom.planner.make_plan import make_plan
-from pipeloom.planner.piper_graphs import read_piper_graph
+from pipeloom.planner.refusals import least_share
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search

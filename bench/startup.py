@@ -53,7 +53,7 @@ PHASES = {
     "pipeloom.profiler.measure_ops": ("measure",),
     "pipeloom.tracer.blueprint": ("make_blueprint",),
     "pipeloom.tracer.capture": ("capture",),
-    "pipeloom.tracer.export.evaluation": ("capture_evaluation",),
+    "pipeloom.tracer.evaluation": ("capture_evaluation",),
     "pipeloom.tracer.handover": ("hand_over", "take_over"),
     "pipeloom.train.rank_processes": ("get_ready",),
 }

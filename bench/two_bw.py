@@ -59,10 +59,17 @@ from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.plan_request import PlanRequest
-from pipeloom.planner.block_costs import BlockCosts, block_costs
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planner.shape_search import PipelineShape, ShapeRequest, memory, rank_shapes, throughput
+from pipeloom.planner.shape_search import (
+    BlockCosts,
+    PipelineShape,
+    ShapeRequest,
+    block_costs,
+    memory,
+    rank_shapes,
+    throughput,
+)
 from pipeloom.planning import profile
 from pipeloom.runtime.calibration.link import measure_link
 from pipeloom.runtime.launch.connect import connect, watch_ranks

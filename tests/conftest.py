@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
+import commands
 import pytest
 import runs
 
@@ -35,6 +37,12 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with runs.shared_captures():
         yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands run; see `commands.prepare`."""
+    return commands.prepare(tmp_path, monkeypatch)
 
 
 @pytest.fixture

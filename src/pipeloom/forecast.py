@@ -28,8 +28,8 @@ from .runtime.failure.watch import Watch
 from .runtime.ledger import table
 from .runtime.offload.tier import Tier
 from .runtime.posted_channel import SMALL_BYTES, PostedChannel
+from .runtime.rank import Variant
 from .runtime.recorder import Clock
-from .runtime.step_state import Variant
 from .runtime.weights import Weights
 from .simulator.all_reduce import all_gather_s
 from .simulator.simulate import simulate

@@ -28,24 +28,22 @@ from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
-from .runtime.batches import agree_on_shapes
+from .runtime.batches import agree_on_shapes, read_loss
 from .runtime.checkpoint import checkpoint
 from .runtime.checkpoint.state import TrainState
-from .runtime.ledger import Ledger
-from .runtime.loss_scaling import read_loss
+from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.offload.open_tier import open_tier
 from .runtime.offload.tier import Tier
 from .runtime.optimizer_bytes import optimizers_of
-from .runtime.out_of_memory import out_of_memory_told
+from .runtime.rank import Rank
 from .runtime.recorder import CudaClock, HostClock, Recorder
 from .runtime.transports.local_channel import LocalChannel
-from .runtime.worker import Worker
 from .steady_run import SteadyRun, steady_rows
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
-from .tracer.attributes import attributes_kept
 from .tracer.capture import capture
 from .tracer.captured import Captured
+from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .verification import verify_once
@@ -155,7 +153,7 @@ class Pipeline:
 
     def _make_weights(self, rank_stages: RankStages) -> None:
         """Make the rank's weights and their optimizer, and foresee what a step holds."""
-        self.captured.traced.clear()
+        self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
@@ -177,7 +175,7 @@ class Pipeline:
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
         if self.tier is not None:
             self.watch.on_exit(self.tier.close)
-        self.worker = Worker(
+        self.worker = Rank(
             rank=self.rank,
             program=self.program,
             weights=self.weights,

@@ -15,17 +15,15 @@ from .ir.replicas import widened
 from .ir.units import format_bytes
 from .ir.weight_policy import FLUSH
 from .lowering.passes import lower
-from .planner.ask_planners import FOUND_BY, fastest_named
+from .planner.ask_planners import FOUND_BY, ORDER_OF, fastest_named
 from .planner.choose_schedule import plain_of
 from .planner.make_plan import first_way, make_plan
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
+from .planner.plan_table import Change, what_if
 from .planner.registry import planner
-from .planner.request import PlanOptions
-from .planner.search_order import ORDER_OF
-from .planner.search_watch import SearchWatch
+from .planner.request import PlanOptions, SearchWatch
 from .planner.shape_search import divisors
-from .planner.what_if import Change, what_if
 from .schedules import registry
 from .settings import PlanSettings
 from .simulator.simulate import simulate
@@ -236,7 +234,7 @@ LARGEST_MICROBATCH = 1 << 16
 
 
 def times_of(plan: Plan) -> list[str]:
-    """Of a plan for compiled stages the sentence that says what its times are of; none of another."""
+    """A sentence saying what the times of a compiled plan refer to; nothing for an eager plan."""
     told = plan.notes.get(COMPILED)
     return [] if told is None else [f"times of compiled functions: {told}"]
 

@@ -24,13 +24,13 @@ from .options import Options
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
 from .runtime.optimizer_bytes import stand_ins
 from .runtime.posted_channel import PostedChannel
+from .runtime.rank import Variant
 from .runtime.reduce_and_step import shared_by
-from .runtime.step_state import Variant
 from .runtime.weights import Weights
 from .schedules import registry
 from .tracer.capture import capture
 from .tracer.captured import Captured
-from .tracer.export.evaluation import capture_evaluation, cut_alike, cut_evaluation
+from .tracer.evaluation import capture_evaluation, cut_alike, cut_evaluation
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .tracer.stage.trace import stage_functions, stage_residuals

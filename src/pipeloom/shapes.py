@@ -15,13 +15,14 @@ from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
 from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
-from .planner.block_costs import block_costs, even_costs
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.registry import planner
 from .planner.shape_search import (
     PipelineShape,
     RankedShape,
     ShapeRequest,
+    block_costs,
+    even_costs,
     rank_shapes,
     refuse_unlike_devices,
     throughput,
@@ -43,18 +44,13 @@ CLOSED_FORMS = {
 """(schedule, weights) -> the name of its closed form."""
 
 
-def closed_form_shapes(request: PlanRequest, job: Job) -> list[RankedShape]:
-    """All shapes that fit by the formulas of `planner/shape_search.py`, the fastest first.
+def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
+    """What the formulas of `planner/shape_search.py` are asked.
 
     request: `ranks` and `microbatches` do not matter.  job: captured at two sizes of micro-batches.
     Raises: ConfigError if the request has no cluster or no global batch; PlanError if there is no closed
-        form of the schedule, or the model has no repeated layers; InfeasibleError if nothing fits.
+        form of the schedule, or the model has no repeated layers.
     """
-    return rank_shapes(shape_request(request, job))
-
-
-def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
-    """What the formulas are asked; raises as `closed_form_shapes`."""
     options, batch = request.options, _refuse_unshaped(request)
     asked = options.schedule, options.weights or registry.entry(options.schedule).weights
     if asked not in CLOSED_FORMS:

@@ -36,13 +36,12 @@ from .options import Options
 from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
 from .runnable import require_runnable_plan, require_training
-from .runtime.batches import split_batch
-from .runtime.loss_scaling import loss_shares
+from .runtime.batches import loss_shares, split_batch
 from .runtime.transports.local_channel import LocalChannel, run_threads
 from .tracer.captured import Captured
-from .tracer.draws import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.job import Job
 from .tracer.job_calls import scalar_loss
+from .tracer.random import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.user_code import is_user_file
 
 _log = logging.getLogger("pipeloom")
@@ -176,7 +175,7 @@ class StepNumbers:
     """What one step gave.
 
     gradients: before clipping.  initial, parameters: before and after the update.  buffers: afterwards.
-    draws: the random numbers that a pipeline of one rank has drawn, see `tracer.draws`.
+    draws: the random numbers that a pipeline of one rank has drawn, see `tracer.random`.
     random, python_random: whether a forward draws any, of PyTorch's or of Python's.
     """
 

@@ -14,9 +14,9 @@ from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner.infeasible import NoCutFits, stage_needs
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_table import plan_rows
+from pipeloom.planner.refusals import NoCutFits, stage_needs
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.stage_cost.model import CostModel

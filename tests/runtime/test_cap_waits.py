@@ -196,7 +196,7 @@ def test_each_send_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(LocalTransport, "send", on_stream)
         pipeline.channel.all_gather_object(None)
         pipeline.step(batches[1])
-        return [action for _, action, *_ in pipeline.recorder.marks].count("ROOM")
+        return [event.action for event in pipeline.recorder.events()].count("ROOM")
 
     monkeypatch.setattr(posted_channel, "SMALL_BYTES", 0)
     with sends_are_through_at_once():

@@ -68,7 +68,7 @@ def test_what_fails_behind_the_tier_leaves_none(tmp_path: Path, monkeypatch: pyt
     def fails(**_: object) -> None:
         raise ValueError("no worker")
 
-    monkeypatch.setattr("pipeloom.pipeline.Worker", fails)
+    monkeypatch.setattr("pipeloom.pipeline.Rank", fails)
     plan, folder = offloading(), tmp_path / "away"
     with nothing_left(folder), pytest.raises(ValueError, match="no worker"):
         Pipeline(JOB, plan, options=Options(offload_dir=folder))

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime.messages import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
-from pipeloom.tracer.layout import has_order
+from pipeloom.tracer.tensors import has_order
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "uint8", "complex64")
 

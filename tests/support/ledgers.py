@@ -20,11 +20,10 @@ from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering.passes import lower
-from pipeloom.planner.search.evaluation import Evaluation
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.treatments.choose import treat_interval
+from pipeloom.planner.treatments.choose import Evaluation, treat_interval
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime import posted_channel as posting
 from pipeloom.runtime.transports.local_channel import LocalTransport

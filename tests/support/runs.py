@@ -25,11 +25,11 @@ from pipeloom.runtime.transports.local_channel import LocalChannel, run_threads 
 from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.export.evaluation import capture_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.job_calls import scalar_loss
+from pipeloom.tracer.random import one_thread_at_a_time
 from pipeloom.tracer.stage.functions import Sink, StageFunctions
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
-from pipeloom.tracer.tracing_lock import one_thread_at_a_time
 from pipeloom.verification import differences
 
 Batch = Mapping[str, Tensor]

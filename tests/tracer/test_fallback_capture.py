@@ -32,8 +32,8 @@ from pipeloom.ir.stages import cut
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.fallback.trial import TrialParameters
-from pipeloom.tracer.fallback.units import derive_units, listed_units
+from pipeloom.tracer.modules.skeleton import TrialParameters
+from pipeloom.tracer.modules.units import derive_units, listed_units
 
 
 def picture(graph: OpGraph) -> str:

@@ -16,7 +16,7 @@ from pipeloom.ir.errors import CaptureError
 from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.export.evaluation import capture_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.handover import hand_over, hand_over_evaluation, take_over, take_over_evaluation
 from pipeloom.tracer.stage import trace
 from pipeloom.tracer.stage.trace import stage_functions

@@ -27,7 +27,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
 from pipeloom.runtime.transports.local_channel import LocalChannel
-from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
 
 ROW = normal(x=(6, 8))
 TURNED = job(TurnedValues, ROW)

@@ -17,10 +17,10 @@ from pipeloom.ir.action import W
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
 from pipeloom.ir.weight_policy import Updates
+from pipeloom.planner.ask_planners import with_searched_order
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planner.search_order import with_searched_order
 from pipeloom.planning import estimate
 from pipeloom.schedules.registry import build
 from pipeloom.schedules.steady import build_steady

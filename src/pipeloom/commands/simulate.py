@@ -13,7 +13,6 @@ from .common import (
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
-    console,
     emit,
     exclusive,
     job_of,
@@ -78,7 +77,11 @@ def simulate(
         )
     if trace is not None:
         chrome.write_trace(trace, [timeline])
-    emit(summarise(timeline), terminal.report(predicted=timeline, width=console().width), as_json=as_json)
+    emit(
+        summarise(timeline),
+        terminal.report(predicted=timeline, width=terminal.console().width),
+        as_json=as_json,
+    )
 
 
 def _costs(

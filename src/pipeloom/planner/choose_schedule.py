@@ -3,7 +3,7 @@
 PipeOffload (arXiv 2503.01328) leaves that to its user: the largest groups that fit, then uniform repeating
 with as many stages offloaded as the link can take. Here each of a list of schedules is planned under the
 caps, by name: names say the group (`group`), the stages per rank (`v`), how many of them leave (`offload`),
-or that a rank holds what its cap leaves (`fit`, see `fit_caps.py`), so that a list of names
+or that a rank holds what its cap leaves (`fit`, see `fit_caps`), so that a list of names
 is all that the search knows of schedules. The plan with the shortest simulated step wins, and its cuts are
 moved by that step at last.
 """
@@ -19,7 +19,7 @@ from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..schedules.registry import fits_caps
-from .search_watch import SearchWatch
+from .request import SearchWatch
 
 POLISHES = "dawnpiper"
 """The planner that moves cuts by the simulated step. It is asked with the first names in any case, so that

@@ -2,7 +2,7 @@
 
 A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
 starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
-nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.layout`):
+nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.tensors`):
 
     values   h: float32[3]          mask: bool[5]
     bytes    0 ....... 12 (gap) ... 64 ..... 69
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
-from ..tracer.layout import view_in_order
+from ..tracer.tensors import view_in_order
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import CommunicationError
-from ..tracer.layout import has_order, permute_to_memory
+from ..tracer.tensors import has_order, permute_to_memory
 from .failure.watch import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 from .posted import HostWait, MessageSource, PendingSum, PostedReceive, PostedSend
@@ -44,12 +44,8 @@ class Channel(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of buffers: receives open, or received and not released; packed sends."""
-
-    @property
-    def sending_bytes(self) -> int:
-        """Bytes of the caller's tensors that unfinished sends keep alive."""
+    def held_bytes(self) -> int:
+        """Bytes of buffers, and of the caller's tensors that unfinished sends keep alive."""
 
     def begin(self, incoming: Sequence[Message]) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them."""
@@ -127,6 +123,13 @@ class PostedChannel:
         self._sent_to: dict[int, int] = {}
         watch.on_failure(transport.interrupt)
         watch.on_exit(transport.close)
+
+    @property
+    def held_bytes(self) -> int:
+        """`used_bytes` and `sending_bytes`."""
+        if self._sends:
+            self._free_finished_sends()
+        return self._pool.used_bytes + self._sending_bytes
 
     @property
     def used_bytes(self) -> int:

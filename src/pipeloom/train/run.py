@@ -33,7 +33,8 @@ from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.launch.connect import connect
 from ..runtime.launch.processes import terminate_as_exit
 from ..tracer.captured import Captured
-from ..tracer.job_loader import load_job
+from ..tracer.job import load_job
+from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, ranks_of, run_rank, take_over
@@ -57,9 +58,7 @@ class TrainRequest:
     @property
     def console(self) -> Console:
         """Standard output belongs to the JSON object, if one is wanted."""
-        console = Console(stderr=self.as_json)
-        # In a log file the tables need no folding.
-        return console if console.is_terminal else Console(stderr=self.as_json, width=120)
+        return terminal.console(stderr=self.as_json)
 
     @property
     def name(self) -> str:
@@ -192,7 +191,7 @@ def end_undisturbed() -> None:
 def interrupted(out: Path) -> str:
     """What a run that was broken off leaves."""
     if not (out / "config.toml").exists():
-        return f"{out} had not begun to train, and is gone"
+        return f"{out} had not begun to train, and nothing of it was written"
     try:
         return (
             f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"

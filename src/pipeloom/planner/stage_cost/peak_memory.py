@@ -37,7 +37,7 @@ import numpy as np
 
 from ...ir.memory_policy import AT_ONCE
 from ...ir.weight_policy import FLUSH, WEIGHT_POLICIES
-from .arrays import Array, Indices
+from .tensors import Array, Indices
 
 B = TypeVar("B", float, Array)
 """Bytes: a number for one stage, or an array with one entry per stage."""

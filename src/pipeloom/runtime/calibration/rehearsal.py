@@ -20,17 +20,16 @@ from ...ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageActi
 from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.schedule import Program
-from ...tracer.layout import view_in_order, zeros_like_value
+from ...tracer.tensors import view_in_order, zeros_like_value
 from ..failure.watch import Watch
 from ..ledger import Ledger
 from ..messages import Message
 from ..offload.tier import Tier
 from ..posted import PendingSum
+from ..rank import Microbatch, Rank, Variant
 from ..recorder import Clock, Recorder
-from ..step_state import Microbatch, Variant
 from ..transports.transport import SumGroup
 from ..weights import Weights
-from ..worker import Worker
 
 ActionTimes = dict[Action, float]
 """Seconds of each of a rank's compute actions and copies."""
@@ -45,12 +44,10 @@ class NullChannel:
     examples: values by name, for those that may not be just any numbers, such as indices.
     """
 
-    sending_bytes = 0
-
     def __init__(self, rank: int, ranks: int, examples: Mapping[str, Tensor], device: torch.device) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.used_bytes = 0
+        self.held_bytes = 0
         self._examples = examples
         self._device = device
         # Of its own: what the user draws between two steps must not depend on rehearsals.
@@ -63,7 +60,7 @@ class NullChannel:
         pass
 
     def receive(self, message: Message) -> list[Tensor]:
-        self.used_bytes += message.bytes
+        self.held_bytes += message.bytes
         return [self._make(value) for value in message.values]
 
     def opening_bytes(self, message: Message) -> int:
@@ -73,7 +70,7 @@ class NullChannel:
         return False
 
     def release(self, message: Message) -> None:
-        self.used_bytes -= message.bytes
+        self.held_bytes -= message.bytes
 
     def end(self, *, wait_for_sends: bool = True) -> None:
         pass
@@ -126,13 +123,13 @@ class Rehearsal:
         device = next(iter(sample.values())).device
         examples = {k: v for functions in variant.functions.values() for k, v in functions.examples.items()}
         self._rank = rank
-        self._program = program
+        self._programs: dict[int | None, Program] = {None: program}
         self._weights = weights
         self._watch = watch
         self._recorder = Recorder(rank, clock)
         self.ledger = Ledger(rank, cap_bytes)
         self.ledger.set("batch", sum(t.nbytes for t in sample.values()))
-        self.worker = Worker(
+        self.worker = Rank(
             rank=rank,
             program=program,
             weights=weights,
@@ -161,10 +158,12 @@ class Rehearsal:
             self.ledger.set(kind, size)
         self._recorder.begin()
         try:
-            program = self._program if microbatches is None else shortened(self._program, microbatches)
+            if microbatches not in self._programs:
+                assert microbatches is not None, "the whole program is there from the start"
+                self._programs[microbatches] = shortened(self._programs[None], microbatches)
             number = self._weights.next_number
             numbered = [replace(part, number=number) for part in self._microbatches]
-            self.worker.run(numbered, program=program, update=False)
+            self.worker.run(numbered, program=self._programs[microbatches], update=False)
         finally:
             self.worker.forget()
             for name, buffer in buffers.items():
@@ -180,7 +179,7 @@ class Rehearsal:
             if event.stream in COPIES
         }
         self._watch.status = ""
-        return times_s if microbatches is None else repeated(times_s, self._program.rows[self._rank])
+        return times_s if microbatches is None else repeated(times_s, self._programs[None].rows[self._rank])
 
 
 def shortened(program: Program, microbatches: int) -> Program:

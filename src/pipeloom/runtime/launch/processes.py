@@ -252,6 +252,7 @@ class Processes:
             finally:  # a pipe that nobody reads would fill and hold up the rank
                 for _ in stream:
                     pass
+                stream.close()
 
         printer = threading.Thread(target=forward, name=f"pipeloom-print-{rank}", daemon=True)
         printer.start()

@@ -90,7 +90,7 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ScheduleError(f"there is no file {path}", hint=_HINT)
     path = path.resolve()
-    # The user's job may be in the same file, which `tracer.job_loader` has then imported under such a name.
+    # The user's job may be in the same file, which `tracer.job` has then imported under such a name.
     names = (path.stem, f"pipeloom_job_{path.stem}", f"pipeloom_schedule_{path.stem}")
     for module_name in names:
         if getattr(sys.modules.get(module_name), "__file__", None) == str(path):
