@@ -367,7 +367,8 @@ def convergence(steps: int, seeds: int) -> list[dict[str, Any]]:
         runs = [losses(optimizer, weights, seed, steps, shared) for seed in range(seeds)]
         values = zip(at, zip(*runs, strict=True), strict=True)
         curves[optimizer][weights] = [(s, statistics.fmean(v), statistics.pstdev(v)) for s, v in values]
-    draw(curves)
+    if seeds > 1:  # with one, it is only to be seen that it runs
+        draw(curves)
     return [
         {
             "optimizer": optimizer,
