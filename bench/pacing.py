@@ -13,6 +13,7 @@ library  schedules of the library
 graph    towers of two stages each and a join, one stage per process. `dag` has the edges of the data; in
          `chain` every stage also waits for the one in front of it, as where values are handed on
 copies   schedules whose copies to the host sleep, too (`bench/pipeoffload.py paced`)
+steady   1F1B and 2BW on four stages that take equally long (`bench/two_bw.py paced`)
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from machine import on_ranks, parser_of, run_parts
 
 # isort: split
-from paced import PacedRank, PacedTier
+from paced import PacedRank, PacedSteadyRank, PacedTier
 
 from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost
+from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, replicate
+from pipeloom.ir.steady import SteadyStep
+from pipeloom.ir.weight_policy import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.calibration.link import measure_link
 from pipeloom.runtime.launch.connect import connect, watch_ranks
@@ -44,6 +46,7 @@ from pipeloom.runtime.recorder import HostClock
 from pipeloom.runtime.transports.dist_channel import DistChannel
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.steady import build_steady
 from pipeloom.simulator.simulate import simulate
 from pipeloom.simulator.summary import Summary, summarise
 
@@ -60,12 +63,18 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A schedule built for these times. about: what its row of the results says of it."""
+    """A schedule built for these times, or the step that repeats without a flush.
+
+    about: what its row of the results says of it.  clips: gradients are clipped.  sum_s: seconds of each sum
+    of gradients over pipelines.
+    """
 
     about: dict[str, Any]
-    schedule: Schedule
+    schedule: Schedule | SteadyStep
     stages: StageGraph
     costs: tuple[StageCost, ...]
+    clips: bool = False
+    sum_s: float = 0.0
 
 
 def uneven(stages: int, share_s: float) -> tuple[StageCost, ...]:
@@ -129,7 +138,39 @@ def copies(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 
 
-CASES: dict[str, Callable[..., Iterator[Case]]] = {"library": library, "graph": graph, "copies": copies}
+DEPTH = 4
+STEADY = (("1f1b", {}), ("2bw", {}), ("2bw, clipping", {"clips": True}), ("2bw, ties", {"tied": True}))
+
+
+def steady(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
+    """On eight ranks two pipelines, whose sum of gradients takes half a step. seconds: of one micro-batch on
+    a stage."""
+    width, third, ideal_s = ranks // DEPTH, seconds / 3, microbatches * seconds
+    costs = equal_costs(ranks, forward_s=third, input_grad_s=third, weight_grad_s=third)
+    edges = [(s, s + 1) for s in range(DEPTH - 1)]
+    placement = tuple(s * width + r for r in range(width) for s in range(DEPTH))
+    for name, given in STEADY if width == 1 else (("2bw, two pipelines", {"sum_s": ideal_s / 2}),):
+        tied = {DEPTH - 1: ("w0",)} if given.get("tied") else {}
+        params = {s: (f"w{s}",) for s in range(DEPTH)} | tied
+        stages = replicate(dag(DEPTH, edges, value_bytes=MESSAGE_BYTES, params=params), width)
+        made: Schedule | SteadyStep = build_steady("1f1b", stages, placement, updates_of(microbatches))
+        if name == "1f1b":
+            made = registry.build("1f1b", stages, placement, microbatches)
+        about = {"schedule": name, "ideal_s": ideal_s}
+        how = {key: value for key, value in given.items() if key != "tied"}
+        yield Case(about=about, schedule=made, stages=stages, costs=costs, **how)
+
+
+def updates_of(microbatches: int) -> Updates:
+    return Updates(policy="2bw", every=microbatches)
+
+
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
+    "library": library,
+    "graph": graph,
+    "copies": copies,
+    "steady": steady,
+}
 
 
 def _busy(step: Summary) -> float:
@@ -146,6 +187,14 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
         devices = (Device(name="paced", memory_bytes=2**40),) * shape["ranks"]
         cluster = Cluster(devices=devices, within_node=link)
         for case in CASES[kind](link, **shape):
+            if isinstance(case.schedule, SteadyStep):
+                how = {"updates": updates_of(shape["microbatches"]), "clips": case.clips}
+                program = lower(case.schedule.unrolled, case.stages, **how)
+                predicted_s = simulate(program, case.stages, case.costs, cluster).step_s
+                parts = (case.schedule, case.stages, case.costs, channel, watch)
+                measured_s = PacedSteadyRank(*parts, sum_s=case.sum_s, **how).steady_s(rounds)
+                rows.append({**case.about, "predicted_s": predicted_s, "measured_s": measured_s})
+                continue
             program = lower(case.schedule, case.stages)
             predicted = summarise(simulate(program, case.stages, case.costs, cluster))
             tier = PacedTier(folder, channel.rank, case.costs) if kind == "copies" else None
@@ -158,14 +207,11 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
                 **case.about,
                 "predicted_s": predicted.step_s,
                 "measured_s": measured_s,
-                "error": predicted.step_s / measured_s - 1,
                 "predicted_bubble": predicted.bubble,
                 "measured_bubble": statistics.median(step.bubble for step in steps),
                 "overslept": statistics.median(_busy(step) for step in steps) / _busy(predicted) - 1,
             }
             rows.append(row)
-            if dist.get_rank() == 0:
-                print(row, flush=True)
     return rows
 
 
@@ -174,6 +220,8 @@ def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: in
     shape = {"ranks": ranks, "microbatches": microbatches, "seconds": seconds}
     with tempfile.TemporaryDirectory() as folder:
         rows: list[dict[str, Any]] = on_ranks(measure, ranks, kind, shape, rounds, Path(folder))[0]
+    for row in rows:
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
     worst = max(abs(row["error"]) for row in rows)
     print(f"largest error of the step time {worst:.2%}, limit {LIMIT:.0%}")
     return rows

@@ -40,24 +40,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import by_roofline, changed, next_tokens, on_ranks, parser_of, print_table, run_parts, save_plot
-
-# isort: split
-from paced import PacedRank, PacedSteadyRank
+from pacing import pace
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipeloom import Job, Options, Pipeline, Plan, capture, plan
 from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.flow import dag
 from pipeloom.ir.graph import OpGraph, UpdateBytes
-from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weight_policy import Updates
-from pipeloom.lowering.passes import lower
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from pipeloom.planner.request import PlanOptions
@@ -71,14 +64,8 @@ from pipeloom.planner.shape_search import (
     throughput,
 )
 from pipeloom.planning import profile
-from pipeloom.runtime.calibration.link import measure_link
-from pipeloom.runtime.launch.connect import connect, watch_ranks
-from pipeloom.runtime.recorder import HostClock
-from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.runtime.launch.connect import connect
 from pipeloom.runtime.transports.local_channel import local_channels
-from pipeloom.schedules import registry
-from pipeloom.schedules.steady import build_steady
-from pipeloom.simulator.simulate import simulate
 from pipeloom.train.config import Config, ModelConfig, PipelineConfig
 from pipeloom.train.loop import validate
 from pipeloom.train.workload import gpt_workload, job_of, rate_scheduler
@@ -89,80 +76,15 @@ BUBBLE_FREE, ERROR = 0.97, 0.03
 # --- ranks that sleep -----------------------------------------------------------------------------
 
 DEPTH, MICROBATCHES = 4, 8
-MESSAGE_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class PacedCase:
-    """name: of the row.  weights: the policy.  tied: the last stage shares a parameter with the first.
-    sum_share: seconds of each sum of gradients, as a share of the bubble-free step."""
-
-    name: str
-    weights: str = "2bw"
-    clips: bool = False
-    tied: bool = False
-    width: int = 1
-    sum_share: float = 0.0
-
-    @property
-    def stages(self) -> tuple[StageGraph, tuple[int, ...]]:
-        """The stages of all pipelines, and their ranks: replicas of a stage on neighbouring ones."""
-        params = {s: (f"w{s}",) for s in range(DEPTH)}
-        if self.tied:
-            params[DEPTH - 1] = ("w0",)
-        edges = [(s, s + 1) for s in range(DEPTH - 1)]
-        stages = replicate(dag(DEPTH, edges, value_bytes=MESSAGE_BYTES, params=params), self.width)
-        return stages, tuple(s * self.width + r for r in range(self.width) for s in range(DEPTH))
-
-    def costs(self, seconds: float) -> tuple[StageCost, ...]:
-        third = seconds / 3
-        return equal_costs(DEPTH * self.width, forward_s=third, input_grad_s=third, weight_grad_s=third)
-
-
-CASES = (
-    PacedCase(name="1f1b", weights="flush"),
-    PacedCase(name="2bw"),
-    PacedCase(name="2bw, clipping", clips=True),
-    PacedCase(name="2bw, ties", tied=True),
-    PacedCase(name="2bw, two pipelines, a sum of half a step", width=2, sum_share=0.5),
-)
-
-
-def pace(case: PacedCase, steps: int, seconds: float) -> dict[str, float]:
-    """What one rank runs: seconds of a step without a bubble, as simulated and as measured."""
-    group = connect(CPU, timeout_s=120)
-    with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
-        link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
-        device = Device(name="paced", memory_bytes=2**40)
-        cluster = Cluster(devices=(device,) * (DEPTH * case.width), within_node=link)
-        (stages, placement), costs = case.stages, case.costs(seconds)
-        ideal_s = MICROBATCHES * seconds
-        if case.weights == "flush":
-            program = lower(registry.build("1f1b", stages, placement, MICROBATCHES), stages)
-            rank = PacedRank(program, stages, costs, channel, watch)
-            measured_s = statistics.median(rank.step().step_s for _ in range(3))
-        else:
-            updates = Updates(policy=case.weights, every=MICROBATCHES)
-            body = build_steady("1f1b", stages, placement, updates)
-            how = {"updates": updates, "clips": case.clips}
-            program = lower(body.unrolled, stages, **how)
-            sum_s = case.sum_share * ideal_s
-            steady = PacedSteadyRank(body, stages, costs, channel, watch, sum_s=sum_s, **how)
-            measured_s = steady.steady_s(steps)
-        predicted_s = simulate(program, stages, costs, cluster).step_s
-        return {"ideal_s": ideal_s, "predicted_s": predicted_s, "measured_s": measured_s}
 
 
 def paced(steps: int, seconds: float) -> bool:
-    rows = []
-    for case in CASES:
-        row = on_ranks(pace, DEPTH * case.width, case, steps, seconds)[0]
+    shape = {"microbatches": MICROBATCHES, "seconds": seconds, "rounds": steps}
+    rows = [row for ranks in (DEPTH, 2 * DEPTH) for row in pace("steady", ranks=ranks, **shape)]
+    for row in rows:
         row["of_bubble_free"] = row["ideal_s"] / row["measured_s"]
-        rows.append({"case": case.name, **row, "error": row["predicted_s"] / row["measured_s"] - 1})
     print_table(rows, f"Ranks that sleep for {seconds:g} s per micro-batch")
-    full = rows[1:]
-    return all(row["of_bubble_free"] >= BUBBLE_FREE and abs(row["error"]) <= ERROR for row in full)
+    return all(row["of_bubble_free"] >= BUBBLE_FREE and abs(row["error"]) <= ERROR for row in rows[1:])
 
 
 # --- ranks that compute ---------------------------------------------------------------------------
