@@ -45,12 +45,14 @@ from pipeloom.ir.timeline import Timeline  # noqa: E402
 from pipeloom.ir.weight_policy import Updates  # noqa: E402
 from pipeloom.lowering.passes import lower  # noqa: E402
 from pipeloom.planning import capture, profile
-from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
-from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
-from pipeloom.runtime.launch.launch import launch  # noqa: E402
+from pipeloom.runtime.calibrate import measure_link  # noqa: E402
+from pipeloom.runtime.channel import (
+    dist_channel,  # noqa: E402
+    local_channels,  # noqa: E402
+)
+from pipeloom.runtime.connect import connect, watch_ranks  # noqa: E402
+from pipeloom.runtime.launch import launch  # noqa: E402
 from pipeloom.runtime.recorder import HostClock  # noqa: E402
-from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
-from pipeloom.runtime.transports.local_channel import local_channels  # noqa: E402
 from pipeloom.schedules import registry  # noqa: E402
 from pipeloom.schedules.steady import build_steady  # noqa: E402
 from pipeloom.simulator.simulate import simulate  # noqa: E402
@@ -121,7 +123,7 @@ def run_case(case: PacedCase, steps: int, seconds: float, file: Path) -> None:
     torch.set_num_threads(1)
     group = connect(CPU, timeout_s=120)
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
+        channel = dist_channel(group, watch, device=CPU, timeout_s=120)
         link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
         ranks = DEPTH * case.width
         cluster = Cluster(devices=(Device(name="paced", memory_bytes=2**40),) * ranks, within_node=link)

@@ -40,11 +40,11 @@ from pipeloom.ir.flow import dag  # noqa: E402
 from pipeloom.ir.schedule import Schedule  # noqa: E402
 from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
 from pipeloom.lowering.passes import lower  # noqa: E402
-from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
-from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
-from pipeloom.runtime.launch.launch import launch  # noqa: E402
+from pipeloom.runtime.calibrate import measure_link  # noqa: E402
+from pipeloom.runtime.channel import dist_channel  # noqa: E402
+from pipeloom.runtime.connect import connect, watch_ranks  # noqa: E402
+from pipeloom.runtime.launch import launch  # noqa: E402
 from pipeloom.runtime.recorder import HostClock  # noqa: E402
-from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
 from pipeloom.schedules import registry  # noqa: E402
 from pipeloom.schedules.copies import uplinks  # noqa: E402
 from pipeloom.simulator.simulate import simulate  # noqa: E402
@@ -144,7 +144,7 @@ def rank_main(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> No
     torch.set_num_threads(1)
     group = connect(CPU, timeout_s=120)
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
+        channel = dist_channel(group, watch, device=CPU, timeout_s=120)
         link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
         devices = (Device(name="paced", memory_bytes=2**40),) * shape["ranks"]
         cluster, rows = Cluster(devices=devices, within_node=link), []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, Plan, plan
 from pipeloom.planning import capture, profile
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 RANKS = (2, 4, 8)
 CHUNKS = 2

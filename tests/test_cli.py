@@ -16,8 +16,8 @@ from pipeloom.cli import main
 from pipeloom.commands.common import emit
 from pipeloom.commands.plan import stages_table
 from pipeloom.planner.plan_table import PlannedStage
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 
 JOB = """
 import torch
@@ -298,7 +298,7 @@ def test_a_graph_alone_has_no_costs(folder: Path) -> None:
 
 def test_export_takes_a_run_or_a_checkpoint(folder: Path) -> None:
     state = TrainState(parameters={"w": torch.nn.Parameter(torch.ones(2))})
-    checkpoint.save(folder / "run" / "checkpoint", state, step=3, extra={}, group=None)
+    checkpoint.save(folder / "run" / "checkpoint", state, step=3, extra={})
     for source in ("run", "run/checkpoint", "run/checkpoint/step-00000003"):
         printed = good("export", source, "model.safetensors")
         assert printed == "run/checkpoint/step-00000003 -> model.safetensors\n"

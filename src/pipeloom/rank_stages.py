@@ -22,8 +22,8 @@ from .ir.weight_policy import Updates
 from .lowering.passes import lower
 from .options import Options
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
+from .runtime.channel import PostedChannel
 from .runtime.optimizer_bytes import stand_ins
-from .runtime.posted_channel import PostedChannel
 from .runtime.rank import Variant
 from .runtime.reduce_and_step import shared_by
 from .runtime.weights import Weights

@@ -16,8 +16,8 @@ from .ir.errors import ScheduleError
 from .ir.steady import SteadyStep
 from .ir.timeline import Event, MemoryCurve, Timeline
 from .runtime.batches import Round, read_loss
+from .runtime.channel import PostedChannel
 from .runtime.ledger import Ledger
-from .runtime.posted_channel import PostedChannel
 from .runtime.recorder import Recorder
 
 FIRST_STEP = 2

@@ -12,8 +12,8 @@ from offloaded_ranks import MICROBATCHES, compare_folders
 
 from pipeloom import plan
 from pipeloom.ir.cluster import Link
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.offload.file_tier import lies_in_memory
+from pipeloom.runtime.file_tier import lies_in_memory
+from pipeloom.runtime.launch import launch
 
 SHM = Path("/dev/shm")
 

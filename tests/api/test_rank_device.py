@@ -15,7 +15,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import ConfigError
 from pipeloom.rank_stages import RankStages, StageVariants
 from pipeloom.ranks import rank_device
-from pipeloom.runtime.transports.local_channel import local_channels
+from pipeloom.runtime.channel import local_channels
 
 JOB = plain_net.two_linears()
 

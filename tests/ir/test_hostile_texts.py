@@ -15,7 +15,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.planner.piper_graphs import read_piper_graph
-from pipeloom.runtime.checkpoint.files import read_index
+from pipeloom.runtime.checkpoint_files import read_index
 from pipeloom.schedules.formats.csv import parse_schedule
 
 NINES = "9" * 5000

@@ -23,15 +23,15 @@ from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import Updates
 from pipeloom.lowering.steady import SteadyRows
-from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.ledger import Ledger
-from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
-from pipeloom.runtime.offload.tier import Tier
-from pipeloom.runtime.posted_channel import PostedChannel
 from pipeloom.runtime.rank import Microbatch, Rank, Variant
 from pipeloom.runtime.recorder import HostClock, Recorder
 from pipeloom.runtime.reduce_and_step import shared_by
-from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.tier import Tier
+from pipeloom.runtime.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.watch import Watch
 from pipeloom.runtime.weights import Weights
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ir.errors import BatchError, CommunicationError
 from ..ir.stages import StageGraph
-from .posted_channel import PostedChannel
+from .channel import PostedChannel
 from .rank import Microbatch
 
 

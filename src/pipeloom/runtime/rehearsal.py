@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageAction, W, parse_action
-from ...ir.costs import StageCost
-from ...ir.graph import Value
-from ...ir.schedule import Program
-from ...tracer.layout import view_in_order, zeros_like_value
-from ..failure.watch import Watch
-from ..ledger import Ledger
-from ..messages import Message
-from ..offload.tier import Tier
-from ..posted import PendingSum
-from ..rank import Microbatch, Rank, Variant
-from ..recorder import Clock, Recorder
-from ..transports.transport import SumGroup
-from ..weights import Weights
+from ..ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageAction, W, parse_action
+from ..ir.costs import StageCost
+from ..ir.graph import Value
+from ..ir.schedule import Program
+from ..tracer.layout import view_in_order, zeros_like_value
+from .channel import PendingSum
+from .ledger import Ledger
+from .messages import Message
+from .rank import Microbatch, Rank, Variant
+from .recorder import Clock, Recorder
+from .tier import Tier
+from .transport import SumGroup
+from .watch import Watch
+from .weights import Weights
 
 ActionTimes = dict[Action, float]
 """Seconds of each of a rank's compute actions and copies."""
@@ -84,7 +84,7 @@ class NullChannel:
     def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
         raise AssertionError("rehearsals do not update")
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.ranks
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
