@@ -22,7 +22,7 @@ from .ir.tied_gradients import names_for_owners
 from .ir.timeline import Event, Timeline
 from .ir.units import format_bytes
 from .runtime.calibrate import measure_link, stage_memory, time_clipping, time_optimizer
-from .runtime.channel import PostedChannel
+from .runtime.channel import Channel
 from .runtime.ledger import table
 from .runtime.rank import Variant
 from .runtime.recorder import Clock
@@ -61,7 +61,7 @@ class Forecast:
     weights: Weights
     rounds: int
     clips: bool
-    channel: PostedChannel
+    channel: Channel
     watch: Watch
     clock: Clock
     device: torch.device

@@ -30,7 +30,7 @@ from .runnable import refuse_torn_updates, require_runnable_plan, require_traini
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
 from .runtime.batches import agree_on_shapes, read_loss
-from .runtime.channel import PostedChannel
+from .runtime.channel import Channel
 from .runtime.checkpoint import TrainState
 from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.open_tier import open_tier
@@ -90,7 +90,7 @@ class Pipeline:
         *,
         options: Options | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
-        channel: PostedChannel | None = None,
+        channel: Channel | None = None,
         captured: Captured | None = None,
     ) -> None:
         self.job, self.options = job, options or Options()

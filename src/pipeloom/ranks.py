@@ -19,7 +19,7 @@ from .ir.json_codec import to_json
 from .ir.plan import Plan
 from .ir.schedule import Program
 from .options import Options
-from .runtime.channel import PostedChannel, dist_channel, local_channels
+from .runtime.channel import Channel, dist_channel, local_channels
 from .runtime.checkpoint_files import newest, read_index, verify_sizes
 from .runtime.connect import close_at_exit, connect, watch_ranks
 from .runtime.watch import Watch
@@ -104,10 +104,10 @@ class JoinedRanks:
 
     watch: Watch
     group: dist.ProcessGroup | None = None
-    local: PostedChannel | None = None
+    local: Channel | None = None
     timeout_s: float = 300.0
 
-    def channel(self, program: Program, device: torch.device, options: Options) -> PostedChannel:
+    def channel(self, program: Program, device: torch.device, options: Options) -> Channel:
         """This rank's channel to the others for the messages of a program."""
         if self.group is None:
             assert self.local is not None, "without a group there is a channel"
@@ -137,7 +137,7 @@ def join_ranks(
     options: Options,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    channel: PostedChannel | None = None,
+    channel: Channel | None = None,
 ) -> JoinedRanks:
     """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():

@@ -6,7 +6,7 @@ from ledgers import sends_are_through_at_once
 from runs import even_plan, threads
 
 from pipeloom import Options, Pipeline
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
@@ -18,7 +18,7 @@ def test_peak_of_every_rank(name: str, stages: int, schedule: str) -> None:
     job = zoo.job(name)
     plan = even_plan(job, stages, microbatches=4, schedule=schedule)
 
-    def work(rank: int, channel: PostedChannel) -> tuple[dict[str, int], dict[str, int], int]:
+    def work(rank: int, channel: Channel) -> tuple[dict[str, int], dict[str, int], int]:
         with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
             for seed in range(2):
                 pipeline.step(job.batch(seed, 8))

@@ -16,7 +16,7 @@ import zoo
 from pipeloom import Pipeline
 from pipeloom.ir.errors import CommunicationError, PlanError
 from pipeloom.ranks import result_of_rank_0
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 
 GATHER = """
 import gc
@@ -36,7 +36,7 @@ def test_different_plans_are_refused_on_all_ranks() -> None:
     job = zoo.job("gpt")
     plans = [runs.even_plan(job, 2, microbatches=count) for count in (2, 3)]
 
-    def rank(index: int, channel: PostedChannel) -> str:
+    def rank(index: int, channel: Channel) -> str:
         with pytest.raises(PlanError, match="rank 1 has another plan"):
             Pipeline(job, plans[index], channel=channel)
         return "refused"

@@ -23,7 +23,7 @@ from pipeloom.ir.units import parse_bytes
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 
 MICROBATCHES = 8
@@ -62,7 +62,7 @@ def linked(bytes_per_s: float, cap: int) -> Cluster:
 def trained(made: Plan, folder: Path) -> list[tuple[dict[str, torch.Tensor], int]]:
     """Each rank's gradients of the second step, and the peak of its ledger."""
 
-    def work(rank: int, channel: PostedChannel) -> tuple[dict[str, torch.Tensor], int]:
+    def work(rank: int, channel: Channel) -> tuple[dict[str, torch.Tensor], int]:
         options = Options(keep_gradients=True, offload_dir=folder)
         with Pipeline(TANH, made, options=options, channel=channel) as pipeline:
             for seed in (1, 2):

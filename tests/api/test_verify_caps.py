@@ -27,7 +27,7 @@ from pipeloom.plan_request import TRIES, CapturedModel, plan_within_caps, traced
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planning import make_request
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 
 ROWS, COUNT = 4, 4
 
@@ -161,7 +161,7 @@ def test_it_is_what_ranks_expect(
     plan = made(round(share * max(made(1 << 40).peaks)) if share < 1 else 1 << 40)
     assert plan.memory.offloads == ("offload" in treatments)
 
-    def expected(rank: int, channel: PostedChannel) -> list[int]:
+    def expected(rank: int, channel: Channel) -> list[int]:
         with Pipeline(job, plan, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
             return [pipeline.expected.peak_bytes(r) for r in range(2)]
 

@@ -27,7 +27,7 @@ from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.planning import plan
 from pipeloom.runtime import checkpoint_files as files
-from pipeloom.runtime.channel import PostedChannel, dist_channel, meeting
+from pipeloom.runtime.channel import Channel, dist_channel, meeting
 from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.runtime.launch import launch
 from pipeloom.runtime.messages import Message
@@ -49,7 +49,7 @@ def number(source: int, target: int) -> Message:
 
 
 @contextmanager
-def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[PostedChannel]:
+def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[Channel]:
     with watch_ranks(group) as watch:
         yield dist_channel(group, watch, device=CPU, timeout_s=timeout_s)
 
@@ -73,7 +73,7 @@ def exchange(folder: str) -> None:
     print("all well")
 
 
-def _all_to_all(channel: PostedChannel) -> None:
+def _all_to_all(channel: Channel) -> None:
     """Every rank to every other: all dtypes and shapes, packed and not, waited for in reverse."""
     shapes = ((), (3,), (2, 0), (4, 5))
     messages = []
@@ -104,7 +104,7 @@ def _all_to_all(channel: PostedChannel) -> None:
         assert channel.used_bytes == channel.sending_bytes == 0
 
 
-def _large_messages(channel: PostedChannel) -> None:
+def _large_messages(channel: Channel) -> None:
     """Rank 0 to rank 1; the sender's memory is free once it is received, before the step ends."""
     value = Value(name="x", shape=(1 << 18,), dtype="float32")
     messages = [message(f"0SEND_F{k}>1", 0, 1, value) for k in range(4)]
@@ -124,7 +124,7 @@ def _large_messages(channel: PostedChannel) -> None:
     assert channel.sending_bytes == 0
 
 
-def _finished_when_asked(channel: PostedChannel) -> None:
+def _finished_when_asked(channel: Channel) -> None:
     """Small and large messages from rank 0 to rank 1, waited for before the step ends."""
     sizes = (4, 1 << 18, 4)
     values = [Value(name="x", shape=(size,), dtype="float32") for size in sizes]
@@ -143,12 +143,12 @@ def _finished_when_asked(channel: PostedChannel) -> None:
     channel.end()
 
 
-def _is_free(channel: PostedChannel) -> bool:
+def _is_free(channel: Channel) -> bool:
     channel.begin([])  # every call looks for finished sends
     return channel.sending_bytes == 0
 
 
-def _sums_and_objects(channel: PostedChannel) -> None:
+def _sums_and_objects(channel: Channel) -> None:
     whole = torch.full((5,), float(channel.rank))
     channel.all_reduce(whole)
     assert (whole == 3).all()
@@ -173,7 +173,7 @@ def _sums_and_objects(channel: PostedChannel) -> None:
     assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
 
 
-def _refusals(channel: PostedChannel) -> None:
+def _refusals(channel: Channel) -> None:
     other = (channel.rank + 1) % 3
     channel.begin([])
     for wrong in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
@@ -223,7 +223,7 @@ def _nccl_transport(world: dist.ProcessGroup, watch: Watch, name: str, **how: An
 def _directed_groups(world: dist.ProcessGroup) -> None:
     """What is done for NCCL, done with gloo: one group per direction, sums beside them."""
     with watch_ranks(world) as watch:
-        channel = PostedChannel(_nccl_transport(world, watch, "directed", device=CPU), watch, device=CPU)
+        channel = Channel(_nccl_transport(world, watch, "directed", device=CPU), watch, device=CPU)
         _all_to_all(channel)
         _sums_and_objects(channel)
 
@@ -234,7 +234,7 @@ def _control_data(world: dist.ProcessGroup) -> None:
     with watch_ranks(world) as watch:
         transport = _nccl_transport(world, watch, "control", device=nowhere, pairs=[])
         transport._group = None  # type: ignore[assignment]
-        channel = PostedChannel(transport, watch, device=nowhere)
+        channel = Channel(transport, watch, device=nowhere)
         told = torch.ones(2, dtype=torch.float64)
         channel.all_reduce(told)
         everybody = SumGroup("figures", tuple(range(channel.ranks)))

@@ -14,7 +14,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import PeerError
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 
 SCRIPT = textwrap.dedent(
     """
@@ -67,7 +67,7 @@ def test_the_other_ranks_are_told_why() -> None:
     job = zoo.job("skips")
     plan = runs.even_plan(job, 2, microbatches=2)
 
-    def rank(index: int, channel: PostedChannel) -> str:
+    def rank(index: int, channel: Channel) -> str:
         def scheduler(optimizer: object) -> None:
             raise ValueError("the user's own mistake")
 

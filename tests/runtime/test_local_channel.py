@@ -13,27 +13,27 @@ from runs import threads
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime.channel import PostedChannel, local_channels, meeting
+from pipeloom.runtime.channel import Channel, local_channels, meeting
 from pipeloom.runtime.messages import Message
 from pipeloom.runtime.transport import PendingTransfer
 
-Body = Callable[[PostedChannel], object]
+Body = Callable[[Channel], object]
 
 
-def all_well(channels: list[PostedChannel], body: Body) -> list[object]:
+def all_well(channels: list[Channel], body: Body) -> list[object]:
     """Run the body on every rank."""
 
-    def work(_: int, channel: PostedChannel) -> object:
+    def work(_: int, channel: Channel) -> object:
         with channel.watch:
             return body(channel)
 
     return threads(channels, work)
 
 
-def ends(channels: list[PostedChannel], body: Body) -> list[BaseException]:
+def ends(channels: list[Channel], body: Body) -> list[BaseException]:
     """The exceptions that end the body on each rank."""
 
-    def work(_: int, channel: PostedChannel) -> BaseException:
+    def work(_: int, channel: Channel) -> BaseException:
         with pytest.raises((ValueError, CommunicationError, PeerError)) as caught, channel.watch:
             body(channel)
         return caught.value
@@ -44,7 +44,7 @@ def ends(channels: list[PostedChannel], body: Body) -> list[BaseException]:
 def one_way(messages: list[Message], receive: Body) -> Body:
     """Rank 0 sends the messages; rank 1, to which they are announced, does what `receive` does."""
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         channel.begin(messages if channel.rank == 1 else [])
         if channel.rank == 1:
             receive(channel)
@@ -69,7 +69,7 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
     waits = data.draw(st.permutations(messages))
     released_late = data.draw(st.booleans())
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         for step in range(2):
             channel.begin([m for m in messages if m.target == channel.rank])
             for k, message in enumerate(messages):
@@ -93,7 +93,7 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
 def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
     messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
 
-    def receive(channel: PostedChannel) -> None:
+    def receive(channel: Channel) -> None:
         assert channel.used_bytes == 2 * 16, "two receives are posted ahead"
         for message in messages:
             channel.receive(message)
@@ -119,7 +119,7 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int
 
     transport.receive = counted  # type: ignore[method-assign]
 
-    def receive(channel: PostedChannel) -> None:
+    def receive(channel: Channel) -> None:
         assert len(sources) == ahead
         channel.receive(messages[0])
         assert channel.used_bytes == (1 + ahead) * 16
@@ -142,7 +142,7 @@ def test_a_wait_opens_the_receives_that_other_ranks_may_be_waiting_for(wait: str
     there = [floats(f"there{k}", 0, 1, large) for k in range(3)]
     back = [floats(f"back{k}", 1, 0, large) for k in range(3)]
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         mine, others = (there, back) if channel.rank == 0 else (back, there)
         channel.begin(others)
         for message in mine if channel.rank == 0 or wait == "finish_send" else []:
@@ -174,7 +174,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
     two = floats("c", 0, 1, (rows, columns), (columns,))
     turned = torch.arange(float(rows * columns)).view(columns, rows).T
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         channel.begin([plain, strided, two] if channel.rank == 1 else [])
         channel.all_gather_object(None)  # both receives of `ahead` are open now, the third is not
         if channel.rank == 0:
@@ -198,7 +198,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
 def test_a_sent_tensor_is_counted_until_it_is_received() -> None:
     message = floats("a", 0, 1, (8,))
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         if channel.rank == 0:
             channel.begin([])
             channel.send(message, [torch.ones(8)])
@@ -220,7 +220,7 @@ def test_sends_are_finished_in_their_order_when_asked() -> None:
     messages = [floats("a", 0, 1, (8,)), floats("b", 0, 1, large), floats("c", 0, 1, (8,), (8,))]
     left = [[m.bytes for m in messages[k:]] for k in range(4)]
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         channel.begin(messages if channel.rank == 1 else [])
         if channel.rank == 0:
             for message in messages:
@@ -243,7 +243,7 @@ def test_sends_are_finished_in_their_order_when_asked() -> None:
 def test_what_a_receive_opens_is_known_before_it() -> None:
     messages = [floats(f"m{k}", 0, 1, (k + 1,)) for k in range(5)]
 
-    def receive(channel: PostedChannel) -> None:
+    def receive(channel: Channel) -> None:
         for message in messages:
             before, opened = channel.used_bytes, channel.opening_bytes(message)
             channel.receive(message)
@@ -257,7 +257,7 @@ def test_what_a_receive_opens_is_known_before_it() -> None:
 def test_only_what_is_announced_is_received_and_all_of_it(announced: bool) -> None:
     message = floats("1SEND_B0>0", 1, 0, (1,))
 
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         channel.begin([message] if announced else [])
         channel.end() if announced else channel.receive(message)
 
@@ -269,7 +269,7 @@ def test_sums_over_all_and_over_some_ranks() -> None:
     """Every rank gets the same bits, also where the order of the terms matters."""
     terms = torch.tensor([1e8, 1.0, -1e8, 0.1])
 
-    def body(channel: PostedChannel) -> tuple[torch.Tensor, torch.Tensor]:
+    def body(channel: Channel) -> tuple[torch.Tensor, torch.Tensor]:
         channel.open_groups([meeting((0, 2, 3))])
         whole = terms[channel.rank].repeat(3)
         channel.all_reduce(whole)
@@ -288,14 +288,14 @@ def test_sums_over_all_and_over_some_ranks() -> None:
 
 
 def test_objects_go_round() -> None:
-    def body(channel: PostedChannel) -> tuple[object, object]:
+    def body(channel: Channel) -> tuple[object, object]:
         return channel.all_gather_object({"rank": channel.rank}), channel.broadcast_object(channel.rank, 1)
 
     assert all_well(local_channels(3), body) == [([{"rank": 0}, {"rank": 1}, {"rank": 2}], 1)] * 3
 
 
 def test_ranks_that_wait_for_each_other_are_told_so() -> None:
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         other = 1 - channel.rank
         wanted = floats(f"{other}SEND_F0>{channel.rank}", other, channel.rank, (1,))
         channel.begin([wanted])
@@ -316,7 +316,7 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
 
 
 def test_one_threads_exception_ends_the_others_waits() -> None:
-    def body(channel: PostedChannel) -> None:
+    def body(channel: Channel) -> None:
         if channel.rank == 1:
             raise ValueError("boom")
         wanted = floats("1SEND_B0>0", 1, channel.rank, (1,))

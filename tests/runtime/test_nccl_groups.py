@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from boards import local_boards
 
-from pipeloom.runtime.channel import PostedChannel, meeting, run_threads
+from pipeloom.runtime.channel import Channel, meeting, run_threads
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.nccl import NcclTransport, nccl_group
 from pipeloom.runtime.transport import SumGroup
@@ -117,7 +117,7 @@ def open_sockets() -> int:
 def test_groups_of_threads_leave_nothing_open() -> None:
     before = open_sockets()
 
-    def rank(_: int, channel: PostedChannel) -> None:
+    def rank(_: int, channel: Channel) -> None:
         with channel.watch:
             channel.open_groups([meeting((0, 1))])
             if channel.rank < 2:

@@ -11,7 +11,7 @@ from runs import threads
 
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.timeline import Timeline
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.launch import launch
 
 
@@ -19,7 +19,7 @@ from pipeloom.runtime.launch import launch
 def test_ranks_as_threads(name: str) -> None:
     program, stages = program_of(name)
 
-    def work(rank: int, channel: PostedChannel) -> Timeline:
+    def work(rank: int, channel: Channel) -> Timeline:
         with channel.watch as watch:
             paced = PacedRank(program, stages, costs_of(stages), channel, watch)
             paced.step()
@@ -35,7 +35,7 @@ def test_a_stage_that_recomputes_ahead(name: str) -> None:
     program, stages = program_of(name, policy)
     costs = tuple(replace(cost, recompute_s=SECONDS) for cost in costs_of(stages))
 
-    def work(rank: int, channel: PostedChannel) -> Timeline:
+    def work(rank: int, channel: Channel) -> Timeline:
         with channel.watch as watch:
             return PacedRank(program, stages, costs, channel, watch).step()
 

@@ -24,7 +24,7 @@ from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.runtime.rank import RankWork
@@ -181,7 +181,7 @@ def test_two_ranks_refuse_to_go_on() -> None:
     """Each has stopped somewhere else, so there is no place to start from; and nobody waits for anybody."""
     plan = runs.even_plan(JOB, 2, microbatches=2)
 
-    def rank(index: int, channel: PostedChannel) -> list[str]:
+    def rank(index: int, channel: Channel) -> list[str]:
         said = []
         pipeline = Pipeline(JOB, plan, channel=channel)
         pipeline.step(JOB.batch(0, 4))

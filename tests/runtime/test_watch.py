@@ -12,7 +12,7 @@ from runs import capture_of, even_plan, threads
 from pipeloom import Pipeline
 from pipeloom.ir.errors import PeerError
 from pipeloom.runtime import checkpoint
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 
 
 def test_the_rank_that_went_is_named_and_not_who_waited_for_it(
@@ -30,7 +30,7 @@ def test_the_rank_that_went_is_named_and_not_who_waited_for_it(
 
     monkeypatch.setattr(checkpoint.files, "prepare", prepared)
 
-    def rank(index: int, channel: PostedChannel) -> str:
+    def rank(index: int, channel: Channel) -> str:
         try:
             with Pipeline(job, plan, channel=channel, captured=captured) as pipeline:
                 if index == 0:

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
 from pipeloom.runtime import checkpoint
-from pipeloom.runtime.channel import PostedChannel, dist_channel
+from pipeloom.runtime.channel import Channel, dist_channel
 from pipeloom.runtime.checkpoint import TrainState
 from pipeloom.runtime.connect import watch_ranks
 
@@ -48,7 +48,7 @@ class Part:
 
 
 @contextmanager
-def channel_on(group: dist.ProcessGroup) -> Iterator[PostedChannel]:
+def channel_on(group: dist.ProcessGroup) -> Iterator[Channel]:
     with watch_ranks(group) as watch:
         yield dist_channel(group, watch, device=torch.device("cpu"), timeout_s=1000.0)
 
@@ -80,7 +80,7 @@ def checkpoints(folder: Path) -> None:
         _three_load(folder, reference, channel)
 
 
-def _three_load(folder: Path, reference: Part, channel: PostedChannel) -> None:
+def _three_load(folder: Path, reference: Part, channel: Channel) -> None:
     rank = channel.rank
     part = Part(THREE[rank], seed=2)
     assert checkpoint.load(folder / "two", part.state, channel=channel) == (2, {"from": 0})
@@ -112,7 +112,7 @@ def _three_load(folder: Path, reference: Part, channel: PostedChannel) -> None:
     refused("rank-1.safetensors", lambda: checkpoint.load(folder / "three", right.state, channel=channel))
 
 
-def _save(folder: Path, part: Part, channel: PostedChannel) -> None:
+def _save(folder: Path, part: Part, channel: Channel) -> None:
     checkpoint.save(folder, part.state, step=5, extra={}, channel=channel)
 
 

@@ -23,7 +23,7 @@ from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import Updates
 from pipeloom.lowering.steady import SteadyRows
-from pipeloom.runtime.channel import PostedChannel
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.ledger import Ledger
 from pipeloom.runtime.rank import Microbatch, Rank, Variant
@@ -158,7 +158,7 @@ class PacedRank:
         program: Program,
         stages: StageGraph,
         costs: Sequence[StageCost],
-        channel: PostedChannel,
+        channel: Channel,
         watch: Watch,
         *,
         tier: Tier | None = None,
@@ -225,7 +225,7 @@ class PacedSteadyRank:
         step: SteadyStep,
         stages: StageGraph,
         costs: Sequence[StageCost],
-        channel: PostedChannel,
+        channel: Channel,
         watch: Watch,
         *,
         updates: Updates,
@@ -288,7 +288,7 @@ class PacedSteadyRank:
         mine = (starts[-1] - starts[2]) / steps
         return max(self._channel.all_gather_object(mine))
 
-    def _slow_down_sums(self, channel: PostedChannel, seconds: float) -> None:
+    def _slow_down_sums(self, channel: Channel, seconds: float) -> None:
         transport = channel._transport
         begin = transport.all_reduce
 

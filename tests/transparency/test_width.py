@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeloom import Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
-from pipeloom.runtime.channel import PendingSum, PostedChannel
+from pipeloom.runtime.channel import Channel, PendingSum
 from pipeloom.runtime.transport import GlooTransport, PendingTransfer, SumGroup
 
 TOLERANCE = 1e-12
@@ -92,14 +92,14 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     """Twelve gradients per stage went through the lowest rank one by one."""
     job = job_of(tied=True)
     begun: list[tuple[tuple[int, ...], int]] = []
-    real = PostedChannel.begin_sum
+    real = Channel.begin_sum
 
-    def counted(self: PostedChannel, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
+    def counted(self: Channel, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
         if self.rank == 0:
             begun.append((group.ranks, tensor.numel()))
         return real(self, tensor, group, owner)
 
-    monkeypatch.setattr(PostedChannel, "begin_sum", counted)
+    monkeypatch.setattr(Channel, "begin_sum", counted)
     plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
     found = runs.pipelined(job, plan, [job.batch(0, 8)])
     runs.assert_same(found, runs.plain(job, [job.batch(0, 8)], 4), tolerance=TOLERANCE)

@@ -23,7 +23,7 @@ from ..ir.errors import CommunicationError
 from ..ir.graph import Value
 from ..ir.stages import StageGraph
 from ..tracer.stage.functions import StageFunctions
-from .channel import PostedChannel, dist_channel
+from .channel import Channel, dist_channel
 from .connect import connect, watch_ranks
 from .launch import launch
 from .ledger import crossing_bytes
@@ -132,7 +132,7 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     return statistics.median(times_s[1:])  # the first one may make the state
 
 
-def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> float:
+def time_clipping(weights: Weights, channel: Channel, clock: Clock) -> float:
     """Seconds that clipping takes: finding the global norm, scaling the gradients, which any norm does here.
     Every rank calls it."""
     times_s = []
@@ -162,7 +162,7 @@ message is not added to a step: a rank kept waiting for a core now computes undi
 and the rehearsed actions have their share of it already."""
 
 
-def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> Link:
+def measure_link(channel: Channel, size: int, clock: Clock, device: torch.device) -> Link:
     """The link between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
 
     With one-way times t(8) and t(size), of which the sender itself is busy for o(8) and o(size):
@@ -189,7 +189,7 @@ def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.
     )
 
 
-def _echo(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> tuple[float, float]:
+def _echo(channel: Channel, size: int, clock: Clock, device: torch.device) -> tuple[float, float]:
     """Seconds one way, and of these how long the sender itself is busy; on rank 0.
 
     rank 0   work, send ───────▶                     ▶ receive

@@ -1,8 +1,8 @@
 """The channel: how a rank exchanges tensors with the other ranks of its pipeline.
 
-`Channel` is what a rank sees. `PostedChannel` decides what to post, keep, wait for and free; a
-`Transport` moves the bytes. Receives are posted ahead of need, since a transfer starts only once both ends
-are posted: with `ahead` receives posted per source, the next messages arrive while this rank computes.
+A `Channel` decides what to post, keep, wait for and free; a `Transport` moves the bytes. Receives are posted
+ahead of need, since a transfer starts only once both ends are posted: with `ahead` receives posted per
+source, the next messages arrive while this rank computes.
 
     buffers of one source      | in use | arrived or arriving | buffer taken |  no buffer yet
     messages                   m0       m1                    m3             m4 ...
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -104,59 +104,8 @@ class PendingSum:
         self._wait(self.group, self.transfer)
 
 
-class Channel(Protocol):
-    """How a rank exchanges tensors with the other ranks of its pipeline."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of buffers, and of the caller's tensors that unfinished sends keep alive."""
-
-    def begin(self, incoming: Sequence[Message]) -> None:
-        """Start a step: all messages this rank will get, per source in the order it sends them."""
-
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting. The tensors must not be written to afterwards."""
-
-    def receive(self, message: Message) -> list[Tensor]:
-        """Wait for a message and return its values, which are valid until `release`."""
-
-    def opening_bytes(self, message: Message) -> int:
-        """Bytes of further buffers that receiving this message would take."""
-
-    def finish_send(self) -> bool:
-        """Wait until the oldest send under way has ended. Returns False if there is none."""
-
-    def release(self, message: Message) -> None:
-        """The values of a received message are no longer used: its buffer may be reused."""
-
-    def end(self, *, wait_for_sends: bool = True) -> None:
-        """End a step: wait until all sends of this rank have ended, unless another one follows at once."""
-
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
-
-    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
-        """Begin a sum in place over the ranks of a group that `open_groups` has made; for `owner` only, if
-        one is named."""
-
-    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
-        """Begin to give all ranks of an open group what `source`, one of them, has in a tensor."""
-
-    def all_gather_object(self, value: Any, what: str = "control data from all ranks") -> list[Any]:
-        """One small picklable object from every rank, in rank order."""
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The small picklable object that rank `source` has."""
-
-
-class PostedChannel:
-    """A `Channel` over any transport.
+class Channel:
+    """How a rank exchanges tensors with the other ranks of its pipeline, over any transport.
 
     watch: entered by the caller before the first step.
     device: where receive buffers live.  ahead: receives kept posted per source.
@@ -482,7 +431,7 @@ def dist_channel(
     ahead: int = 2,
     timeout_s: float = 300.0,
     pairs: Iterable[tuple[int, int]] | None = None,
-) -> PostedChannel:
+) -> Channel:
     """One process's channel: gloo between CPUs, NCCL between GPUs. All ranks of the group make it.
 
     group: the ranks of this pipeline; a channel rank is a rank of this group. Messages go over it as it is on
@@ -506,7 +455,7 @@ def dist_channel(
             timeout_s=timeout_s,
             pairs=pairs,
         )
-    return PostedChannel(transport, watch, device=device, ahead=ahead, timeout_s=timeout_s)
+    return Channel(transport, watch, device=device, ahead=ahead, timeout_s=timeout_s)
 
 
 def local_channels(
@@ -514,26 +463,26 @@ def local_channels(
     *,
     ahead: int = 2,
     timeout_s: float = 300.0,
-) -> list[PostedChannel]:
+) -> list[Channel]:
     """Channels of ranks 0 to `ranks` - 1 as threads of this process, each to be entered (`channel.watch`) and
     used by its thread.
     """
     store = HashStore()
     make = partial(gloo_group, store, timedelta(seconds=timeout_s), inside=True)
 
-    def channel(rank: int) -> PostedChannel:
+    def channel(rank: int) -> Channel:
         group = make("messages", rank, ranks) if ranks > 1 else None
         watch = Watch(Board(store, rank, ranks, interval_s=LOCAL_INTERVAL_S, lost_s=math.inf))
         cpu = torch.device("cpu")
         transport = GlooTransport(group, make)
-        return PostedChannel(transport, watch, device=cpu, ahead=ahead, timeout_s=timeout_s)
+        return Channel(transport, watch, device=cpu, ahead=ahead, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(ranks) as pool:  # a group is there once all its ranks have come
         return list(pool.map(channel, range(ranks)))
 
 
 def run_threads(
-    ranks: int | Sequence[PostedChannel], work: Callable[[int, PostedChannel], T], *, timeout_s: float = 300.0
+    ranks: int | Sequence[Channel], work: Callable[[int, Channel], T], *, timeout_s: float = 300.0
 ) -> list[T]:
     """What `work(rank, channel)` returns for each rank, run in a thread per rank.
 

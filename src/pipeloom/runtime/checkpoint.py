@@ -428,7 +428,8 @@ def _refuse_mismatch(name: str, tensor: Tensor, index: Index) -> None:
     shape, dtype = index.model[name]
     if (tuple(shape), dtype) != (tuple(tensor.shape), _dtype_name(tensor)):
         raise CheckpointError(
-            f"{name} is {list(tensor.shape)} {_dtype_name(tensor)}, the checkpoint has {str(list(shape)):.60} {dtype:.60}",
+            f"{name} is {list(tensor.shape)} {_dtype_name(tensor)}, "
+            f"the checkpoint has {str(list(shape)):.60} {dtype:.60}",
             hint="build the model with the sizes and the dtype of the checkpoint",
         )
 

@@ -2,8 +2,8 @@
 
     for work in row:   room for it ─▶ verbs[kind](work) ─▶ count what is held
 
-An instruction is looked up once per program and size of micro-batches (`RankWork`): which functions it runs, who
-reads what they make, and how many bytes that is. What passes between stages:
+An instruction is looked up once per program and size of micro-batches (`RankWork`): which functions it runs,
+who reads what they make, and how many bytes that is. What passes between stages:
 
     F of stage s ─ hand over ─┬─ reader on this rank:  its inputs, at once
                               └─ reader elsewhere:     outputs, until SEND_F ──▶ RECV_F: its inputs

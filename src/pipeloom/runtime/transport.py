@@ -152,7 +152,8 @@ def gloo_group(
     if not inside:
         return dist.ProcessGroupGloo(own, rank, ranks, timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    # Connections on first use: n ranks would need n (n - 1) sockets of this process.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(own, rank, ranks, options)
 
