@@ -57,7 +57,7 @@ from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import ModelAt, captured_model, largest_plan
 from pipeloom.runnable import require_runnable_plan
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 # --- AmoebaNet-D, whose cells are small graphs: cuts of it carry several values -----------------------
 #

@@ -40,10 +40,10 @@ from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.weight_policy import Updates
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.calibration.link import measure_link
-from pipeloom.runtime.launch.connect import connect, watch_ranks
+from pipeloom.runtime.calibrate import measure_link
+from pipeloom.runtime.channel import dist_channel
+from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.runtime.recorder import HostClock
-from pipeloom.runtime.transports.dist_channel import DistChannel
 from pipeloom.schedules import registry
 from pipeloom.schedules.copies import uplinks
 from pipeloom.schedules.steady import build_steady
@@ -182,7 +182,7 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
     group = connect(CPU, timeout_s=120)
     rows = []
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
+        channel = dist_channel(group, watch, device=CPU, timeout_s=120)
         link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
         devices = (Device(name="paced", memory_bytes=2**40),) * shape["ranks"]
         cluster = Cluster(devices=devices, within_node=link)

@@ -30,8 +30,8 @@ from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import make_request
 from pipeloom.profiler.host_copies import file_tier
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.offload.file_tier import FileTier, lies_in_memory
+from pipeloom.runtime.file_tier import FileTier, lies_in_memory
+from pipeloom.runtime.launch import launch
 
 SHM = Path("/dev/shm")
 Disk = Callable[[float], None]

@@ -35,10 +35,10 @@ from pipeloom.planner.registry import PLANNERS, Planner, register_planner
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.problem import Cuts
 from pipeloom.planning import estimate
-from pipeloom.runtime.offload.file_tier import FileTier
-from pipeloom.runtime.offload.open_tier import TIERS
-from pipeloom.runtime.offload.tier import TierOptions
+from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.open_tier import TIERS
 from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.tier import TierOptions
 from pipeloom.schedules import registry
 from pipeloom.schedules.formats import csv
 from pipeloom.simulator.simulate import simulate as simulate_simulate

@@ -157,8 +157,8 @@ def traced_peaks(
     compiled: by the graphs that are compiled, whose backwards return the gradients of parameters.
     """
     from .rank_stages import make_variant  # only now: tracing needs torch
-    from .runtime.calibration.calibrate import graph_memory
-    from .runtime.posted_channel import SMALL_BYTES
+    from .runtime.calibrate import graph_memory
+    from .runtime.transport import SMALL_BYTES
 
     stages = plan.stage_graph(captured.graph)
     every = range(len(plan.stages))

@@ -22,8 +22,8 @@ from .ir.weight_policy import Updates
 from .lowering.passes import lower
 from .options import Options
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
+from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
-from .runtime.posted_channel import PostedChannel
 from .runtime.rank import Variant
 from .runtime.reduce_and_step import shared_by
 from .runtime.weights import Weights
@@ -53,7 +53,7 @@ class RankStages:
     indices: tuple[int, ...]
     options: Options
     device: torch.device
-    channel: PostedChannel
+    channel: Channel
 
     @cached_property
     def planned_signature(self) -> tuple[str, ...]:

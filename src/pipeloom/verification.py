@@ -37,7 +37,7 @@ from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import loss_shares, split_batch
-from .runtime.transports.local_channel import LocalChannel, run_threads
+from .runtime.channel import Channel, run_threads
 from .tracer.captured import Captured
 from .tracer.job import Job
 from .tracer.job_calls import scalar_loss
@@ -239,7 +239,7 @@ def pipelined_step(
 
     ranks = len(set(plan.placement))
 
-    def run(rank: int, channel: LocalChannel) -> StepNumbers:
+    def run(rank: int, channel: Channel) -> StepNumbers:
         with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
             random = any(op.random for op in pipeline.captured.graph.ops)
             python_random = pipeline.captured.draws_python_random

@@ -33,8 +33,8 @@ from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
 from pipeloom.ranks import checkpoint_step
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 from pipeloom.schedules.formats.csv import read_schedule
 from pipeloom.train.config import Config, read_config, write_config
 from pipeloom.train.run import TrainRequest, decide
@@ -74,12 +74,12 @@ def a_state() -> TrainState:
 def write_checkpoint(folder: Path) -> None:
     for step in (1, 2):
         extra = {"user": {"step": step}, "rates": [0.5, None]}
-        checkpoint.save(folder, a_state(), step=step, extra=extra, group=None)
+        checkpoint.save(folder, a_state(), step=step, extra=extra)
 
 
 def read_checkpoint(folder: Path) -> None:
     ours(lambda: checkpoint_step(folder))
-    ours(lambda: checkpoint.load(folder, a_state(), group=None))
+    ours(lambda: checkpoint.load(folder, a_state()))
     ours(lambda: checkpoint.export_safetensors(folder, folder / "out.safetensors"))
 
 
@@ -162,7 +162,7 @@ KINDS = {
         read_run,
     ),
     "checkpoint": Kind(
-        ("latest", *(f"step-00000002/{n}" for n in ("index.json", "tensors.json", "__0_0.distcp"))),
+        ("latest", *(f"step-00000002/{n}" for n in ("index.json", "rank-0.safetensors"))),
         write_checkpoint,
         read_checkpoint,
     ),

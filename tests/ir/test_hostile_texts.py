@@ -14,7 +14,7 @@ from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.runtime.checkpoint.files import read_index
+from pipeloom.runtime.checkpoint_files import read_index
 from pipeloom.schedules.formats.csv import parse_schedule
 
 NINES = "9" * 5000

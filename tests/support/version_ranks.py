@@ -15,7 +15,7 @@ from runs import difference, shared_captures
 from pipeloom import Job, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.runtime.connect import connect
 
 RANKS, MICROBATCHES = 4, 4
 SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))

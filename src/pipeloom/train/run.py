@@ -30,8 +30,8 @@ from ..plan_request import COMPILED, times_of
 from ..planning import capture, make_request, plan_size, profile
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
-from ..runtime.launch.connect import connect
-from ..runtime.launch.processes import terminate_as_exit
+from ..runtime.connect import connect
+from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
 from ..tracer.job import load_job
 from ..viewer import terminal

@@ -1,7 +1,7 @@
 """Run directories: runs/<name>-<n>, with everything that a run leaves behind.
 
 config.toml      the resolved settings          plan.json     how the model is spread
-metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint/files.py
+metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint_files.py
 trace.json       for Perfetto                   report.html   open it in a browser
 summary.json     the figures that `--json` prints
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ...ir.plan import Plan
+from ..ir.plan import Plan
 from .cuda_tier import CudaTier
 from .file_tier import open_file_tier
 from .tier import Tier, TierOptions

@@ -1,4 +1,4 @@
-"""One rank's process, started by `launch` as `python -m pipeloom.runtime.launch.child`. Imports no torch.
+"""One rank's process, started by `launch` as `python -m pipeloom.runtime.child`. Imports no torch.
 
 What to prepare, once or several times, and then the work, come pickled through standard input; the outcome
 goes back through a pipe. When the launching process ends, however that happens, a guard process ends this
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ...ir.errors import PeerError
+from ..ir.errors import PeerError
 
 LAUNCHER_STORE = "PIPELOOM_LAUNCHER_STORE"
 """Environment of each rank: set where the launching process serves the store on MASTER_PORT."""

@@ -14,6 +14,7 @@ the failing rank's traceback.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,13 +25,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
-import torch.distributed as dist
-
-from ...ir.errors import CommunicationError, PeerError
-from ..launch.child import PEER_FAILED
-from .ctrl_c import CtrlC
-from .noticeboard import Failure, Noticeboard
-from .rank_status import FINISHED, RankStatus, who_waits
+from ..ir.errors import CommunicationError, PeerError
+from .board import FINISHED, Board, Failure, RankStatus, who_waits
+from .child import PEER_FAILED
 
 T = TypeVar("T")
 
@@ -77,7 +74,7 @@ class Watch:
 
     def __init__(
         self,
-        board: Noticeboard,
+        board: Board,
         *,
         exit_after_s: float | None = None,
         hosts_store: bool = False,
@@ -182,22 +179,15 @@ class Watch:
             self._raise_disconnected(self._waiting, str(failure))
         self._waiting = None
 
-    def wait_for_all(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns, which calls torch.distributed's own collectives: a wait for all other ranks.
+    def gather(self, text: str, timeout_s: float) -> list[str]:
+        """One short text from every rank, in rank order, by the store: no device takes part.
 
-        what: such as "all ranks to save a checkpoint".
-        Raises: as `wait`, and whatever else `work` raises.
+        All ranks call it equally often. Raises: as `wait`, for the ranks whose text does not come.
         """
-        made: list[T] = []
-
-        def block() -> None:
-            try:
-                made.append(work())
-            except RuntimeError as error:
-                raise _as_connection_error(error) from None
-
-        self.wait(what, tuple(rank for rank in range(self.ranks) if rank != self.rank), block)
-        return made[0]
+        texts: list[str] = []
+        others = tuple(rank for rank in range(self.ranks) if rank != self.rank)
+        self.wait("a word from all ranks", others, lambda: texts.extend(self._board.gather(text, timeout_s)))
+        return texts
 
     def timeout_error(self, what: str, waited_s: float) -> CommunicationError:
         """The error of a wait that lasted too long, with the table over all ranks."""
@@ -289,7 +279,7 @@ class Watch:
         )
 
     def _failure_known(self, failure: Failure) -> None:
-        """Runs in a side thread, or in the failing rank's thread if all ranks are threads of one process."""
+        """Runs in a side thread."""
         self._interrupt()
         if self._exit_after_s is not None and not self._main_knows.wait(self._exit_after_s):
             print(
@@ -305,18 +295,59 @@ class Watch:
             interrupt()
 
 
-def _as_connection_error(error: RuntimeError) -> Exception:
-    """What a collective of torch.distributed raised, as a transport would; other errors as they are.
+CTRL_C_S = 0.2
+"""Time for the main thread to come back by itself after Ctrl-C."""
 
-    gloo's errors are plain RuntimeErrors that begin with the place in its source, but for that of a pair of
-    ranks that it gives up when a wait took too long.
+
+class CtrlC:
+    """While started, ends waits of the main thread in C++ code when SIGINT comes.
+
+    Python handles a signal once its main thread is back in Python code, which a blocked wait is not. The part
+    of the handling that happens at once is a byte written to the wake-up descriptor; a side thread reads it
+    and ends the wait, so that the main thread gets its KeyboardInterrupt.
+
+    blocked: whether the main thread waits.  interrupt: ends that wait; called from another thread.
+    Does nothing if SIGINT has a handler of the user's, who may want to go on; if something else uses the
+    wake-up descriptor, as asyncio does; or outside the main thread.
     """
-    text = str(error)
-    given_up = text.startswith("Application timeout")
-    if not given_up and not isinstance(error, dist.DistError) and "gloo" not in text.partition("]")[0]:
-        return error
-    kind = TimeoutError if given_up or "timed out" in text.lower() else ConnectionError
-    return kind(text.partition("\n")[0])
+
+    def __init__(self, blocked: Callable[[], bool], interrupt: Callable[[], None]) -> None:
+        self._blocked = blocked
+        self._interrupt = interrupt
+        self._write: int | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(read)
+            os.close(write)
+            return
+        self._write = write
+        self._thread = threading.Thread(target=self._run, args=(read,), name="pipeloom-ctrl-c", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._write is None or self._thread is None:
+            return
+        signal.set_wakeup_fd(-1)
+        os.close(self._write)
+        self._write = None
+        self._thread.join(timeout=2.0)
+
+    def _run(self, read: int) -> None:
+        while numbers := os.read(read, 64):
+            usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if signal.SIGINT in numbers and usual and self._blocked():
+                time.sleep(CTRL_C_S)
+                if self._blocked():
+                    self._interrupt()
+        os.close(read)
 
 
 class FoundPeerError(PeerError):

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented names
 
-from ...ir.errors import ConfigError
-from ..failure.watch import Watch
-from ..launch.connect import NCCL_PATIENCE
-from .gloo import GlooTransport, destroy, opened
-from .transport import FailedTransfer, PendingTransfer, SumGroup
+from ..ir.errors import ConfigError
+from .connect import NCCL_PATIENCE
+from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, OpenGroups, PendingTransfer, SumGroup
+from .watch import Watch
 
 
 class StreamWork(Protocol):
@@ -82,10 +82,20 @@ class StreamWatchdog:
                 return
 
 
+def nccl_group(store: Store, timeout_s: float, name: str, rank: int, ranks: int) -> Group:
+    """A group of NCCL's, apart from all others on the store.
+
+    timeout_s: limit of our own waits; that of its operations is longer.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
+    return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
+
+
 class NcclTransport:
     """Point-to-point on two groups, sums on the given group, control data on a gloo group.
 
-    backend: of the two groups; another one than NCCL serves tests.
+    make: makes further groups of NCCL's.  make_control: makes gloo's.
     """
 
     def __init__(
@@ -93,10 +103,11 @@ class NcclTransport:
         group: dist.ProcessGroup,
         watch: Watch,
         *,
+        make: MakeGroup,
+        make_control: MakeGroup,
         device: torch.device,
         timeout_s: float,
         pairs: Iterable[tuple[int, int]] | None = None,
-        backend: str = "nccl",
     ) -> None:
         self.rank = group.rank()
         self.ranks = group.size()
@@ -109,70 +120,59 @@ class NcclTransport:
             )
         self._group = group
         self._device = device
-        self._backend = backend
-        self._sum_groups: dict[SumGroup, dist.ProcessGroup] = {}
-        self._limit = timedelta(seconds=NCCL_PATIENCE * timeout_s)
-        self._to_higher = _same_ranks(group, backend, self._limit)
-        self._to_lower = _same_ranks(group, backend, self._limit)
-        control = _same_ranks(group, "gloo", timedelta(seconds=timeout_s))
-        self._control = GlooTransport(control)
-        self._to_destroy = [self._to_higher, self._to_lower, control]
+        self._open = OpenGroups(self.rank, make)
+        self._to_higher = make("to higher ranks", self.rank, self.ranks)
+        self._to_lower = make("to lower ranks", self.rank, self.ranks)
+        self._control = GlooTransport(make_control("control data", self.rank, self.ranks), make_control)
+        self._to_shut_down = [self._to_higher, self._to_lower]
         self._connect(
             sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
         )
         self._lookout = StreamWatchdog(watch, timeout_s)
 
-    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
-        group = self._lane(self.rank, target, index)
+    def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer:
         try:
-            work = dist.isend(buffer, group=group, group_dst=target)
+            work = self._lane(self.rank, target).send([buffer], target, 0)
         except RuntimeError as error:
-            return FailedTransfer(str(error).splitlines()[0])
-        assert work is not None, "this rank is a member of the group"
+            return FailedTransfer(error)
         return _Enqueued(self._lookout, work, f"rank {target} to receive message {index}")
 
-    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
-        group = self._lane(source, self.rank, index)
+    def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         try:
-            work = dist.irecv(buffer, group=group, group_src=source)
+            work = self._lane(source, self.rank).recv([buffer], source, 0)
         except RuntimeError as error:
-            return FailedTransfer(str(error).splitlines()[0])
-        assert work is not None, "this rank is a member of the group"
+            return FailedTransfer(error)
         return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        made = opened(groups, self._group, self._backend, self._limit)
-        self._sum_groups |= made
-        self._to_destroy += made.values()
+        self._open.open(groups)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if tensor.device.type != self._device.type:
             assert group is None or len(group.ranks) == self.ranks, "control data goes to all ranks"
             return self._control.all_reduce(tensor)
-        over = self._group if group is None else self._sum_groups[group]
-        work = dist.all_reduce(tensor, group=over, async_op=True)
-        assert work is not None, "this rank is a member of the group"
-        return _Enqueued(self._lookout, work, "a sum over all ranks")
+        over = self._group if group is None else self._open[group]
+        return _Enqueued(self._lookout, over.allreduce([tensor]), "a sum over all ranks")
 
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
-        over = self._sum_groups[group]
-        work = dist.reduce(tensor, group=over, group_dst=group.ranks.index(owner), async_op=True)
-        assert work is not None, "this rank is a member of the group"
+        options = dist.ReduceOptions()
+        options.rootRank = group.ranks.index(owner)
+        work = self._open[group].reduce([tensor], options)
         return _Enqueued(self._lookout, work, f"a sum for rank {owner}")
 
     def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
-        over = self._sum_groups[group]
-        work = dist.broadcast(tensor, group=over, group_src=group.ranks.index(source), async_op=True)
-        assert work is not None, "this rank is a member of the group"
+        options = dist.BroadcastOptions()
+        options.rootRank = group.ranks.index(source)
+        work = self._open[group].broadcast([tensor], options)
         return _Enqueued(self._lookout, work, f"parameters from rank {source}")
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._control.all_gather_object(value, timeout_s)
 
     def interrupt(self) -> None:
-        self._to_destroy.clear()
+        self._to_shut_down.clear()  # to shut one down waits for its operations, and these may never end
         self._control.interrupt()
-        for group in (self._to_higher, self._to_lower, self._group, *self._sum_groups.values()):
+        for group in (self._to_higher, self._to_lower, self._group, *self._open.all()):
             try:
                 group.abort()
             except RuntimeError:
@@ -181,11 +181,13 @@ class NcclTransport:
     def close(self) -> None:
         self._lookout.close()
         self._control.close()
-        destroy(self._to_destroy)
+        if self._to_shut_down:
+            for group in [*self._open.all()[::-1], *self._to_shut_down[::-1]]:
+                group.shutdown()
+        self._to_shut_down.clear()
+        self._open.clear()
 
-    def _lane(self, source: int, target: int, index: int | None) -> dist.ProcessGroup:
-        if index is None:  # both ends wait for each of these before the next one, so one group does
-            return self._group
+    def _lane(self, source: int, target: int) -> Group:
         return self._to_higher if target > source else self._to_lower
 
     def _connect(self, pairs: list[tuple[int, int]], device: torch.device) -> None:
@@ -196,11 +198,11 @@ class NcclTransport:
         """
         token = torch.zeros(1, dtype=torch.uint8, device=device)
         for source, target in pairs:
-            group = self._lane(source, target, 0)
+            group = self._lane(source, target)
             if self.rank == source:
-                dist.send(token, group=group, group_dst=target)
+                group.send([token], target, 0).wait()
             elif self.rank == target:
-                dist.recv(token, group=group, group_src=source)
+                group.recv([token], source, 0).wait()
 
 
 class _Enqueued:
@@ -218,18 +220,3 @@ class _Enqueued:
         """Let the current stream wait; returns at once, and the lookout has an eye on the time."""
         self._work.wait()
         self._lookout.add(self._work, self._what)
-
-
-def _same_ranks(group: dist.ProcessGroup, backend: str, limit: timedelta) -> dist.ProcessGroup:
-    """Another group of the same ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    new_group = dist.new_group(
-        ranks,
-        timeout=limit,
-        backend=backend,
-        # Ranks outside this pipeline do not take part. Groups are then told apart by how many groups each
-        # rank has made, so the ranks of one pipeline must have made the same groups before.
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
-    assert isinstance(new_group, dist.ProcessGroup), "this rank is a member of the group"
-    return new_group

@@ -1,8 +1,8 @@
 """The channel: how a rank exchanges tensors with the other ranks of its pipeline.
 
-`Channel` is what the worker sees. `PostedChannel` decides what to post, keep, wait for and free; a
-`Transport` moves the bytes. Receives are posted ahead of need, since a transfer starts only once both ends
-are posted: with `ahead` receives posted per source, the next messages arrive while this rank computes.
+A `Channel` decides what to post, keep, wait for and free; a `Transport` moves the bytes. Receives are posted
+ahead of need, since a transfer starts only once both ends are posted: with `ahead` receives posted per
+source, the next messages arrive while this rank computes.
 
     buffers of one source      | in use | arrived or arriving | buffer taken |  no buffer yet
     messages                   m0       m1                    m3             m4 ...
@@ -15,81 +15,101 @@ messages behind it, and who posts a receive then waits for it, with gloo for up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented names
 
-from ..ir.errors import CommunicationError
+from ..ir.errors import CommunicationError, PeerError
 from ..tracer.tensors import has_order, permute_to_memory
-from .failure.watch import Watch
+from .board import Board
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
-from .posted import HostWait, MessageSource, PendingSum, PostedReceive, PostedSend
-from .transports.transport import CompletedTransfer, PendingTransfer, SumGroup, Transport
+from .nccl import NcclTransport, nccl_group
+from .transport import (
+    SMALL_BYTES,
+    CompletedTransfer,
+    GlooTransport,
+    PendingTransfer,
+    SumGroup,
+    Transport,
+    gloo_group,
+)
+from .watch import Watch
 
-SMALL_BYTES = 1 << 16
-"""Sends up to this size are looked at only at the end of the step: to see whether one has ended takes longer
-than it does."""
-
-
-class Channel(Protocol):
-    """How a rank exchanges tensors with the other ranks of its pipeline."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of buffers, and of the caller's tensors that unfinished sends keep alive."""
-
-    def begin(self, incoming: Sequence[Message]) -> None:
-        """Start a step: all messages this rank will get, per source in the order it sends them."""
-
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting. The tensors must not be written to afterwards."""
-
-    def receive(self, message: Message) -> list[Tensor]:
-        """Wait for a message and return its values, which are valid until `release`."""
-
-    def opening_bytes(self, message: Message) -> int:
-        """Bytes of further buffers that receiving this message would take."""
-
-    def finish_send(self) -> bool:
-        """Wait until the oldest send under way has ended. Returns False if there is none."""
-
-    def release(self, message: Message) -> None:
-        """The values of a received message are no longer used: its buffer may be reused."""
-
-    def end(self, *, wait_for_sends: bool = True) -> None:
-        """End a step: wait until all sends of this rank have ended, unless another one follows at once."""
-
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
-
-    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
-        """Begin a sum in place over the ranks of a group that `open_groups` has made; for `owner` only, if
-        one is named."""
-
-    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
-        """Begin to give all ranks of an open group what `source`, one of them, has in a tensor."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """One small picklable object from every rank, in rank order."""
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The small picklable object that rank `source` has."""
+T = TypeVar("T")
 
 
-class PostedChannel:
-    """A `Channel` over any transport.
+LOCAL_INTERVAL_S = 0.1
+"""How often threads look whether another one has failed."""
 
+POLL_S = 1e-4
+"""How often `finish_send` looks, in seconds."""
+
+
+@dataclass
+class MessageSource:
+    """The messages of one source in this step, and how far this rank is with them.
+
+    earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.
+    received <= posted <= with_buffer: how many have come, have a receive posted, have a buffer, or had.
+    """
+
+    earlier: int = 0
+    messages: tuple[Message, ...] = ()
+    with_buffer: int = 0
+    posted: int = 0
+    received: int = 0
+    waiting_for: dict[str, int] = field(default_factory=dict)
+
+
+class PostedReceive(NamedTuple):
+    buffer: Tensor
+    transfer: PendingTransfer
+
+
+@dataclass
+class PostedSend:
+    """A message under way. number: among all sends.  packed: its buffer is the pool's, not the caller's."""
+
+    number: int
+    message: Message
+    transfer: PendingTransfer
+    buffer: Tensor
+    packed: bool
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum or a broadcast over the ranks of a group, under way. Nobody uses its tensor before `wait`."""
+
+    group: SumGroup
+    transfer: PendingTransfer
+    _wait: Callable[[SumGroup, PendingTransfer], None]
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once; never blocks."""
+        return self.transfer.done()
+
+    def wait(self) -> None:
+        """Raises: CommunicationError if it does not end in time; PeerError if another rank failed."""
+        self._wait(self.group, self.transfer)
+
+
+class Channel:
+    """How a rank exchanges tensors with the other ranks of its pipeline, over any transport.
+
+    watch: entered by the caller before the first step.
     device: where receive buffers live.  ahead: receives kept posted per source.
-    timeout_s: limit of each single wait.  on_change: called with `used_bytes` whenever it changes.
+    timeout_s: limit of each single wait.
     A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
     is held; a small one at `end` or `finish_send`.
     """
@@ -102,16 +122,15 @@ class PostedChannel:
         device: torch.device,
         ahead: int = 2,
         timeout_s: float = 300.0,
-        on_change: Callable[[int], None] | None = None,
     ) -> None:
         self.rank = transport.rank
         self.ranks = transport.ranks
         self._sending_bytes = 0
         self._transport = transport
-        self._watch = watch
+        self.watch = watch
         self._ahead = ahead
         self._timeout_s = timeout_s
-        self._pool = BufferPool(device, on_change)
+        self._pool = BufferPool(device)
         self._sources: dict[int, MessageSource] = {}
         # Receive buffers by the message's key: not posted yet, posted, and received but not released.
         self._unposted: dict[str, Tensor] = {}
@@ -156,7 +175,7 @@ class PostedChannel:
 
         Posts the first `ahead` receives of each source.
         """
-        self._watch.check()
+        self.watch.check()
         self._free_finished_sends()
         self._pool.drop_unused()
         by_source: dict[int, list[Message]] = {}
@@ -176,7 +195,7 @@ class PostedChannel:
         Raises: CommunicationError if they are not what the message announces; nothing is sent then.
         """
         check_tensors(message, tensors)
-        self._watch.check()
+        self.watch.check()
         self._free_finished_sends()
         self._post_receives()
         index = self._sent_to.get(message.target, 0)
@@ -241,7 +260,19 @@ class PostedChannel:
         oldest = min((*self._sends[:1], *self._small_sends[:1]), key=lambda sent: sent.number, default=None)
         if oldest is None:
             return False
-        self._wait_for(replace(oldest, transfer=HostWait(oldest.transfer)))
+        target, transfer = oldest.message.target, oldest.transfer
+
+        def wait() -> None:
+            """With NCCL it is the stream that waits. But it is the host that takes memory, and PyTorch gives
+            back what another stream uses only once that is done with it."""
+            end_s = time.monotonic() + self._timeout_s
+            transfer.wait(self._timeout_s)
+            while not transfer.done():
+                if time.monotonic() > end_s:
+                    raise TimeoutError
+                time.sleep(POLL_S)
+
+        self.watch.wait(f"rank {target} to receive {oldest.message.key}", (target,), wait)
         self._free_finished_sends()
         self._small_sends = self._unfinished(self._small_sends)
         return True
@@ -272,34 +303,24 @@ class PostedChannel:
             source.with_buffer = source.posted = source.received = 0
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Sum in place over `ranks` (all of them if None); each calls it, in the same order.
+        """Sum in place over `ranks` (all of them if None); each calls it, in the same order, and gets the
+        same bits.
 
-        A sum over some of the ranks is made by the lowest of them in rank order, so every rank gets the
-        same bits, and no process group per set of ranks is needed.
+        ranks: fewer than all of them need a group: `open_groups` with `meeting(ranks)`.
         """
-        members = tuple(sorted(ranks)) if ranks is not None else tuple(range(self.ranks))
+        members = range(self.ranks) if ranks is None else ranks
         if len(members) == 1:
             return
-        self._post_receives()
-        if len(members) == self.ranks:
-            transfer = self._transport.all_reduce(tensor)
-            others = tuple(r for r in members if r != self.rank)
-            self._watch.wait("a sum over all ranks", others, lambda: transfer.wait(self._timeout_s))
-            return
-        root, *rest = members
-        mine = tensor.detach().contiguous()
-        if self.rank == root:
-            other = torch.empty_like(mine)
-            for source in rest:
-                self._receive_now(other, source)
-                mine += other
-            for target in rest:
-                self._send_now(mine, target)
+        dense = tensor.detach().contiguous()
+        if len(members) < self.ranks:
+            self.begin_sum(dense, meeting(members)).wait()
         else:
-            self._send_now(mine, root)
-            self._receive_now(mine, root)
-        if mine.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(mine)
+            self._post_receives()
+            transfer = self._transport.all_reduce(dense)
+            others = tuple(r for r in members if r != self.rank)
+            self.watch.wait("a sum over all ranks", others, lambda: transfer.wait(self._timeout_s))
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
         """Make groups of ranks for sums beside the steps. Every rank calls it with the same groups."""
@@ -325,17 +346,20 @@ class PostedChannel:
         tensor: contiguous; it must not be used before `PendingSum.wait`.
         """
         self._post_receives()
-        return PendingSum(group, self._transport.broadcast(tensor, group, source), self._wait_for_sum)
+        transfer: PendingTransfer = CompletedTransfer()
+        if len(group.ranks) > 1:
+            transfer = self._transport.broadcast(tensor, group, source)
+        return PendingSum(group, transfer, self._wait_for_sum)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, what: str = "control data from all ranks") -> list[Any]:
         """One small picklable object from every rank, in rank order."""
+        if self.ranks == 1:
+            return [value]
         self._post_receives()
         values: list[Any] = []
         others = tuple(r for r in range(self.ranks) if r != self.rank)
         gather = self._transport.all_gather_object
-        self._watch.wait(
-            "control data from all ranks", others, lambda: values.extend(gather(value, self._timeout_s))
-        )
+        self.watch.wait(what, others, lambda: values.extend(gather(value, self._timeout_s)))
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -367,22 +391,14 @@ class PostedChannel:
         others = tuple(rank for rank in group.ranks if rank != self.rank)
         named = ", ".join(f"rank {rank}" for rank in others[:3]) + (", ..." if len(others) > 3 else "")
         what = f"a sum of {group.name} with {named}"
-        self._watch.wait(what, others, lambda: transfer.wait(self._timeout_s))
+        self.watch.wait(what, others, lambda: transfer.wait(self._timeout_s))
 
     def _wait_for(self, sent: PostedSend) -> None:
         target = sent.message.target
         self._wait(f"rank {target} to receive {sent.message.key}", target, sent.transfer)
 
     def _wait(self, what: str, rank: int, transfer: PendingTransfer) -> None:
-        self._watch.wait(what, (rank,), lambda: transfer.wait(self._timeout_s))
-
-    def _send_now(self, tensor: Tensor, target: int) -> None:
-        transfer = self._transport.send(as_bytes(tensor), target, None)
-        self._wait(f"rank {target} to receive its part of a sum", target, transfer)
-
-    def _receive_now(self, tensor: Tensor, source: int) -> None:
-        transfer = self._transport.receive(as_bytes(tensor), source, None)
-        self._wait(f"a part of a sum from rank {source}", source, transfer)
+        self.watch.wait(what, (rank,), lambda: transfer.wait(self._timeout_s))
 
     def _free_finished_sends(self) -> None:
         """Free what finished sends held."""
@@ -400,3 +416,83 @@ class PostedChannel:
             else:
                 self._sending_bytes -= sent.message.bytes
         return unfinished
+
+
+def meeting(ranks: Sequence[int]) -> SumGroup:
+    """The group of some ranks that sum for an operation of the schedule."""
+    return SumGroup("an operation", tuple(sorted(ranks)))
+
+
+def dist_channel(
+    group: dist.ProcessGroup,
+    watch: Watch,
+    *,
+    device: torch.device,
+    ahead: int = 2,
+    timeout_s: float = 300.0,
+    pairs: Iterable[tuple[int, int]] | None = None,
+) -> Channel:
+    """One process's channel: gloo between CPUs, NCCL between GPUs. All ranks of the group make it.
+
+    group: the ranks of this pipeline; a channel rank is a rank of this group. Messages go over it as it is on
+        the CPU, and over groups of their own on a GPU.
+    pairs: (source, target) of all messages, if known; on a GPU only these get connections.
+    """
+    group_store, rank = group.get_group_store(), group.rank()
+    number = group_store.add(f"pipeloom/channels/{rank}", 1)
+    store = PrefixStore(f"pipeloom/channel {number}", group_store)
+    make = partial(gloo_group, store, timedelta(seconds=timeout_s))
+    transport: Transport
+    if device.type == "cpu":
+        transport = GlooTransport(group, make)
+    else:
+        transport = NcclTransport(
+            group,
+            watch,
+            make=partial(nccl_group, store, timeout_s),
+            make_control=make,
+            device=device,
+            timeout_s=timeout_s,
+            pairs=pairs,
+        )
+    return Channel(transport, watch, device=device, ahead=ahead, timeout_s=timeout_s)
+
+
+def local_channels(
+    ranks: int,
+    *,
+    ahead: int = 2,
+    timeout_s: float = 300.0,
+) -> list[Channel]:
+    """Channels of ranks 0 to `ranks` - 1 as threads of this process, each to be entered (`channel.watch`) and
+    used by its thread.
+    """
+    store = HashStore()
+    make = partial(gloo_group, store, timedelta(seconds=timeout_s), inside=True)
+
+    def channel(rank: int) -> Channel:
+        group = make("messages", rank, ranks) if ranks > 1 else None
+        watch = Watch(Board(store, rank, ranks, interval_s=LOCAL_INTERVAL_S, lost_s=math.inf))
+        cpu = torch.device("cpu")
+        transport = GlooTransport(group, make)
+        return Channel(transport, watch, device=cpu, ahead=ahead, timeout_s=timeout_s)
+
+    with ThreadPoolExecutor(ranks) as pool:  # a group is there once all its ranks have come
+        return list(pool.map(channel, range(ranks)))
+
+
+def run_threads(
+    ranks: int | Sequence[Channel], work: Callable[[int, Channel], T], *, timeout_s: float = 300.0
+) -> list[T]:
+    """What `work(rank, channel)` returns for each rank, run in a thread per rank.
+
+    ranks: how many, or their channels.
+    Raises: the first rank's own error, rather than what other ranks raise because that one has failed.
+    """
+    channels = local_channels(ranks, timeout_s=timeout_s) if isinstance(ranks, int) else ranks
+    with ThreadPoolExecutor(len(channels)) as pool:
+        calls = [pool.submit(work, channel.rank, channel) for channel in channels]
+    errors = [error for call in calls if (error := call.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+    return [call.result() for call in calls]

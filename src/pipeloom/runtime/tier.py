@@ -1,11 +1,9 @@
 """Tiers: where residuals go while their micro-batch waits for its backward.
 
-An `AsyncCopy` is one micro-batch's residuals on their way there and back. Its copies run beside the
-computation:
+A `Copy` is one micro-batch's residuals on their way there and back, beside the computation:
 
-    OFFLOAD                                   RELOAD                     backward
-    start_offload ── offload_done? ──────────▶ start_reload ───────────▶ wait_reload ─▶ residuals
-                     finish_leaving (AWAIT)            discard: a step that was broken off
+    OFFLOAD ─────── gone? ─────────▶ RELOAD ─────────▶ backward
+    tier.offload    leave (AWAIT)    reload            take ─▶ residuals      discard: a step broken off
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...tracer.stage.functions import Slot, Tensors
+from ..tracer.stage.functions import Slot, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,22 +58,43 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return raw.set_(tensor.untyped_storage())
 
 
-@dataclass(eq=False)
-class AsyncCopy:
-    """One micro-batch's residuals under way to a tier and back.
+class Copy(Protocol):
+    """One micro-batch's residuals on a tier, or on their way there or back.
 
     offload_span, reload_span: marks of the recorder's clock, start and end of the copy to the tier and of
     the copy back; each is known once that copy has ended.
     """
 
-    layouts: tuple[TensorLayout, ...]
-    offload_span: tuple[object, object] | None = None
-    reload_span: tuple[object, object] | None = None
+    offload_span: tuple[object, object] | None
+    reload_span: tuple[object, object] | None
 
     @property
     def bytes(self) -> int:
         """Of the tensors' storages."""
-        return sum(layout.bytes for layout in self.layouts)
+
+    def gone(self) -> bool:
+        """Whether they have left the device; never blocks.
+
+        Raises: OffloadError if the copy failed.
+        """
+
+    def leave(self, check: Callable[[], None]) -> None:
+        """What comes next may take their room: whoever runs it, this thread or a device, waits for the copy.
+
+        check: called now and then by a thread that waits, and may raise.  Raises: as `gone`.
+        """
+
+    def reload(self) -> None:
+        """Begin to copy back, behind the copy there."""
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        """Wait until they are back; `check` is called now and then and may raise.
+
+        Raises: OffloadError if they could not be written or read.
+        """
+
+    def discard(self) -> None:
+        """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,43 +119,12 @@ class Tier(Protocol):
     used_bytes: int
     peak_bytes: int
 
-    def start_offload(self, action: str, residuals: Tensors) -> AsyncCopy:
+    def offload(self, action: str, residuals: Tensors) -> Copy:
         """Begin to copy residuals, and take them: `residuals` is emptied, and they are free once copied.
 
         action: the OFFLOAD, for messages.
         Raises: OffloadError if there is no room for them.
         """
-        ...
-
-    def offload_done(self, copy: AsyncCopy) -> bool:
-        """Whether they have left the device; never blocks.
-
-        Raises: OffloadError if the copy failed.
-        """
-        ...
-
-    def finish_leaving(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
-        """What comes next may take their room: whoever runs it, this thread or a device, waits for the copy.
-
-        check: called now and then by a thread that waits, and may raise.  Raises: as `offload_done`.
-        """
-        ...
-
-    def start_reload(self, copy: AsyncCopy) -> None:
-        """Begin to copy back, behind the copy there."""
-        ...
-
-    def wait_reload(self, copy: AsyncCopy, check: Callable[[], None]) -> Tensors:
-        """Wait until they are back; `check` is called now and then and may raise.
-
-        Raises: OffloadError if they could not be written or read.
-        """
-        ...
-
-    def discard(self, copy: AsyncCopy) -> None:
-        """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
-        ...
 
     def close(self) -> None:
         """End all copies and free everything. Called once or more."""
-        ...

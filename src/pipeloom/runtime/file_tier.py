@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,20 +25,90 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ...ir.errors import ConfigError, OffloadError
-from ...ir.units import format_bytes
-from ...tracer.stage.functions import Tensors
-from .file_allocator import FileAllocator
-from .tier import AsyncCopy, TensorLayout, TierOptions, bytes_of
+from ..ir.errors import ConfigError, OffloadError
+from ..ir.units import format_bytes
+from ..tracer.stage.functions import Tensors
+from .tier import TensorLayout, TierOptions, bytes_of
 
 PAGE = 4096
 CHECK_INTERVAL_S = 0.2
 """How often a wait for a copy looks whether another rank has failed."""
 
 
+class FileAllocator:
+    """Which byte ranges of a file are used and which are free. For one thread at a time.
+
+        | used | free     | used | free |end        two free ranges never touch: they are merged
+
+    end: length of the file in bytes.
+    reserve: makes the file longer; called with where it ends and by how much, before anything is changed.
+
+    >>> allocator = FileAllocator(lambda end, size: None)
+    >>> a, b = allocator.allocate(100), allocator.allocate(50)
+    >>> allocator.free(a, 100)
+    >>> a, b, allocator.allocate(40), allocator.end
+    (0, 100, 0, 150)
+    """
+
+    def __init__(self, reserve: Callable[[int, int], None]) -> None:
+        self.end = 0
+        self._reserve = reserve
+        self._free: list[tuple[int, int]] = []  # (size, begin), sorted
+        self._size: dict[int, int] = {}  # begin -> size of a free range
+        self._begin: dict[int, int] = {}  # end -> begin of a free range
+
+    def allocate(self, size: int) -> int:
+        """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
+
+        Raises: what `reserve` does; nothing is allocated then.
+        """
+        if size == 0:
+            return self.end
+        at = bisect_left(self._free, (size, 0))
+        begin = self._free[at][1] if at < len(self._free) else self._lengthen(size)
+        left = self._drop(begin) - size
+        if left:
+            self._add(begin + size, left)
+        return begin
+
+    def free(self, begin: int, size: int) -> None:
+        """Free a range that was allocated with this size."""
+        if size == 0:
+            return
+        if begin + size in self._size:
+            size += self._drop(begin + size)
+        if begin in self._begin:
+            begin = self._begin[begin]
+            size += self._drop(begin)
+        self._add(begin, size)
+
+    def _lengthen(self, size: int) -> int:
+        """Grow the file until its last free range has this size; returns where that begins."""
+        begin = self._begin.get(self.end, self.end)
+        lacking = begin + size - self.end
+        self._reserve(self.end, lacking)
+        if begin < self.end:
+            self._drop(begin)
+        self.end += lacking
+        self._add(begin, size)
+        return begin
+
+    def _add(self, begin: int, size: int) -> None:
+        insort(self._free, (size, begin))
+        self._size[begin] = size
+        self._begin[begin + size] = begin
+
+    def _drop(self, begin: int) -> int:
+        """A range is no longer free; returns its size."""
+        size = self._size.pop(begin)
+        del self._begin[begin + size]
+        del self._free[bisect_left(self._free, (size, begin))]
+        return size
+
+
 @dataclass(eq=False)
-class FileCopy(AsyncCopy):
-    """One micro-batch's residuals on their way to the file and back; shared by the caller and both threads.
+class FileCopy:
+    """See `tier.Copy`; shared by the caller and both threads.
 
     action: the OFFLOAD, for messages.  file_offset: where they begin in the file, in bytes.
     raw: one uint8 tensor per layout: the bytes to write, later the bytes read.
@@ -46,14 +117,53 @@ class FileCopy(AsyncCopy):
     requested: whether the copy back was asked for.  discarded: whether only its bytes of the file are.
     """
 
-    action: str = ""
+    tier: FileTier
+    layouts: tuple[TensorLayout, ...]
+    action: str
+    raw: list[Tensor]
     file_offset: int = 0
-    raw: list[Tensor] = field(default_factory=list)
+    offload_span: tuple[object, object] | None = None
+    reload_span: tuple[object, object] | None = None
     offloaded: threading.Event = field(default_factory=threading.Event)
     reloaded: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
     requested: bool = False
     discarded: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(layout.bytes for layout in self.layouts)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(_page_aligned(layout.bytes) for layout in self.layouts)
+
+    def gone(self) -> bool:
+        self.tier.raise_error(self)
+        return self.offloaded.is_set()
+
+    def leave(self, check: Callable[[], None]) -> None:
+        while not self.offloaded.wait(CHECK_INTERVAL_S):
+            check()
+        self.tier.raise_error(self)
+
+    def reload(self) -> None:
+        self.requested = True
+        self.tier.bring_back(self)
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        while not self.reloaded.wait(CHECK_INTERVAL_S):
+            check()
+        self.tier.raise_error(self)
+        pairs = zip(self.layouts, self.raw, strict=True)
+        residuals = {layout.slot: layout.around(raw) for layout, raw in pairs}
+        self.raw.clear()
+        return residuals
+
+    def discard(self) -> None:
+        self.discarded = True
+        if not self.requested:
+            self.reload()
 
     def spans(self) -> Iterator[tuple[TensorLayout, int]]:
         """Each tensor and its offset in the file."""
@@ -91,47 +201,18 @@ class FileTier:
         for thread in self._threads:
             thread.start()
 
-    def start_offload(self, action: str, residuals: Tensors) -> FileCopy:
+    def offload(self, action: str, residuals: Tensors) -> FileCopy:
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
-        copy = FileCopy(layouts, action=action, raw=[bytes_of(tensor) for tensor in residuals.values()])
-        copy.file_offset = self._allocate(_file_bytes(copy), action)
+        copy = FileCopy(self, layouts, action, [bytes_of(tensor) for tensor in residuals.values()])
+        copy.file_offset = self._allocate(copy.file_bytes, action)
         residuals.clear()
         self._change_used(copy.bytes)
         self._out.put(copy)
         return copy
 
-    def offload_done(self, copy: AsyncCopy) -> bool:
-        assert isinstance(copy, FileCopy)
-        self._raise_error(copy)
-        return copy.offloaded.is_set()
-
-    def finish_leaving(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
-        assert isinstance(copy, FileCopy)
-        while not copy.offloaded.wait(CHECK_INTERVAL_S):
-            check()
-        self._raise_error(copy)
-
-    def start_reload(self, copy: AsyncCopy) -> None:
-        assert isinstance(copy, FileCopy)
-        copy.requested = True
+    def bring_back(self, copy: FileCopy) -> None:
+        """Read a copy behind those asked for before, or free its bytes of the file if it is discarded."""
         self._in.put(copy)
-
-    def discard(self, copy: AsyncCopy) -> None:
-        assert isinstance(copy, FileCopy)
-        copy.discarded = True
-        if not copy.requested:
-            self.start_reload(copy)
-
-    def wait_reload(self, copy: AsyncCopy, check: Callable[[], None]) -> Tensors:
-        assert isinstance(copy, FileCopy)
-        while not copy.reloaded.wait(CHECK_INTERVAL_S):
-            check()
-        self._raise_error(copy)
-        residuals = {
-            layout.slot: layout.around(raw) for layout, raw in zip(copy.layouts, copy.raw, strict=True)
-        }
-        copy.raw.clear()
-        return residuals
 
     def close(self) -> None:
         if self._closed:
@@ -195,7 +276,7 @@ class FileTier:
         finally:
             self._change_used(-copy.bytes)
             with self._lock:
-                self._allocator.free(copy.file_offset, _file_bytes(copy))
+                self._allocator.free(copy.file_offset, copy.file_bytes)
         copy.reloaded.set()
 
     def _read_back(self, copy: FileCopy) -> None:
@@ -221,9 +302,10 @@ class FileTier:
     def _forget_pages(self, copy: FileCopy) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), copy.file_offset, _file_bytes(copy), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), copy.file_offset, copy.file_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _raise_error(self, copy: FileCopy) -> None:
+    def raise_error(self, copy: FileCopy) -> None:
+        """Raises: OffloadError if the copy has failed; whatever else it failed with."""
         if isinstance(copy.error, OSError):
             raise self._failed(copy.action, f"move {format_bytes(copy.bytes)}", copy.error) from None
         if isinstance(copy.error, RuntimeError | MemoryError):  # as PyTorch and Python say it
@@ -287,10 +369,6 @@ def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool
 
 def _page_aligned(size: int) -> int:
     return -(-size // PAGE) * PAGE
-
-
-def _file_bytes(copy: AsyncCopy) -> int:
-    return sum(_page_aligned(layout.bytes) for layout in copy.layouts)
 
 
 def _copy(move: Callable[[int, memoryview, int], int], file: int, raw: Tensor, place: int) -> int:

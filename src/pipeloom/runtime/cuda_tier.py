@@ -3,11 +3,11 @@
 Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy.
 
 The host issues kernels far ahead of the device and waits for no copy. Order on the device: a copy away waits
-for the computation so far, so also for the copies back that it waited for; hence chunks that `wait_reload`
-freed may be written at once. What is copied away is kept until `finish_leaving`, where the computation waits
+for the computation so far, so also for the copies back that it waited for; hence chunks that `take`
+freed may be written at once. What is copied away is kept until `leave`, where the computation waits
 for the copy: its memory is free for whatever is computed from then on. A copy back waits for the computation
 so far, which may still read the memory that is to be filled, and the computation waits for it in
-`wait_reload`. So all memory is taken and freed in the order of the computing stream, and none needs
+`take`. So all memory is taken and freed in the order of the computing stream, and none needs
 `record_stream`, after which it would be free at times that no plan knows.
 """
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...ir.cluster import MiB
-from ...ir.errors import OffloadError
-from ...ir.units import format_bytes
-from ...tracer.stage.functions import Tensors
-from .tier import AsyncCopy, TensorLayout, bytes_of
+from ..ir.cluster import MiB
+from ..ir.errors import OffloadError
+from ..ir.units import format_bytes
+from ..tracer.stage.functions import Tensors
+from .tier import TensorLayout, bytes_of
 
 ALIGNED = 512
 """Bytes at whose multiples tensors begin on the host."""
@@ -34,20 +34,61 @@ CHUNK = 16 * MiB
 
 
 @dataclass(eq=False)
-class CudaCopy(AsyncCopy):
-    """One micro-batch's residuals on their way to pinned memory and back.
+class CudaCopy:
+    """See `tier.Copy`.
 
     host: its chunks.  offloaded, reloaded: events behind the copies.  leaving: what is being copied away,
     until its memory may be used again.  reloading: what is being copied back.
     on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
+    tier: CudaTier
+    layouts: tuple[TensorLayout, ...]
+    offload_span: tuple[object, object] | None = None
+    reload_span: tuple[object, object] | None = None
     host: list[Tensor] = field(default_factory=list)
     offloaded: torch.cuda.Event | None = None
     reloaded: torch.cuda.Event | None = None
     leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(layout.bytes for layout in self.layouts)
+
+    def gone(self) -> bool:
+        assert self.offloaded is not None
+        if self.leaving and _reached(self.offloaded):
+            self.leaving.clear()
+        return not self.leaving
+
+    def leave(self, check: Callable[[], None]) -> None:
+        """Only the computing stream waits, not the host."""
+        assert self.offloaded is not None
+        if self.leaving:
+            torch.cuda.current_stream().wait_event(self.offloaded)
+            self.leaving.clear()
+
+    def reload(self) -> None:
+        self.leave(lambda: None)
+        self.tier.copy_back(self)
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        """Only the computing stream waits, not the host."""
+        assert self.reloaded is not None
+        torch.cuda.current_stream().wait_event(self.reloaded)
+        residuals = {layout.slot: layout.around(self.reloading[layout.slot]) for layout in self.layouts}
+        residuals |= self.on_host
+        self.tier.free_chunks(self)
+        return residuals
+
+    def discard(self) -> None:
+        """Waits for its copies, after which others may write to its chunks."""
+        for event in (self.offloaded, self.reloaded):
+            if event is not None:
+                event.synchronize()
+        self.tier.free_chunks(self)
 
     @property
     def host_bytes(self) -> int:
@@ -83,10 +124,10 @@ class CudaTier:
         self._idle_chunks: list[Tensor] = []
         self._reloading: set[CudaCopy] = set()  # kept from being freed under a copy if the run is given up
 
-    def start_offload(self, action: str, residuals: Tensors) -> CudaCopy:
+    def offload(self, action: str, residuals: Tensors) -> CudaCopy:
         on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
-        copy = CudaCopy(layouts, on_host=on_host)
+        copy = CudaCopy(self, layouts, on_host=on_host)
         copy.host = self._allocate(copy.host_bytes, action)
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
@@ -101,23 +142,8 @@ class CudaTier:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return copy
 
-    def offload_done(self, copy: AsyncCopy) -> bool:
-        assert isinstance(copy, CudaCopy) and copy.offloaded is not None
-        if copy.leaving and _reached(copy.offloaded):
-            copy.leaving.clear()
-        return not copy.leaving
-
-    def finish_leaving(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
-        """Only the computing stream waits, not the host."""
-        assert isinstance(copy, CudaCopy) and copy.offloaded is not None
-        if copy.leaving:
-            torch.cuda.current_stream().wait_event(copy.offloaded)
-            copy.leaving.clear()
-
-    def start_reload(self, copy: AsyncCopy) -> None:
+    def copy_back(self, copy: CudaCopy) -> None:
         """The memory is taken on the computing stream: it is memory that the computation is done with."""
-        assert isinstance(copy, CudaCopy)
-        self.finish_leaving(copy, lambda: None)
         for layout in copy.layouts:
             copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
         self._reloading.add(copy)
@@ -129,25 +155,7 @@ class CudaTier:
             copy.reloaded = _mark()
         copy.reload_span = (begin, copy.reloaded)
 
-    def wait_reload(self, copy: AsyncCopy, check: Callable[[], None]) -> Tensors:
-        """Only the computing stream waits, not the host."""
-        assert isinstance(copy, CudaCopy)
-        assert copy.reloaded is not None
-        torch.cuda.current_stream().wait_event(copy.reloaded)
-        residuals = {layout.slot: layout.around(copy.reloading[layout.slot]) for layout in copy.layouts}
-        residuals |= copy.on_host
-        self._free_chunks(copy)
-        return residuals
-
-    def discard(self, copy: AsyncCopy) -> None:
-        """Waits for its copies, after which others may write to its chunks."""
-        assert isinstance(copy, CudaCopy)
-        for event in (copy.offloaded, copy.reloaded):
-            if event is not None:
-                event.synchronize()
-        self._free_chunks(copy)
-
-    def _free_chunks(self, copy: CudaCopy) -> None:
+    def free_chunks(self, copy: CudaCopy) -> None:
         copy.leaving, copy.reloading, copy.on_host = {}, {}, {}
         self._reloading.discard(copy)
         self.used_bytes -= copy.bytes

@@ -3,9 +3,8 @@
     checkpoint/
       latest                     the name of the newest complete one, replaced atomically
       step-00000100/             complete: index.json was written last, and only then the folder renamed
-        __0_0.distcp             tensors, written by torch.distributed.checkpoint (DCP)
-        tensors.json             which tensor lies where in those, see table.py
-        index.json               what is in here, and size and CRC-32 of every other file
+        rank-0.safetensors       tensors, one file per rank that wrote any
+        index.json               what is in here and where, and size and CRC-32 of every other file
       step-00000200.partial/     being written, or left by a crash: never read, removed by the next save
       step-00000100.old/         the same step saved again: read only if the new one did not come to stand
       step-00000050.doomed/      being removed
@@ -13,7 +12,7 @@
 A save, and what a crash behind each of its steps leaves to readers and to the next save:
 
     prepare   mkdir step-N.partial          removed by the next save; readers never look at it
-    (DCP writes its files, each rank its own)
+    (each rank writes its tensors)
     publish   write index.json              still .partial: removed
               step-N -> step-N.old          only if step N was saved before; .old is read, and renamed back
               step-N.partial -> step-N      complete; `latest` names the one before, which is complete, too
@@ -38,9 +37,9 @@ from typing import Any
 
 import msgspec
 
-from ...ir.errors import CheckpointError, shown
+from ..ir.errors import CheckpointError, shown
 
-SCHEMA = 2
+SCHEMA = 3
 INDEX = "index.json"
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
@@ -56,7 +55,8 @@ class Index:
     model: FQN -> (shape, dtype) of each parameter and buffer.  aliases: other name of a tied
     parameter -> the name it is stored under.  optimizers: FQN -> class of its optimizer.
     groups: FQN -> its hyper-parameters.  values: FQN -> optimizer state that is not a tensor.
-    extra: what the caller added.  files: name -> (bytes, CRC-32).
+    extra: what the caller added.  files: name -> (bytes, CRC-32).  tensors: key -> the file that has it.
+    complex: keys of complex numbers that are stored as pairs, as safetensors has no such dtype.
     """
 
     schema: int
@@ -68,6 +68,8 @@ class Index:
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    complex: tuple[str, ...] = ()
 
 
 def name_of(step: int) -> str:
@@ -143,16 +145,16 @@ def publish(partial: Path, index: Index, *, keep: int) -> Path:
     directory, final = partial.parent, partial.with_suffix("")
     try:
         write_new(partial / INDEX, json.dumps(asdict(index)))
-        _sync_folder(partial)
+        sync(partial)
         if final.exists():  # saved again at the same step: the old one steps aside until the new one stands
             final.replace(final.with_name(final.name + ".old"))
         partial.replace(final)
-        _sync_folder(directory)
+        sync(directory)
         new_latest = directory / (LATEST + ".partial")
         new_latest.unlink(missing_ok=True)  # left by a crash
         write_new(new_latest, final.name + "\n")
         new_latest.replace(directory / LATEST)
-        _sync_folder(directory)
+        sync(directory)
         _prune(directory, index.step, keep)
     except OSError as error:
         raise _cannot_write(directory, error) from None
@@ -173,6 +175,11 @@ def read_index(path: Path) -> Index:
         for name in index.files:
             if name != Path(name).name or name == ".." or "\0" in name:
                 raise ValueError(f"it names the file {shown(name)}, which is not in its folder")
+        for key, name in index.tensors.items():
+            if name not in index.files:
+                raise ValueError(f"it has {shown(key)} in {shown(name)}, no file of the checkpoint")
+        if lost := next((name for name in index.model if f"model.{name}" not in index.tensors), None):
+            raise ValueError(f"it does not say where {shown(lost)} is")
         return index
     except OSError as error:
         raise CheckpointError(
@@ -218,7 +225,6 @@ def verify_sizes(path: Path, index: Index) -> None:
 def verify(path: Path, index: Index, *, share: int, shares: int) -> None:
     """Check all sizes, and the bytes of every `shares`-th file: ranks divide the reading among them.
 
-    torch does not notice a changed byte inside a tensor, hence the checksums.
     Raises: CheckpointError naming the first bad file.
     """
     verify_sizes(path, index)
@@ -279,8 +285,9 @@ def write_new(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -16,20 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageAction, W, parse_action
-from ...ir.costs import StageCost
-from ...ir.graph import Value
-from ...ir.schedule import Program
-from ...tracer.tensors import view_in_order, zeros_like_value
-from ..failure.watch import Watch
-from ..ledger import Ledger
-from ..messages import Message
-from ..offload.tier import Tier
-from ..posted import PendingSum
-from ..rank import Microbatch, Rank, Variant
-from ..recorder import Clock, Recorder
-from ..transports.transport import SumGroup
-from ..weights import Weights
+from ..ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageAction, W, parse_action
+from ..ir.costs import StageCost
+from ..ir.graph import Value
+from ..ir.schedule import Program
+from ..tracer.tensors import view_in_order, zeros_like_value
+from .channel import Channel
+from .ledger import Ledger
+from .messages import Message
+from .rank import Microbatch, Rank, Variant
+from .recorder import Clock, Recorder
+from .tier import Tier
+from .watch import Watch
+from .weights import Weights
 
 ActionTimes = dict[Action, float]
 """Seconds of each of a rank's compute actions and copies."""
@@ -38,7 +37,7 @@ COPIES = ("d2h", "h2d")
 """Streams that run beside the actions."""
 
 
-class NullChannel:
+class NullChannel(Channel):
     """A `Channel` that answers by itself: what it receives is made up, what it sends is dropped.
 
     examples: values by name, for those that may not be just any numbers, such as indices.
@@ -47,11 +46,15 @@ class NullChannel:
     def __init__(self, rank: int, ranks: int, examples: Mapping[str, Tensor], device: torch.device) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.held_bytes = 0
+        self._held_bytes = 0
         self._examples = examples
         self._device = device
         # Of its own: what the user draws between two steps must not depend on rehearsals.
         self._generator = torch.Generator(device)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
 
     def begin(self, incoming: Sequence[Message]) -> None:
         pass
@@ -60,7 +63,7 @@ class NullChannel:
         pass
 
     def receive(self, message: Message) -> list[Tensor]:
-        self.held_bytes += message.bytes
+        self._held_bytes += message.bytes
         return [self._make(value) for value in message.values]
 
     def opening_bytes(self, message: Message) -> int:
@@ -70,7 +73,7 @@ class NullChannel:
         return False
 
     def release(self, message: Message) -> None:
-        self.held_bytes -= message.bytes
+        self._held_bytes -= message.bytes
 
     def end(self, *, wait_for_sends: bool = True) -> None:
         pass
@@ -78,13 +81,7 @@ class NullChannel:
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         pass
 
-    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
-        raise AssertionError("rehearsals do not update")
-
-    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
-        raise AssertionError("rehearsals do not update")
-
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.ranks
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ir.errors import CommunicationError, ConfigError, PipeloomError
-from ..failure.noticeboard import StoreBoard
-from ..failure.store_calls import call_within
-from ..failure.watch import UNCAUGHT, Watch
+from ..ir.errors import CommunicationError, ConfigError, PipeloomError
+from .board import Board
 from .child import LAUNCHER_STORE
+from .watch import UNCAUGHT, Watch
 
 _OURS = threading.Event()
 """Set once torch.distributed was started here, and so is to be ended here."""
@@ -67,55 +66,34 @@ def connect(
     return world
 
 
-def gather_text(group: dist.ProcessGroup, text: str, watch: Watch, timeout_s: float = 300.0) -> list[str]:
-    """One short text from every rank, in rank order, by the group's store: no device takes part.
-
-    All ranks call it, each the same number of times.
-    Raises: as `Watch.wait`, for the ranks whose text does not come.
-    """
-    store, rank = group.get_group_store(), group.rank()
-    texts: list[str] = []
-
-    def gather() -> list[str]:
-        name = f"pipeloom/texts/{group.group_name}/{store.add(f'pipeloom/texts/{rank}', 1)}"
-        store.set(f"{name}/{rank}", text)
-        return [store.get(f"{name}/{other}").decode() for other in range(group.size())]
-
-    def block() -> None:
-        try:
-            texts.extend(call_within(timeout_s, gather, broken=lambda: watch.failure is not None))
-        except dist.DistError as error:
-            raise ConnectionError(str(error).partition("\n")[0]) from None
-
-    others = tuple(other for other in range(group.size()) if other != rank)
-    watch.wait("a word from all ranks", others, block)
-    return texts
-
-
 def watch_ranks(
     group: dist.ProcessGroup, *, exit_after_s: float = EXIT_AFTER_S, lost_s: float = 60.0
 ) -> Watch:
     """A watch over the ranks of a group; all of them make it, each the same number of times.
 
-    exit_after_s: see `Watch`.  lost_s: see `StoreBoard`.
+    exit_after_s: see `Watch`.  lost_s: see `Board`.
     Raises: CommunicationError if the group's store does not answer for `lost_s`.
     """
-    store = group.get_group_store()
     rank = group.rank()
-    try:
-        number = call_within(lost_s, lambda: store.add(f"pipeloom/watches/{rank}", 1))
-    except TimeoutError as error:
-        raise CommunicationError(
-            f"rank {rank} cannot meet the others: {error}",
-            hint="whoever serves it (rank 0, or torchrun's agent on MASTER_ADDR) is frozen or out of reach",
-        ) from None
-    name = f"pipeloom/{group.group_name}/{number}"
     # Our launcher and torchrun's agent serve the store themselves, otherwise the first rank of all does.
     own = LAUNCHER_STORE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     server = (
         next((r for r in range(group.size()) if dist.get_global_rank(group, r) == 0), None) if own else None
     )
-    board = StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s, server=server)
+    try:
+        board = Board(
+            group.get_group_store(),
+            rank,
+            group.size(),
+            name=f"pipeloom/{group.group_name}",
+            lost_s=lost_s,
+            server=server,
+        )
+    except TimeoutError as error:
+        raise CommunicationError(
+            f"rank {rank} cannot meet the others: {error}",
+            hint="whoever serves it (rank 0, or torchrun's agent on MASTER_ADDR) is frozen or out of reach",
+        ) from None
     watch = Watch(board, exit_after_s=exit_after_s, hosts_store=own and dist.get_rank() == 0)
     close_at_exit(watch)
     return watch
