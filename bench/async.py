@@ -42,7 +42,7 @@ from pipeloom.ir.flow import dag  # noqa: E402
 from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
 from pipeloom.ir.steady import SteadyStep  # noqa: E402
 from pipeloom.ir.timeline import Timeline  # noqa: E402
-from pipeloom.ir.weight_policy import Updates  # noqa: E402
+from pipeloom.ir.weights import Updates  # noqa: E402
 from pipeloom.lowering.passes import lower  # noqa: E402
 from pipeloom.planning import capture, profile
 from pipeloom.runtime.calibration.link import measure_link  # noqa: E402

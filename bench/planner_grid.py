@@ -44,7 +44,7 @@ from machine import describe_machine
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.weight_policy import WEIGHT_POLICIES
+from pipeloom.ir.weights import WEIGHT_POLICIES
 from pipeloom.planner.registry import PLANNERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

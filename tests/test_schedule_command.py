@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeloom.cli import main
-from pipeloom.ir import json_codec
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.ir.text import to_json
 from pipeloom.schedules import registry
 
 
@@ -36,8 +36,8 @@ def read(*words: str) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.json").write_text(json_codec.to_json(plan()))
-    (tmp_path / "profile.json").write_text(json_codec.to_json(profile()))
+    (tmp_path / "plan.json").write_text(to_json(plan()))
+    (tmp_path / "profile.json").write_text(to_json(profile()))
     (tmp_path / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (tmp_path / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
     (tmp_path / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")

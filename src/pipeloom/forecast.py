@@ -18,9 +18,9 @@ from .ir.costs import StageCost
 from .ir.errors import InfeasibleError
 from .ir.plan import Plan
 from .ir.schedule import Program
-from .ir.tied_gradients import names_for_owners
+from .ir.text import format_bytes
 from .ir.timeline import Event, Timeline
-from .ir.units import format_bytes
+from .ir.weights import names_for_owners
 from .runtime.calibration.calibrate import stage_memory, time_clipping, time_optimizer
 from .runtime.calibration.link import measure_link
 from .runtime.calibration.rehearsal import ActionTimes, Rehearsal, with_times

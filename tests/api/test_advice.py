@@ -9,7 +9,7 @@ import zoo
 from pipeloom import planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel

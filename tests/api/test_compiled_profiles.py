@@ -21,7 +21,7 @@ from pipeloom.cli import main
 from pipeloom.compiled_profiles import compiled_profile, pieces_of
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.profile import OpCost, Profile, batch_text
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_request import times_of
 from pipeloom.planning import plan as plan_job, plan_size
 from pipeloom.profiler.compiled_pieces import piece_signatures

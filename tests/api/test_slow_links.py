@@ -19,7 +19,7 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline

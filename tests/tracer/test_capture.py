@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.stages import cut
+from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
 
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")

@@ -18,7 +18,7 @@ from pipeloom import plan as plan_job
 from pipeloom.cli import main
 from pipeloom.commands.plan import PlannedStep
 from pipeloom.ir.plan import load_plan
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.planning import make_request, plan_size
 from pipeloom.train.loop import LONG_STEP_S
 from pipeloom.train.plan_rehearsal import why_not_rehearsed

@@ -13,8 +13,7 @@ from delayed import Trained, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
 from pipeloom import Pipeline
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
+from pipeloom.ir.plan import Plan, widened
 from pipeloom.runtime.posted import PendingSum
 from pipeloom.runtime.posted_channel import PostedChannel
 from pipeloom.runtime.transports.local_channel import LocalTransport

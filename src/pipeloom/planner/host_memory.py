@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..ir.cluster import Cluster, Device
+from ..ir.text import format_bytes
 from ..ir.timeline import Timeline
-from ..ir.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .search.cut_search import Search
 from .strategies.probe import filled
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .block_costs import BlockCosts, PieceCost
 from .stage_cost.arrays import Array, Indices
 from .wide_links import WideLinks, wide_links

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ..ir.errors import MemoryCapError
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 
 KINDS = (
     "parameters",

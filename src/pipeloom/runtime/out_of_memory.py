@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..ir.errors import MemoryCapError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .ledger import Ledger, table
 
 
