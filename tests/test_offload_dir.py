@@ -23,7 +23,7 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link, MiB
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.machine import disk_speed, with_files
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.request import PlanOptions

@@ -29,7 +29,7 @@ from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
+from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.registry import PLANNERS, Planner, register_planner
 from pipeloom.planner.search.cut_search import Search

@@ -18,9 +18,9 @@ from .ir.costs import StageCost
 from .ir.errors import InfeasibleError
 from .ir.plan import Plan
 from .ir.schedule import Program
-from .ir.tied_gradients import names_for_owners
+from .ir.text import format_bytes
 from .ir.timeline import Event, Timeline
-from .ir.units import format_bytes
+from .ir.weights import names_for_owners
 from .runtime.calibrate import measure_link, stage_memory, time_clipping, time_optimizer
 from .runtime.channel import Channel
 from .runtime.ledger import table

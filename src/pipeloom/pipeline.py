@@ -20,8 +20,8 @@ from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
 from .ir.plan import Plan, load_plan
+from .ir.text import format_bytes
 from .ir.timeline import Timeline
-from .ir.units import format_bytes
 from .lowering.passes import lower
 from .options import Options
 from .rank_stages import RankStages, StageVariants

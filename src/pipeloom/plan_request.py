@@ -10,10 +10,9 @@ from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.costs import StageCost
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
-from .ir.plan import Plan
-from .ir.replicas import widened
-from .ir.units import format_bytes
-from .ir.weight_policy import FLUSH
+from .ir.plan import Plan, widened
+from .ir.text import format_bytes
+from .ir.weights import FLUSH
 from .lowering.passes import lower
 from .planner.ask_planners import FOUND_BY, ORDER_OF, fastest_named
 from .planner.choose_schedule import plain_of

@@ -20,8 +20,8 @@ from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
 from .ir.profile import Profile
+from .ir.text import parse_bytes
 from .ir.timeline import Timeline
-from .ir.units import parse_bytes
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice

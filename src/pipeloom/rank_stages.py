@@ -14,11 +14,10 @@ from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
 from .ir.errors import BatchError, CaptureError, CutError, PlanError
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
-from .ir.optimizer_shares import OptimizerShares, optimizer_shares
 from .ir.plan import Plan
 from .ir.schedule import Program
 from .ir.stages import StageGraph
-from .ir.weight_policy import Updates
+from .ir.weights import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
 from .options import Options
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .ir.errors import CommunicationError, ConfigError, PipeloomError, PlanError
-from .ir.json_codec import to_json
 from .ir.plan import Plan
 from .ir.schedule import Program
+from .ir.text import to_json
 from .options import Options
 from .runtime.channel import Channel, dist_channel, local_channels
 from .runtime.checkpoint_files import newest, read_index, verify_sizes

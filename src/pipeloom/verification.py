@@ -30,8 +30,8 @@ from .ir.flow import flow_of
 from .ir.graph import OpGraph, storages
 from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
-from .ir.units import format_bytes
-from .ir.weight_policy import FLUSH
+from .ir.text import format_bytes
+from .ir.weights import FLUSH
 from .options import Options
 from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads

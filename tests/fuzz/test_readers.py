@@ -27,11 +27,11 @@ from torch import nn
 from pipeloom.checks.schedules import check
 from pipeloom.clusters.files import load_cluster, save_cluster
 from pipeloom.clusters.names import cpu_cluster
-from pipeloom.ir import json_codec
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
+from pipeloom.ir.text import load_noun, save_noun
 from pipeloom.ranks import checkpoint_step
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
@@ -129,13 +129,13 @@ KINDS = {
     "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
     "profile": Kind(
         ("p.json",),
-        lambda f: json_codec.save(PROFILE, f / "p.json"),
-        lambda f: ours(lambda: json_codec.load(f / "p.json", Profile)),
+        lambda f: save_noun(PROFILE, f / "p.json"),
+        lambda f: ours(lambda: load_noun(f / "p.json", Profile)),
     ),
     "graph": Kind(
         ("g.json",),
-        lambda f: json_codec.save(GRAPH, f / "g.json"),
-        lambda f: ours(lambda: json_codec.load(f / "g.json", OpGraph).fingerprint),
+        lambda f: save_noun(GRAPH, f / "g.json"),
+        lambda f: ours(lambda: load_noun(f / "g.json", OpGraph).fingerprint),
     ),
     "cluster": Kind(
         ("c.toml",),

@@ -14,7 +14,7 @@ from runs import each_rank, even_plan
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import MemoryCapError, PeerError
-from pipeloom.ir.units import format_bytes
+from pipeloom.ir.text import format_bytes
 
 CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.steady import SteadyRows
 from pipeloom.schedules.placements import spread
 from pipeloom.schedules.registry import build

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes
-from pipeloom.ir.replicas import widened
+from pipeloom.ir.plan import widened
 from pipeloom.runtime.connect import connect
 from pipeloom.runtime.optimizer_bytes import stand_in, update_bytes
 

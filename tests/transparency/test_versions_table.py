@@ -19,7 +19,7 @@ from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.rank import Rank, RankWork
 from pipeloom.schedules.registry import in_flight

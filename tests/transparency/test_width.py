@@ -13,8 +13,7 @@ from delayed import Trained, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
 from pipeloom import Pipeline
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
+from pipeloom.ir.plan import Plan, widened
 from pipeloom.runtime.channel import Channel, PendingSum
 from pipeloom.runtime.transport import GlooTransport, PendingTransfer, SumGroup
 

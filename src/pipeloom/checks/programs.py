@@ -32,7 +32,7 @@ from ..ir.message_index import NO_ROUTE, on_other_ranks
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import reductions
+from ..ir.weights import reductions
 from .deadlock import Needs, prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]

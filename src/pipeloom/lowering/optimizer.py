@@ -10,7 +10,7 @@ of its stages is done. There REDUCE only begins the sums, and STEP stands as lat
 first forward that may use the new version. Without sums STEP stands where the gradients are complete, so that
 one set of gradient buffers is enough.
 
-A schedule without backwards gets none. See `ir.tied_gradients` for what a REDUCE stands for.
+A schedule without backwards gets none. See `ir.weights` for what a REDUCE stands for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, W_, Bools, Columns, Rows
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 
 
 def add_optimizer(

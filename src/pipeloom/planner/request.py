@@ -21,7 +21,7 @@ from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, cut, replicate
 from ..ir.steady import SteadyStep
-from ..ir.weight_policy import WEIGHT_POLICIES, Updates
+from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..schedules import registry, steady
 from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges

@@ -43,7 +43,7 @@ class TrainState:
         stands under its first FQN on every rank that has a replica; the lowest such rank writes it.
     optimizers: each parameter they hold must be one of `parameters` (the same object).
     aliases: other FQN of a tied parameter -> its first FQN.
-    previous: trained parameters of the version before the newest, see `ir.weight_policy`; empty without one.
+    previous: trained parameters of the version before the newest, see `ir.weights`; empty without one.
         Loading adds those that the checkpoint has, if `keeps_previous`.
     """
 

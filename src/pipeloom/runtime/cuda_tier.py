@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..ir.cluster import MiB
 from ..ir.errors import OffloadError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
 from .tier import TensorLayout, bytes_of
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import ConfigError, OffloadError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
 from .tier import TensorLayout, TierOptions, bytes_of
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ir.action import StageAction
-from ..ir.optimizer_shares import OptimizerShares
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import Reduction, for_owners, reductions
+from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
 from .channel import PendingSum
 from .operations import meetings
 from .transport import SumGroup
@@ -103,7 +102,7 @@ class ReduceAndStep:
     def reduce_tied_gradients(self, work: RankWork) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
 
-        One sum for each set of ranks and dtype (`ir.tied_gradients`), or for each owner of a part of them;
+        One sum for each set of ranks and dtype (`ir.weights`), or for each owner of a part of them;
         all are begun before one is awaited. What another rank owns is then forgotten here.
         """
         if not self.update:

@@ -10,7 +10,7 @@ from ..ir.action import Action
 from ..ir.errors import DeadlockError, ScheduleError
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph
-from ..ir.weight_policy import FLUSH
+from ..ir.weights import FLUSH
 from .language.recipe import Recipe
 from .language.shape import Shape
 from .list_scheduler.choose_recipe import fastest
@@ -48,7 +48,7 @@ class Entry:
         each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
         a rank is to hold then, in residuals of one micro-batch on one stage.
     lacks: what a runtime must have to run it and has not, if anything.
-    weights: the policy by which it updates them, see `ir.weight_policy`.
+    weights: the policy by which it updates them, see `ir.weights`.
     """
 
     family: Family | None = None

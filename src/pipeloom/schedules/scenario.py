@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from ..checks.schedules import check
 from ..checks.weight_versions import StageVersions, versions, weight_versions
-from ..ir import json_codec
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -21,9 +20,9 @@ from ..ir.plan import load_plan
 from ..ir.profile import Profile
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain, replicate
+from ..ir.text import format_bytes, load_noun, parse_bytes
 from ..ir.timeline import Timeline
-from ..ir.units import format_bytes, parse_bytes
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 from ..lowering.passes import lower
 from ..simulator.idle_time.explain import explain_idle_time
 from ..simulator.memory_limit import check_memory_limit
@@ -130,7 +129,7 @@ def load_work(path: Path) -> MicrobatchTimes:
         if "valid" not in no_plan.message:
             raise
         try:
-            costs = json_codec.load(path, Profile).costs.values()
+            costs = load_noun(path, Profile).costs.values()
         except ConfigError:
             raise ConfigError(
                 f"{path} is neither a plan nor a profile of pipeloom",

@@ -6,7 +6,7 @@ from ..checks.schedules import check
 from ..checks.weight_versions import weight_versions
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep, steady_step
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 from .registry import Times, build
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..ir.cluster import Cluster
 from ..ir.columns import Ints, Longs, starts_of
 from ..ir.costs import StageCost
-from ..ir.tied_gradients import Reduction
+from ..ir.weights import Reduction
 from .loop_state import Floats
 from .shared_links import crosses, transfer_s
 

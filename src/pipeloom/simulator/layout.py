@@ -35,7 +35,7 @@ from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import Reduction, reductions
+from ..ir.weights import Reduction, reductions
 from .all_reduce import all_reduce_s as all_reduce_s, all_reduces_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, ProgramLayout
 from .shared_links import copy_s, shared_links_of, transfer_s

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
-from ..ir.text_files import write_whole
-from ..ir.units import parse_bytes
+from ..ir.text import parse_bytes, write_whole
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of

@@ -25,7 +25,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from ..ir.errors import ConfigError
-from ..ir.text_files import write_whole, writing
+from ..ir.text import write_whole, writing
 
 RUNS = Path("runs")
 

@@ -14,9 +14,8 @@ from ...ir.operation import Operation
 from ...ir.plan import load_plan
 from ...ir.schedule import Schedule
 from ...ir.stages import StageGraph
-from ...ir.text_files import parse_toml, refuse_unknown
+from ...ir.text import parse_bytes, parse_toml, refuse_unknown
 from ...ir.timeline import Timeline
-from ...ir.units import parse_bytes
 from ...lowering.passes import lower
 from ...simulator.simulate import simulate
 from ...simulator.summary import summarise

@@ -38,8 +38,8 @@ from ...ir.flow import flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
-from ...ir.tied_gradients import reductions
 from ...ir.timeline import Timeline
+from ...ir.weights import reductions
 from .link_occupancy import LinkOccupancy
 from .timeline_index import Key, SpansByEnd, TimedSpan, TimelineIndex
 

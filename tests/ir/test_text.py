@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.units import UNITS, enough_bytes, format_bytes, parse_bytes
+from pipeloom.ir.text import UNITS, enough_bytes, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
