@@ -52,7 +52,7 @@ from pipeloom.runtime.recorder import HostClock  # noqa: E402
 from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
 from pipeloom.runtime.transports.local_channel import local_channels  # noqa: E402
 from pipeloom.schedules import registry  # noqa: E402
-from pipeloom.schedules.steady import build_steady  # noqa: E402
+from pipeloom.schedules.registry import build_steady  # noqa: E402
 from pipeloom.simulator.simulate import simulate  # noqa: E402
 from pipeloom.train.config import Config, ModelConfig, PipelineConfig  # noqa: E402
 from pipeloom.train.workload import job_of  # noqa: E402

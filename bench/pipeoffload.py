@@ -45,7 +45,7 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
-from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.language import uplinks
 from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.simulator.simulate import simulate
 

@@ -21,7 +21,7 @@ from pipeloom.ir.costs import StageCost
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.offload_ratio import transformer_ratio
 from pipeloom.schedules import registry
-from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.language import uplinks
 from pipeloom.simulator.simulate import simulate
 
 VOCABULARY = 50304
@@ -199,12 +199,15 @@ def simulated(
     message = 2 * context * model.hidden // ways
     sized = (replace(each, value=replace(each.value, shape=(message // 4,))) for each in stages.crossings)
     stages = replace(stages, crossings=tuple(sized))
-    times = registry.Times(
+    schedule = registry.build(
+        name,
+        stages,
+        placement,
+        model.batch,
         costs=costs,
         uplinks=uplinks.shared_uplinks(costs, ranks, 2),
         transfer_s=message / cluster.within_node.bandwidth_bytes_per_s,
     )
-    schedule = registry.build(name, stages, placement, model.batch, times=times)
     timeline = simulate(lower(schedule, stages), stages, costs, cluster)
     matmuls, attention, head = operations(model, context)
     whole = (model.layers - 2) * (3 * matmuls + 3 * attention) + 3 * head

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from random_problems import random_chain
 from search_shapes import TIMES, chain_of, problem
 
-from pipeloom.schedules.search.engines.library import fitting, library_order
+from pipeloom.schedules.search.library import fitting, library_order
 from pipeloom.schedules.search.search import SearchOptions, search_orders
 from pipeloom.schedules.search.search_schedule import prove_search
 

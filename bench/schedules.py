@@ -133,8 +133,8 @@ def shape_of(name: str, ranks: int, microbatches: int, args: argparse.Namespace)
 
 
 def ours(name: str, shape: dict[str, Any], args: argparse.Namespace) -> Callable[[], Rows]:
-    times = registry.Times(costs=shape["costs"], transfer_s=args.transfer)
-    return lambda: registry.build(name, shape["stages"], shape["placement"], shape["m"], times=times).rows
+    where = shape["stages"], shape["placement"], shape["m"]
+    return lambda: registry.build(name, *where, costs=shape["costs"], transfer_s=args.transfer).rows
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ def test_why_of_a_stage_on_several_ranks(tmp_path: Any) -> None:
     file = tmp_path / "wide.py"
     file.write_text(
         "from pipeloom.schedules.language.recipe import Recipe\n"
-        "from pipeloom.schedules.language.repeating import repeating\n"
-        "from pipeloom.schedules.library_entry import Entry\n"
+        "from pipeloom.schedules.language.patterns import repeating\n"
+        "from pipeloom.schedules.registry import Entry\n"
         "wide = Entry(recipe=lambda s: Recipe(rows=repeating(s, ['0F 1F 1B 0B', '2F 2B'])),\n"
         "             place='table', table=lambda ranks: (0, (0, 1)))\n"
     )

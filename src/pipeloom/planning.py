@@ -32,7 +32,7 @@ from .planner.registry import planner
 from .planner.request import PlanOptions
 from .planner.search_watch import SearchWatch
 from .profiler.roofline import roofline
-from .schedules.chunks import with_chunks
+from .schedules.registry import with_chunks
 from .settings import PlanSettings
 
 if TYPE_CHECKING:

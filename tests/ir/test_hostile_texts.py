@@ -16,7 +16,7 @@ from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.planner.piper_graphs import read_piper_graph
 from pipeloom.runtime.checkpoint.files import read_index
-from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.schedules.formats import parse_schedule
 
 NINES = "9" * 5000
 NESTED = "[" * 200_000

@@ -19,7 +19,7 @@ from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.weight_policy import Updates
 from pipeloom.runtime.transports.local_channel import local_channels
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build_steady
 
 STEPS = 7
 WIDTH = 6

@@ -22,8 +22,7 @@ from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.search_order import with_searched_order
 from pipeloom.planning import estimate
-from pipeloom.schedules.registry import build
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build, build_steady
 
 MICROBATCHES = 4
 TOLERANCE = 1e-12
