@@ -27,7 +27,7 @@ from pipeloom.lowering.passes import lower
 from pipeloom.planner.placement import stages_for
 from pipeloom.planner.plan_table import limits, plan_rows
 from pipeloom.schedules import registry
-from pipeloom.schedules.formats.csv import program_text
+from pipeloom.schedules.formats import program_text
 
 SKIPS, GPT = zoo.job("skips"), gpt_job()
 

@@ -31,7 +31,7 @@ from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.registry import planner
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
-from .schedules.chunks import with_chunks
+from .schedules.registry import with_chunks
 from .settings import PlanSettings
 
 if TYPE_CHECKING:

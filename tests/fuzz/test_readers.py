@@ -35,7 +35,7 @@ from pipeloom.ir.text import load_noun, save_noun
 from pipeloom.ranks import checkpoint_step
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
-from pipeloom.schedules.formats.csv import read_schedule
+from pipeloom.schedules.formats import read_schedule
 from pipeloom.train.config import Config, read_config, write_config
 from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.run_directory import Metrics, find_run, has_report

@@ -18,7 +18,7 @@ from pipeloom.ir.plan import load_plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.text import from_json, load_noun, to_json
-from pipeloom.schedules.formats.csv import parse_schedule, read_schedule
+from pipeloom.schedules.formats import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 

@@ -15,7 +15,7 @@ from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.runtime.checkpoint_files import read_index
-from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.schedules.formats import parse_schedule
 
 NINES = "9" * 5000
 NESTED = "[" * 200_000

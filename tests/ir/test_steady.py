@@ -13,7 +13,7 @@ from pipeloom.ir.steady import parse_steady, steady_step
 from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build_steady
 from pipeloom.simulator.simulate import simulate
 
 

@@ -22,8 +22,7 @@ from pipeloom.runtime.operations import OperationContext
 from pipeloom.runtime.rehearsal import Rehearsal
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.library_entry import Entry
-from pipeloom.schedules.registry import shape_of
+from pipeloom.schedules.registry import Entry, shape_of
 
 pytestmark = pytest.mark.usefixtures("quick_rehearsals")
 

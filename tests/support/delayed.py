@@ -19,7 +19,7 @@ from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.weights import Updates
 from pipeloom.runtime.channel import local_channels
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build_steady
 
 STEPS = 7
 WIDTH = 6

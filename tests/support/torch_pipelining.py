@@ -21,7 +21,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.connect import connect
 from pipeloom.schedules import registry
-from pipeloom.schedules.formats.csv import program_text, read_schedule, write_schedule
+from pipeloom.schedules.formats import program_text, read_schedule, write_schedule
 
 BLOCKS, WIDTH, CLASSES = 8, 6, 5
 

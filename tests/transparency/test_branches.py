@@ -21,8 +21,7 @@ from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import estimate
-from pipeloom.schedules.registry import build
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build, build_steady
 
 MICROBATCHES = 4
 TOLERANCE = 1e-12

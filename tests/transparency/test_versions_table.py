@@ -22,8 +22,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.rank import Rank, RankWork
-from pipeloom.schedules.registry import in_flight
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build_steady, in_flight
 from pipeloom.simulator.simulate import simulate
 
 TABLE = (

@@ -21,9 +21,9 @@ from ...ir.flow import dag
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
 from ...ir.text import enough_bytes
+from ..language.placements import spread
 from ..language.shape import Shape
-from ..placements import spread
-from .arrays import Units
+from .timing import Units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,18 @@ and only until it is certain that the step becomes too long.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
+
+from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
-from .arrays import EPS, TimingArrays, Units, draw, run_entry
-
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
+from .moments import COMPILED
+from .orders import Found, OrderCandidate, Round, fits, new_clock, timed
+from .problem import SearchProblem
+from .timing import EPS, TimingArrays, Units, draw, run_entry
 
 EVERY = 16
 """Entries between two snapshots."""
@@ -24,8 +28,8 @@ class RowsState(NamedTuple):
     there is one, what is free, used and held at most per rank and when it began, and the longest seconds so
     far.  cost: of now, of best."""
 
-    order: Ints
-    best: Ints
+    order: Longs
+    best: Longs
     known: Floats
     free: Floats
     used: Floats
@@ -124,7 +128,7 @@ def shift(s: RowsState, place: int, target: int) -> None:
 
 
 @kernel
-def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Ints, tries: int) -> int:
+def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Longs, tries: int) -> int:
     """Try so many moves. plan: the temperature at the start and at the end, a step that cannot be bettered.
     Returns: how many orders were timed."""
     heat, timed = plan[0], 0
@@ -159,3 +163,49 @@ def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Int
             if cost <= plan[2] * (1 + 1e-3) + EPS:
                 return timed
     return timed
+
+
+ENTRIES = 1_000_000
+"""Entries that a round may time; an order has as many as there are units times micro-batches."""
+
+PARTS = 2
+"""Annealings of a round, each from the best so far."""
+
+
+def anneal_best(task: Round) -> Iterator[Found]:
+    """Anneal the order that is best so far."""
+    problem, best = task.problem, task.best
+    tries = round(ENTRIES * task.effort / len(best.order) / PARTS)
+    for part in range(PARTS):
+        seed = np.array([1 + (task.seed * 6101 + part * 7907 + 5) % 2_000_000_011], np.int64)
+        order, tried = anneal(problem, best, seed, task.bound.seconds, tries)
+        found = timed(problem, order, "rows")
+        if found.cost_s < best.cost_s - 1e-9 and fits(found, problem.arrays.cap):
+            best = found
+        yield Found(candidate=best, evaluations=tried)
+
+
+def anneal(
+    problem: SearchProblem, start: OrderCandidate, seed: np.ndarray, bound_s: float, tries: int
+) -> tuple[np.ndarray, int]:
+    """The best order on the way, and how many were timed."""
+    t, clock, count = problem.arrays, new_clock(problem), len(start.order)
+    places = -(-count // EVERY)
+    state = RowsState(
+        order=start.order.copy(),
+        best=start.order.copy(),
+        known=start.ends.copy(),
+        free=np.zeros(places * problem.ranks),
+        used=np.zeros(places * problem.ranks),
+        peak=np.zeros(places * problem.ranks),
+        began=np.full(places * problem.ranks, -1.0 if problem.arrays.span else 0.0),
+        longest=np.zeros(places),
+        cost=np.zeros(2),
+    )
+    kernel = time_from.form(COMPILED)
+    state.cost[:] = kernel(t, clock, state, 0, float("inf"), True)
+    state.known[:] = clock.end
+    pace = max(problem.work)
+    plan = np.array([0.05 * pace, 0.001 * pace, bound_s])
+    tried = int(anneal_rows.form(COMPILED)(t, clock, state, plan, seed, tries))
+    return state.best, tried

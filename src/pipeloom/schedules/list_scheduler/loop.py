@@ -1,20 +1,13 @@
-"""The inner loop of the list scheduler: numbers and arrays only, so that it runs compiled where that pays.
+"""The loop of the list scheduler: numbers and arrays only, so that it runs compiled where that pays.
 
-`engine` writes the tables and reads what happened. A place in a two-dimensional table of streams and
-micro-batches is `stream * size + micro-batch`.
+A place in a two-dimensional table of streams and micro-batches is `stream * size + micro-batch`.
 """
 
 from __future__ import annotations
 
+from ...ir.heap import pop, push
 from ...ir.kernels import kernel
-from .event_heap import push, wake
-from .loop_tables import SchedulerState, Tables
-from .problem import EPS
-
-ALL: int = 0
-WARM: int = 1
-NONE: int = 2
-"""Codes of `Task.early`."""
+from .tables import EPS, NONE, WARM, SchedulerState, Tables
 
 NOTHING, FILLABLE = -1, -2
 """`choose` found nothing to run; or nothing but a filler for which it was not asked."""
@@ -139,7 +132,7 @@ def choose(t: Tables, s: SchedulerState, rank: int, now: float, fill: bool) -> i
             return best
     if filler < 0 or filler_ready > late:
         if meet < float("inf"):
-            push(s, meet, rank)
+            push(s.event, s.event_rank, s.events, meet, rank)
         return NOTHING
     room = t.seconds[filler] * (1 - t.overlap[0 if s.unopened[rank] > 0 else 1])
     if fill and (full or soon >= now + room - EPS):
@@ -147,7 +140,7 @@ def choose(t: Tables, s: SchedulerState, rank: int, now: float, fill: bool) -> i
     if fill and t.level and s.idle[rank] + soon - s.free[rank] > s.idle[len(s.free)] + EPS:
         return filler
     if fill and meet < float("inf"):
-        push(s, meet, rank)
+        push(s.event, s.event_rank, s.events, meet, rank)
     return FILLABLE
 
 
@@ -187,7 +180,7 @@ def begin(t: Tables, s: SchedulerState, index: int, now: float, end: float, free
             s.head[rank] += 1
     s.next[index] += 1
     look(t, s, index)
-    push(s, free, rank)
+    push(s.event, s.event_rank, s.events, free, rank)
     for at in range(t.feeds_at[index], t.feeds_at[index + 1]):
         user = t.feeds[at]
         fed = user * t.size + b
@@ -230,14 +223,30 @@ def announce(t: Tables, s: SchedulerState, user: int, b: int, now: float) -> Non
         s.ready[user] = seen
     # A rank that is busy until then looks around by itself when it is free.
     if seen > s.free[rank] or seen <= now + EPS:
-        push(s, seen, rank)
+        push(s.event, s.event_rank, s.events, seen, rank)
+
+
+@kernel
+def wake(s: SchedulerState) -> tuple[float, int]:
+    """The time, and how many free ranks look around then: the first so many of `s.woken`."""
+    now, count = s.event[0], 0
+    while s.events[0] > 0 and s.event[0] <= now + EPS:
+        now = max(now, s.event[0])
+        rank = pop(s.event, s.event_rank, s.events)
+        if s.free[rank] <= now + EPS and not s.marked[rank]:
+            s.woken[count] = rank
+            s.marked[rank] = True
+            count += 1
+    for i in range(count):
+        s.marked[s.woken[i]] = False
+    return now, count
 
 
 @kernel
 def order_all(t: Tables, s: SchedulerState, ranks: int) -> int:
     """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
     for rank in range(ranks):
-        push(s, 0.0, rank)
+        push(s.event, s.event_rank, s.events, 0.0, rank)
     while s.events[0] > 0:
         now, count = wake(s)
         for fill in range(2):  # fillers only once all ranks have begun what they can

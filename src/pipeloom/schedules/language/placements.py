@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ..ir.errors import ScheduleError
-from ..ir.graph import Value
-from ..ir.stages import Crossing, StageGraph, replicate as replicate
+from ...ir.errors import ScheduleError
+from ...ir.graph import Value
+from ...ir.stages import Crossing, StageGraph, replicate as replicate
 
 RankTable: TypeAlias = Sequence[int | tuple[int, ...]]
 """Per stage its rank, or the ranks that it spans."""

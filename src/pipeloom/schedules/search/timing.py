@@ -7,17 +7,10 @@ needs can never block, and gives the times that the simulator gives for its rows
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from ...ir.columns import Bools, Floats, Longs
 from ...ir.kernels import kernel
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints: TypeAlias = NDArray[np.int64]
-    Floats: TypeAlias = NDArray[np.float64]
-    Bools: TypeAlias = NDArray[np.bool_]
 
 EPS = 1e-9
 
@@ -31,12 +24,12 @@ class Units(NamedTuple):
     microbatches: int
     seconds: Floats
     memory: Floats
-    kind: Ints
-    stage: Ints
-    on_at: Ints
-    on: Ints
-    need_at: Ints
-    need: Ints
+    kind: Longs
+    stage: Longs
+    on_at: Longs
+    on: Longs
+    need_at: Longs
+    need: Longs
     delay: Floats
     meet: Bools
     tail: Floats
@@ -89,7 +82,7 @@ def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
 
 
 @kernel
-def run_order(t: Units, c: TimingArrays, order: Ints) -> float:
+def run_order(t: Units, c: TimingArrays, order: Longs) -> float:
     """Run an order. Returns: the seconds that are to be few, of the step or of the longest span; ends and
     peaks are in `c`."""
     reset(t, c)
@@ -120,7 +113,7 @@ def rest(c: TimingArrays) -> float:
 
 
 @kernel
-def draw(seed: Ints) -> float:
+def draw(seed: Longs) -> float:
     """A number from 0 to 1, the same sequence compiled or not. Source: MINSTD, Park and Miller, 1988."""
     seed[0] = seed[0] * 48271 % 2147483647
     drawn: float = seed[0] / 2147483647

@@ -1,10 +1,4 @@
-"""Clock cycles: the common way to write a family of schedules for any DAG of stages and any placement.
-
-A family gives every action a clock time; a rank runs its actions by the clock. No rank can ever wait for
-ever if along every dependency between ranks the clock goes up, and along every dependency within a rank it
-does not go down: all actions sorted by (clock, place in the stage graph) then form one order that every row
-follows. Distances between stages therefore count only the edges that change the rank.
-"""
+"""Schedules by clock cycles, for any DAG of stages and any placement: forward_only, gpipe and 1f1b."""
 
 from __future__ import annotations
 
@@ -14,7 +8,8 @@ import numpy as np
 
 from ...ir.action import Action
 from ...ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
-from ...ir.flow import Flow
+from ...ir.flow import Flow, flow_of
+from ...ir.stages import StageGraph
 
 
 def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
@@ -80,3 +75,36 @@ def rows_by_clock(
     kinds, stages_of, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
     offsets = np.concatenate(([0], np.cumsum([len(kind) for kind, _, _ in parts])))
     return Rows(compute_columns(kinds, stages_of, numbers, offsets))
+
+
+def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+    """Stage s, at distance d from the start, runs the forward of micro-batch i at clock i + d."""
+    flow = flow_of(stages)
+    start = distance_from_start(flow, placement)
+    return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])
+
+
+def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+    """Forwards by distance from the start, as in `forward_only`; then backwards by distance from the end."""
+    flow = flow_of(stages)
+    start = distance_from_start(flow, placement)
+    end = distance_to_end(flow, placement)
+    turn = microbatches + max(start.values())
+    each = range(len(placement))
+    forward, backward = [start[s] for s in each], [turn + end[s] for s in each]
+    return rows_by_clock(flow, placement, microbatches, forward=forward, backward=backward)
+
+
+def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+    """The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
+
+    A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
+    A stage whose values never reach the loss, such as one that only updates buffers, has its d from what
+    reads it.
+    """
+    flow = flow_of(stages)
+    ahead = distance_to_end(flow, placement)
+    steps = [ahead[s] for s in range(len(placement))]
+    return rows_by_clock(
+        flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
+    )

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
-from ...ir.action import B, F
+from ...checks.schedules import check
+from ...ir.action import Action, B, F
+from ...ir.columns import columns_of
 from ...ir.errors import DeadlockError, ScheduleError
+from ...ir.operation import Operation
+from ...ir.schedule import Schedule
 from ..language.recipe import Recipe
+from ..language.row_times import row_times
 from ..language.shape import Shape
-from .engine import run
-from .insert_operations import insert_operations
-from .posted_receives import step_with_posted_receives
-from .problem import EPS, ScheduledRecipe
-from .recipe_problem import make_problem
+from .engine import Outcome, ScheduledRecipe, run
 from .stretch import stretched
+from .tables import EPS, tables_of
 
 TRIED = 3
 """Recipes that are tried on all micro-batches, of those that are best on few."""
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
+Near = dict[Action, list[Action]]
 
 
 def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
@@ -35,12 +40,12 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
 
 def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
     """The same, or None once it is certain that the step takes longer than `within_s`."""
-    task, beside = make_problem(shape, recipe)
-    outcome = run(task, within_s)
+    problem = tables_of(shape, recipe)
+    outcome = run(problem, within_s)
     if outcome is None:
         return None
-    if beside:
-        outcome = replace(outcome, rows=insert_operations(shape, outcome, beside))
+    if problem.beside:
+        outcome = replace(outcome, rows=insert_operations(shape, outcome, problem.beside))
     return ScheduledRecipe(recipe=recipe, outcome=outcome)
 
 
@@ -145,15 +150,34 @@ def _first(shape: Shape, scheduled: Sequence[ScheduledRecipe], *, posted: bool) 
         for one in sorted(scheduled, key=lambda one: cost[id(one)]):
             if cost[id(one)][0] > least * (1 + _slack(shape)) + EPS:
                 break
-            task, _ = make_problem(shape, one.recipe)
-            seconds = step_with_posted_receives(task, one.outcome)
-            if seconds is not None:
-                step_s, span_s = (round(each, 9) for each in seconds)
-                cost[id(one)] = (step_s, span_s) if _by_step(shape) else (span_s, step_s)
+            if seconds := simulated_cost(shape, one):
+                cost[id(one)] = seconds if _by_step(shape) else seconds[::-1]
             close.append(one)
             least = min(least, cost[id(one)][0])
     least = min(cost[id(one)][0] for one in close) * (1 + _slack(shape)) + EPS
     return min((one for one in close if cost[id(one)][0] <= least), key=lambda one: cost[id(one)][::-1])
+
+
+def simulated_cost(shape: Shape, scheduled: ScheduledRecipe) -> tuple[float, float] | None:
+    """The cost of a scheduled recipe by the simulator: the list scheduler hands a message over as soon as its
+    link is free, however far ahead of its user, but ranks have few receives posted.
+
+        rank 0   |0F0|0F1|0F2|0F3|              0F2's message may move only when that of 0F0 has been taken,
+        rank 1         busy        |1F0|1F1|    with two receives posted ahead
+
+    None where both say the same, as no message takes time, or where rows have pairs, stages on several ranks,
+    or operations next to their anchors.
+    """
+    outcome, recipe = scheduled.outcome, scheduled.recipe
+    beside = {operation.kind for operation in recipe.insert} - set(recipe.fill)
+    late = any(shape.delay_s(a, b) > 0 for a, b in shape.stages.between)
+    if not late or outcome.pairs or shape.flow.shards or beside:
+        return None
+    columns = columns_of(outcome.rows)
+    begin, end = row_times(columns, shape)
+    rows = [slice(low, high) for low, high in pairwise(columns.offsets.tolist()) if low < high]
+    span_s = max(float(end[row][-1] - begin[row][0]) for row in rows)
+    return round(float(end.max()), 9), round(span_s, 9)
 
 
 def _by_step(shape: Shape) -> bool:
@@ -183,3 +207,98 @@ def lower_bound_s(shape: Shape) -> float:
         min(start[s] for s in stages) + shape.microbatches * busy[r]
         for r, stages in enumerate(shape.rank_stages)
     )
+
+
+def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[Recipe]:
+    """The order that a family gives for equal times, with W in its place and with W where it fits; nothing
+    where the times are equal. It holds as much: what a rank holds follows from the order of its row."""
+    if s.even:
+        return []
+    one = [
+        replace(cost, forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, backward_s=2.0) for cost in s.costs
+    ]
+    made = fastest(replace(s, costs=tuple(one), transfer_s=lambda source, target: 0.0), family)
+    fixed = replace(
+        made.recipe,
+        rows=made.outcome.rows,
+        clock=None,
+        priority=None,
+        fill="",
+        drain="",
+        early="all",
+        patience=0.0,
+        overlap=0.0,
+    )
+    return [fixed, replace(fixed, fill="W"), replace(fixed, fill="W", overlap=1.0)]
+
+
+def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:
+    """The schedule that a recipe gives, or the fastest of several, checked.
+
+    Raises: DeadlockError if its limits block; ScheduleError if it breaks a rule.
+
+    >>> from pipeloom.ir.action import B
+    >>> from pipeloom.schedules.registry import shape_of
+    >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))
+    0F0 0F1 0B0 0B1
+    """
+    scheduled = best(shape, recipes)
+    schedule = Schedule(
+        name=name,
+        microbatches=shape.microbatches,
+        placement=shape.placement,
+        rows=scheduled.outcome.rows,
+        slices=scheduled.recipe.slices,
+        pairs=scheduled.outcome.pairs,
+    )
+    check(schedule, shape.stages)
+    return schedule
+
+
+def insert_operations(
+    shape: Shape, outcome: Outcome, operations: Sequence[Operation]
+) -> tuple[tuple[Action, ...], ...]:
+    """The rows with each operation right after or before its anchor, or `ahead` anchors earlier.
+
+    A pair stays together: what belongs between its two actions goes in front of it or behind it.
+    """
+    second = dict(outcome.pairs)
+    return tuple(_row(shape, rank, row, operations, second) for rank, row in enumerate(outcome.rows))
+
+
+def _row(
+    shape: Shape,
+    rank: int,
+    row: Sequence[Action],
+    operations: Sequence[Operation],
+    second: dict[Action, Action],
+) -> tuple[Action, ...]:
+    front: Near = defaultdict(list)
+    behind: Near = defaultdict(list)
+    for operation in operations:
+        for stage in shape.rank_stages[rank]:
+            anchors = [a for a in row if a.stage == stage and operation.stands_at(a.kind)]
+            for at, anchor in enumerate(anchors):
+                if not operation.runs(stage, rank, anchor.microbatch):
+                    continue
+                action = Action(stage, operation.kind, anchor.microbatch)
+                if operation.after is not None:
+                    behind[anchor].append(action)
+                else:
+                    front[anchors[max(0, at - operation.ahead)]].append(action)
+    actions: list[Action] = []
+    late: list[Action] = []
+    partner = None
+    for action in row:
+        if action == partner:
+            actions += [action, *late, *behind[action]]
+            late, partner = [], None
+            continue
+        actions += front[action]
+        partner = second.get(action)
+        if partner is None:
+            actions += [action, *behind[action]]
+        else:
+            actions += [*front[partner], action]
+            late = behind[action]
+    return tuple(actions)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from ....ir.action import Action, B, F, I, Kind, W
-from ....ir.errors import ScheduleError
-from ....ir.schedule import Schedule
-from ...placements import both_ways, loop, wave
-from ...registry import FAMILIES, Times, build, entry
-from ..candidate import OrderCandidate, fits, timed
-from ..engine import Found, Round
-from ..merge_kernel import Merge, merge
-from ..problem import SearchProblem
+from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.columns import Bools, Longs
+from ...ir.errors import ScheduleError
+from ...ir.kernels import kernel
+from ...ir.schedule import Schedule
+from ..language.placements import both_ways, loop, wave
+from ..registry import FAMILIES, build, entry
+from .orders import Found, OrderCandidate, Round, fits, timed
+from .problem import SearchProblem
+from .timing import Units
 
 LARGE = 3000
 """Actions of a step from which a schedule is built once, and only where it is meant to run."""
@@ -24,7 +26,7 @@ PAIRED = ("dualpipe", "dualpipev")
 """Made of pairs, which a search has not: their orders are timed slowly."""
 
 
-def run(task: Round) -> Iterator[Found]:
+def library_orders(task: Round) -> Iterator[Found]:
     """Build them one by one, within the limits of the round; without limits if there are none."""
     if not task.problem.caps:
         for name in fitting(task.problem):
@@ -107,14 +109,17 @@ def _built(problem: SearchProblem, name: str, *, limited: bool) -> OrderCandidat
 def _schedule(problem: SearchProblem, name: str, *, limited: bool) -> Schedule | None:
     graph, placement = problem.placed
     shape = problem.shape
-    times = Times(
-        costs=shape.costs,
-        transfer_s=shape.transfer_s,
-        limit_bytes=shape.limit_bytes if limited else None,
-        shortest=problem.shortest,
-    )
     try:
-        return build(name, graph, placement, problem.microbatches, times=times)
+        return build(
+            name,
+            graph,
+            placement,
+            problem.microbatches,
+            costs=shape.costs,
+            transfer_s=shape.transfer_s,
+            limit_bytes=shape.limit_bytes if limited else None,
+            shortest=problem.shortest,
+        )
     except ScheduleError:
         return None
 
@@ -168,3 +173,51 @@ def _begins(problem: SearchProblem, rank: int) -> dict[tuple[int, Kind], list[in
                 own = [(u, *(o for o in behind.get(u, ()) if rank in units[o].ranks)) for u in known]
                 found[placed, kind] = [u * m for part in own for u in part]
     return found
+
+
+class Merge(NamedTuple):
+    """rows: entries of all ranks, those of rank r from `first[r]` on.  at: how many of each are done.  done:
+    per entry.  order: what is written."""
+
+    rows: Longs
+    first: Longs
+    at: Longs
+    done: Bools
+    order: Longs
+
+
+@kernel
+def may_go(t: Units, s: Merge, entry: int) -> bool:
+    """Whether an entry stands at the front of all its ranks, and what it needs is done."""
+    m = t.microbatches
+    u = entry // m
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        place = s.first[t.on[at]] + s.at[t.on[at]]
+        if place >= s.first[t.on[at] + 1] or s.rows[place] != entry:
+            return False
+    for at in range(t.need_at[u], t.need_at[u + 1]):
+        if not s.done[t.need[at] * m + entry % m]:
+            return False
+    return True
+
+
+@kernel
+def merge(t: Units, s: Merge) -> int:
+    """Write an order in which nothing stands before what it needs. Returns: how many entries it has, fewer
+    than there are if the rows block each other."""
+    count, moved = 0, True
+    while moved:
+        moved = False
+        for rank in range(len(s.at)):
+            while s.first[rank] + s.at[rank] < s.first[rank + 1]:
+                entry = s.rows[s.first[rank] + s.at[rank]]
+                if not may_go(t, s, entry):
+                    break
+                s.done[entry] = True
+                s.order[count] = entry
+                count += 1
+                u = entry // t.microbatches
+                for at in range(t.on_at[u], t.on_at[u + 1]):
+                    s.at[t.on[at]] += 1
+                moved = True
+    return count

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...ir.costs import StageCost
-
-Floats = NDArray[np.float64]
 
 USUAL_K = 0.75
 """The ratio k where nothing is known of links: see `with_copies`."""
@@ -22,6 +17,13 @@ class Uplinks:
 
     of_rank: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    def hold_up(self, costs: Sequence[StageCost]) -> bool:
+        """Whether a copy may wait for more than the copies of its own rank."""
+        return len(set(self.of_rank)) < len(self.of_rank) or any(
+            not cost.offload_s == cost.reload_s == seconds
+            for cost, seconds in zip(costs, self.seconds, strict=True)
+        )
 
 
 def shared_uplinks(costs: Sequence[StageCost], ranks: int, each: int = 1) -> Uplinks:

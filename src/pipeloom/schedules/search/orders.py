@@ -1,17 +1,17 @@
-"""Candidates: orders that engines find, and what they are compared by."""
+"""Orders that engines find, what they are compared by, and what engines are given and give back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
 
-from .arrays import TimingArrays, run_order
+from ...ir.columns import Floats, Longs
+from .bounds import Bound
 from .problem import SearchProblem
-
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
+from .timing import TimingArrays, run_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class OrderCandidate:
     engine: who found it.  repeating: the moments that it follows, if it does.
     """
 
-    order: Ints = field(repr=False)
+    order: Longs = field(repr=False)
     step_s: float
     cost_s: float
     peaks: tuple[float, ...]
@@ -52,7 +52,7 @@ def new_clock(problem: SearchProblem) -> TimingArrays:
 
 
 def timed(
-    problem: SearchProblem, order: Ints, engine: str, repeating: Repeating | None = None
+    problem: SearchProblem, order: Longs, engine: str, repeating: Repeating | None = None
 ) -> OrderCandidate:
     """An order with its times."""
     clock = new_clock(problem)
@@ -82,3 +82,34 @@ def one_by_one(problem: SearchProblem) -> OrderCandidate:
         u * m + b for own in problem.parts for b in range(m) for u in units if problem.units[u].stage in own
     ]
     return timed(problem, np.array(order, np.int64), "one by one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """problem: with the limits of this round.  best: what is known and keeps to them.  repeating: the best
+    that repeats, if it has `repeating`.  bound: of this problem.  seed: of random moves.  effort: by which
+    orders that are tried are multiplied.  without_limits: by name the schedules of the library as they are
+    without limits."""
+
+    problem: SearchProblem
+    best: OrderCandidate
+    repeating: OrderCandidate
+    bound: Bound
+    seed: int
+    effort: float
+    without_limits: Mapping[str, OrderCandidate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A candidate, if there is one that keeps to the limits, how many orders were timed for it, and what it
+    proves."""
+
+    candidate: OrderCandidate | None
+    evaluations: int
+    bound: Bound | None = None
+
+
+Engine: TypeAlias = Callable[[Round], Iterator[Found]]
+"""Yields after every part of its work, a few hundredths of a second: between two of them the search may
+end."""

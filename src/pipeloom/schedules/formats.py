@@ -1,14 +1,7 @@
-"""Schedules as the CSV files of torch.distributed.pipelining: one row per rank, one action per cell.
+"""Schedules as text files: one row per rank, as `str(schedule)` prints them.
 
-    compute_only     0F0,0F1,0I0,0W0        full backwards are B
-    compute_comms    the same with 0SEND_F0, 1RECV_F0, 1SEND_B0, 0RECV_B0, each next to what it serves,
-                     and 0REDUCE_GRAD behind the last backward of a stage
-
-A transfer there names only its own stage, since the stages of that runtime form a chain: the other end of
-SEND_F is the next stage, of SEND_B the one before. Cells may be empty where a rank idles. The reader is
-strict: what it does not know it refuses, with the row and the cell. It passes over what torch adds for
-sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD). A pair of F and B is one cell, (0F5;0B3)OVERLAP_F_B.
-Copies to the host, which torch does not know, are written like any action: 0OFFLOAD3, 0AWAIT3, 0RELOAD3.
+0F0 0F1 0F2&0B0 0B1 0B2         blanks between actions, & between the two of a pair
+1F0 1B0 1COMPRESS0 1F1 1B1      kinds that a user declared are written like built-in ones
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...ir.action import (
+from ..ir.action import (
     KINDS,
     RECV_B,
     RECV_F,
@@ -31,6 +24,7 @@ from ...ir.action import (
     Action,
     B,
     F,
+    I,
     Instruction,
     Kind,
     StageAction,
@@ -38,11 +32,105 @@ from ...ir.action import (
     W,
     shown,
 )
-from ...ir.columns import Columns, Rows
-from ...ir.errors import ScheduleError
-from ...ir.schedule import Pair, Program, Schedule
-from .plain import parse_plain
-from .text import from_rows, parse_text
+from ..ir.columns import CODE, Columns, Rows, compute_columns
+from ..ir.errors import ScheduleError
+from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
+
+
+def parse_text(text: str, *, name: str = "text") -> Schedule:
+    """Read rows of actions; the rank of a stage is the row that it stands in. Empty lines are passed over.
+
+    Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows.
+
+    >>> parse_text("0F0 0B0\\n1F0 1B0\\n").placement
+    (0, 1)
+    """
+    lines = tuple(line for line in text.splitlines() if line.strip())
+    rows: list[tuple[Action, ...]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += parse_rows((line,))
+        except ScheduleError as error:
+            raise ScheduleError(f"row {number}: {error.message}", hint=error.hint) from None
+    return from_rows(rows, parse_pairs(lines), name=name)
+
+
+def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: str) -> Schedule:
+    """The schedule that has these rows, with as many stages and micro-batches as they name.
+
+    Raises: ScheduleError if there is none, or a stage stands in two rows or in none.
+    """
+    home: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if home.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {action.stage} stands in the rows of ranks {home[action.stage]} and {rank}",
+                    hint="give each stage one rank",
+                )
+    if not home:
+        raise ScheduleError("there is no action in it", hint="write one row per rank, one action per cell")
+    if sorted(home) != list(range(len(home))):
+        raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
+    return Schedule(
+        name=name,
+        microbatches=1 + max(action.microbatch for row in rows for action in row),
+        placement=tuple(home[s] for s in range(len(home))),
+        rows=tuple(map(tuple, rows)),
+        pairs=tuple(pairs),
+    )
+
+
+_PLAIN = (F, B, I, W)
+_ROW = re.compile("[0-9]{1,9}[FBIW][0-9]{1,9}(?:,[0-9]{1,9}[FBIW][0-9]{1,9})*")
+_TO_BLANKS = str.maketrans(dict.fromkeys("FBIW,", " "))
+
+_CODES = np.zeros(256, np.int16)
+for _kind in _PLAIN:
+    _CODES[ord(_kind)] = CODE[_kind]
+
+
+def parse_plain(text: str, *, name: str) -> Schedule | None:
+    """The schedule of a text of plain rows, cells separated by commas; None if it is another text.
+
+    >>> str(parse_plain("0F0,0B0\\n1F0,1B0\\n", name=""))
+    '0F0 0B0\\n1F0 1B0'
+    >>> parse_plain("0F0,,0B0", name=""), parse_plain("1F0,1B0", name="")
+    (None, None)
+    """
+    lines = text.removesuffix("\n").split("\n")
+    if not all(map(_ROW.fullmatch, lines)):
+        return None
+    numbers = [np.fromstring(line.translate(_TO_BLANKS), np.int32, sep=" ").reshape(-1, 2) for line in lines]
+    letters = np.frombuffer(text.encode("ascii"), np.uint8)
+    stage, microbatch = np.concatenate(numbers).T
+    counts = [len(row) for row in numbers]
+    columns = compute_columns(
+        _CODES[letters[letters >= ord("A")]],
+        np.ascontiguousarray(stage),
+        np.ascontiguousarray(microbatch),
+        np.concatenate(([0], np.cumsum(counts))),
+    )
+    placement = _placement(columns, counts)
+    if placement is None:
+        return None
+    return Schedule(
+        name=name,
+        microbatches=1 + int(columns.microbatch.max()),
+        placement=placement,
+        rows=Rows(columns),
+    )
+
+
+def _placement(columns: Columns, counts: list[int]) -> tuple[int, ...] | None:
+    """The rank of each stage; None unless each of them, from 0 without gaps, is in one row."""
+    ranks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    pairs = np.unique(columns.stage * np.int64(len(counts)) + ranks)
+    stages, homes = pairs // len(counts), pairs % len(counts)
+    if not np.array_equal(stages, np.arange(len(stages))):
+        return None
+    return tuple(homes.tolist())
+
 
 _KINDS = tuple(kind for kind, row in KINDS.items() if row.csv)
 _CELL = re.compile(rf"([0-9]{{1,9}})({'|'.join(_KINDS)})([0-9]{{1,9}})")
