@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
+import commands
 import pytest
 import runs
 
@@ -38,7 +40,13 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands run; see `commands.prepare`."""
+    return commands.prepare(tmp_path, monkeypatch)
+
+
+@pytest.fixture
 def quick_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that predict a step, and do not look at its times."""
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibrate.ECHOES", 3)

@@ -6,14 +6,12 @@ Linux only: ranks are found in /proc.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,61 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
-from pipeloom.clusters.names import cpu_cluster
-from pipeloom.planning import plan
-from pipeloom.train.config import read_config
-from pipeloom.train.workload import gpt_workload
+from tiny_run import TRAIN, losses, prepare
 
 RANKS = 2
 STEPS = 8
-CONFIG = f"""
-name = "tiny"
-steps = {STEPS}
-validate_every = 4
-validation_batches = 1
-checkpoint_every = 2
-rehearsals = 0
-[model]
-layers = 2
-width = 16
-heads = 2
-context = 16
-dropout = 0.1
-[pipeline]
-plan = "plan.json"
-"""
-TRAIN = [sys.executable, "-m", "pipeloom", "train"]
 KILLS = 10
 IN_TIME_S = 600.0
 """A guard against a hang: without load it is some seconds, beside other jobs minutes."""
 
 
+def folder_for(weights: str, made: Path, width: int = 1) -> Path:
+    settings = {"steps": STEPS, "validate_every": 4, "rehearsals": 0}
+    return prepare(made, settings, replicas=width, microbatches=3 * width, weights=weights, clips=True)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config and a plan from estimates, so that nothing has to be measured."""
     return folder_for("flush", tmp_path_factory.mktemp("kills"))
-
-
-def folder_for(weights: str, made: Path, width: int = 1) -> Path:
-    (made / "config.toml").write_text(CONFIG)
-    job = gpt_workload(read_config(made / "config.toml")).job
-    plan(
-        job,
-        ranks=RANKS,
-        replicas=width,
-        microbatches=3 * width,
-        microbatch_size=1,
-        weights=weights,
-        clips=True,
-        cluster=cpu_cluster(RANKS * width),
-    ).save(made / "plan.json")
-    return made
-
-
-def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def pid_of_rank(launcher: int, rank: int) -> int | None:

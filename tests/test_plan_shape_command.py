@@ -3,125 +3,59 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import bad, figures, good, run
 
-from pipeloom import plan_request, planning, shapes
-from pipeloom.cli import main
+from pipeloom import planning, shapes
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.planner.shape_search import (
-    Affine,
-    BlockCosts,
-    PieceCost,
-    PipelineShape,
-    block_costs,
-    memory,
-    throughput,
-)
-from pipeloom.tracer import job_loader
-
-JOB = """
-import torch
-from torch import nn
-from pipeloom import Job
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 64)
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.head = nn.Linear(64, 32)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
-
-def job(repeats=True):
-    return Job(
-        name="tiny",
-        model=Net if repeats else lambda: nn.Linear(8, 8),
-        batch=lambda seed, size: {"x" if repeats else "input": torch.zeros(size, 8)},
-        loss=lambda outputs, batch: outputs.mean(),
-    )
-
-def plain():
-    return job(repeats=False)
-"""
+from pipeloom.planner.shape_search import Affine, PipelineShape, block_costs, memory, throughput
+from pipeloom.tracer.job import load_job
 
 CLUSTER = "4 x v100-16 with 600KiB"
-AUTO = ["plan", "shape_job.py:job", "--ranks", "auto", "--cluster", CLUSTER, "--global-batch", "32"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "shape_job.py").write_text(JOB)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "shape_job", raising=False)
-    return tmp_path
-
-
-def run(*words: str) -> Result:
-    result = CliRunner().invoke(main, words)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def models(name: str = "job") -> tuple[plan_request.CapturedModel, plan_request.CapturedModel]:
-    job, cluster = job_loader.load_job(f"shape_job.py:{name}"), find_cluster(CLUSTER)
-    return planning.captured_model(job, 2, cluster), planning.captured_model(job, 8, cluster)
+BY_CLUSTER = ("plan", "mine.py:blocks", "--cluster", CLUSTER, "--global-batch", "32")
+AUTO = (*BY_CLUSTER, "--ranks", "auto")
 
 
 @pytest.mark.slow
 def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> None:
-    figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
-    names = ("width", "depth", "microbatch_size", "recompute")
-    shape = PipelineShape(**{name: figures[name] for name in names})
-    job = job_loader.load_job("shape_job.py:job")
-    request = planning.make_request(
-        job, ranks=1, weights="2bw", cluster=find_cluster(CLUSTER), global_batch=32
-    )
-    asked = shapes.shape_request(request, job)
-    assert figures["rows_per_s"] == pytest.approx(throughput(asked, shape))
-    assert figures["peak_bytes"] == round(memory(asked, shape)) <= asked.cap_bytes
-    assert figures["microbatches"] == 32 // (shape.width * shape.microbatch_size) >= shape.depth
-    assert all(other["rows_per_s"] <= figures["rows_per_s"] for other in figures["next"])
-    table = run(*AUTO, "--closed-form").stdout
+    best = figures(*AUTO, "--closed-form", "--weights", "2bw")
+    shape = PipelineShape(**{name: best[name] for name in ("width", "depth", "microbatch_size", "recompute")})
+    job = load_job("mine.py:blocks")
+    how = {"ranks": 1, "weights": "2bw", "cluster": find_cluster(CLUSTER), "global_batch": 32}
+    asked = shapes.shape_request(planning.make_request(job, **how), job)
+    assert best["rows_per_s"] == pytest.approx(throughput(asked, shape))
+    assert best["peak_bytes"] == round(memory(asked, shape)) <= asked.cap_bytes
+    assert best["microbatches"] == 32 // (shape.width * shape.microbatch_size) >= shape.depth
+    assert all(other["rows_per_s"] <= best["rows_per_s"] for other in best["next"])
+    table = good(*AUTO, "--closed-form")
     assert "micro-batches" in table and "shapes fit, by formulas; chosen:" in table
 
 
 @pytest.mark.slow
 def test_a_model_is_its_front_its_blocks_and_its_rear(folder: Path) -> None:
     """At a size that was not captured, its pieces add up to what the whole is there."""
-    first, second = models()
-    costs = block_costs(first, second, find_cluster(CLUSTER))
-    whole = planning.captured_model(job_loader.load_job("shape_job.py:job"), 5, find_cluster(CLUSTER))
+    job, cluster = load_job("mine.py:blocks"), find_cluster(CLUSTER)
+    first, second, whole = (planning.captured_model(job, size, cluster) for size in (2, 8, 5))
+    costs = block_costs(first, second, cluster)
     (profile,) = whole.profiles.values()
+
+    def at_five(figure: Affine) -> float:
+        return figure.constant + figure.per_row * 5
+
+    def total(figure: str) -> float:
+        front, block, rear = (at_five(getattr(p, figure)) for p in (costs.front, costs.block, costs.rear))
+        return front + costs.blocks * block + rear
+
     assert costs.blocks == 4
     assert costs.block.parameter_bytes == 4 * (64 * 64 + 64)
     assert costs.front.parameter_bytes == 4 * (8 * 64 + 64)
     assert costs.rear.trained_bytes == 4 * (64 * 32 + 32)
-    assert total(costs, "forward_s", 5) == pytest.approx(sum(c.forward_s for c in profile.costs.values()))
-    assert total(costs, "backward_s", 5) == pytest.approx(sum(c.backward_s for c in profile.costs.values()))
-    assert value(costs.input_bytes, 5) == 5 * 64 * 4 and value(costs.batch_bytes, 5) == 5 * 8 * 4
-
-
-def total(costs: BlockCosts, figure: str, rows: int) -> float:
-    def of(piece: PieceCost) -> float:
-        return value(getattr(piece, figure), rows)
-
-    return of(costs.front) + costs.blocks * of(costs.block) + of(costs.rear)
-
-
-def value(figure: Affine, rows: int) -> float:
-    return figure.constant + figure.per_row * rows
+    for figure in ("forward_s", "backward_s"):
+        assert total(figure) == pytest.approx(sum(getattr(c, figure) for c in profile.costs.values()))
+    assert at_five(costs.input_bytes) == 5 * 64 * 4 and at_five(costs.batch_bytes) == 5 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -137,49 +71,37 @@ def value(figure: Affine, rows: int) -> float:
     ],
 )
 def test_what_it_refuses(folder: Path, more: list[str], status: int, said: str) -> None:
-    result = run(*AUTO, "--closed-form", *more)
-    assert (result.exit_code, said in result.stderr, result.stdout) == (status, True, "")
+    assert said in bad(status, *AUTO, "--closed-form", *more)
 
 
 def test_it_needs_devices_a_batch_and_layers(folder: Path) -> None:
-    assert "without --cluster" in run("plan", "shape_job.py:job", "--ranks", "auto", "--closed-form").stderr
-    no_batch = run(*AUTO[:-2], "--closed-form")
-    assert no_batch.exit_code == 2 and "without --global-batch" in no_batch.stderr
-    assert "add it: --ranks auto" in run("plan", "shape_job.py:job", "--closed-form").stderr
-    words = ["plan", "shape_job.py:plain", *AUTO[2:], "--closed-form"]
-    assert "no repeated layers, which the closed form is for" in run(*words).stderr
+    auto = ("--ranks", "auto", "--closed-form")
+    assert "without --cluster" in bad(2, "plan", "mine.py:blocks", *auto)
+    assert "without --global-batch" in bad(2, *BY_CLUSTER[:-2], *auto)
+    assert "add it: --ranks auto" in bad(2, "plan", "mine.py:blocks", "--closed-form")
+    assert "no repeated layers" in bad(1, "plan", "mine.py:without_blocks", *BY_CLUSTER[2:], *auto)
 
 
 def test_by_default_plans_are_simulated(folder: Path) -> None:
     """The chosen shape is at least as fast as any other whose plan is asked for by hand."""
-    figures = json.loads(run(*AUTO, "--weights", "2bw", "-o", "plan.json", "--json").stdout)
+    best = figures(*AUTO, "--weights", "2bw", "-o", "plan.json")
     plan = load_plan(Path("plan.json"))
-    assert len(plan.stages) == figures["depth"] == len(figures["stages"])
-    assert (plan.weights, plan.microbatch_size) == ("2bw", figures["microbatch_size"])
-    assert figures["microbatches"] * figures["microbatch_size"] * figures["width"] == 32
-    assert (plan.width, plan.predicted_step_s) == (figures["width"], figures["step_s"])
-    assert figures["rows_per_s"] == pytest.approx(32 / figures["step_s"])
-    for width, stages, rows in (
-        (1, 1, 32),
-        (1, 2, 16),
-        (2, 2, 8),
-        (2, 2, 4),
-        (4, 1, 8),
-        (1, 4, 8),
-        (1, 4, 4),
-    ):
-        by_hand = run(
-            *("plan", "shape_job.py:job", "--cluster", CLUSTER, "--global-batch", "32", "--no-what-if"),
-            *("--replicas", str(width), "--ranks", str(stages)),
-            *("--microbatch-size", str(rows), "--weights", "2bw", "--json"),
-        )
-        if by_hand.exit_code == 0:
-            assert json.loads(by_hand.stdout)["predicted_step_s"] >= figures["step_s"] * 0.999
+    assert len(plan.stages) == best["depth"] == len(best["stages"])
+    assert (plan.weights, plan.microbatch_size) == ("2bw", best["microbatch_size"])
+    assert best["microbatches"] * best["microbatch_size"] * best["width"] == 32
+    assert (plan.width, plan.predicted_step_s) == (best["width"], best["step_s"])
+    assert best["rows_per_s"] == pytest.approx(32 / best["step_s"])
+    shapes_by_hand = ((1, 1, 32), (1, 2, 16), (2, 2, 8), (2, 2, 4), (4, 1, 8), (1, 4, 8), (1, 4, 4))
+    for width, stages, rows in shapes_by_hand:
+        sizes = ("--replicas", width, "--ranks", stages, "--microbatch-size", rows)
+        words = (*BY_CLUSTER, *sizes, "--no-what-if", "--weights", "2bw")
+        done = run(*words, "--json")
+        if done.exit_code == 0:
+            assert json.loads(done.stdout)["predicted_step_s"] >= best["step_s"] * 0.999
 
 
 @pytest.mark.slow
 def test_where_nothing_fits_the_reason_is_said(folder: Path) -> None:
-    words = [*AUTO[:5], "4 x v100-16 with 100KiB", *AUTO[6:]]
-    said = run(*words).stderr
+    said = bad(1, *AUTO, "--cluster", "4 x v100-16 with 100KiB")
     assert "shapes that were tried fits; of the first: " in said and "hint: " in said
-    assert "puts several stages on a rank" in run(*AUTO, "--schedule", "zb_v").stderr
+    assert "puts several stages on a rank" in bad(1, *AUTO, "--schedule", "zb_v")

@@ -5,53 +5,17 @@ After a change that is meant: RENEW_SNAPSHOTS=1 make test ARGS=tests/test_screen
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-from click.testing import CliRunner
-
-from pipeloom.cli import main
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
-JOB = """
-import torch
-from torch import nn
-from pipeloom import Job
+CLUSTER = commands.CLUSTER.replace("1GiB", "10MiB")
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-def job():
-    return Job(
-        name="tiny",
-        model=Net,
-        batch=lambda seed, size: {"x": torch.zeros(size, 512)},
-        loss=lambda outputs, batch: outputs,
-    )
-"""
-
-CLUSTER = """
-[[device]]
-name = "slow"
-count = 2
-memory = "10MiB"
-flops_per_s = { float32 = 1e9 }
-memory_bytes_per_s = 1e9
-[within_node]
-bandwidth = "1GB"
-"""
-
-PLAN = "plan screen_job.py:job --cluster cluster.toml --ranks 2 -m 4"
+PLAN = "plan mine.py:wide --cluster cluster.toml --ranks 2 -m 4"
 SCREENS = {
     "schedule show": "schedule show async_1f1b -p 2 -m 3",
     "schedule compare": "schedule compare 1f1b zb_h1 -p 2 -m 4",
@@ -60,9 +24,9 @@ SCREENS = {
     "schedule why": "schedule why 1f1b 1B1 -p 2 -m 3",
     "schedule sensitivity": "schedule sensitivity 1f1b -p 2 -m 4 -F 1,2 -I 1,2 -W 1,2 -T 0.25",
     "cluster show": "cluster show cluster.toml",
-    "profile": "profile screen_job.py:job --cluster cluster.toml --top 3",
+    "profile": "profile mine.py:wide --cluster cluster.toml --top 3",
     "plan": PLAN,
-    "plan auto": "plan screen_job.py:job --cluster cluster.toml --global-batch 16 --ranks auto --closed-form",
+    "plan auto": "plan mine.py:wide --cluster cluster.toml --global-batch 16 --ranks auto --closed-form",
     "simulate": "simulate plan.json --graph g.json --cluster cluster.toml",
 }
 
@@ -71,20 +35,11 @@ SCREENS = {
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, a cluster, a plan and a graph."""
     folder = tmp_path_factory.mktemp("screens")
-    (folder / "screen_job.py").write_text(JOB)
-    (folder / "cluster.toml").write_text(CLUSTER)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [*sys.path])
-        printed(f"{PLAN} --no-what-if -o plan.json")
-        printed("profile screen_job.py:job --cluster cluster.toml --save-graph g.json")
+        commands.prepare(folder, patch, CLUSTER)
+        commands.good(*f"{PLAN} --no-what-if -o plan.json".split())
+        commands.good(*"profile mine.py:wide --cluster cluster.toml --save-graph g.json".split())
     return folder
-
-
-def printed(command: str) -> str:
-    result = CliRunner().invoke(main, command.split(), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def shortened(value: Any) -> Any:
@@ -104,10 +59,10 @@ def test_a_command_prints_what_its_snapshot_has(
     name: str, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(made)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    figures = json.loads(printed(f"{SCREENS[name]} --json"))
+    words = SCREENS[name].split()
+    figures = commands.figures(*words)
     rows = figures.items() if isinstance(figures, dict) else enumerate(figures)
-    lines = [f"$ pipeloom {SCREENS[name]}", *printed(SCREENS[name]).splitlines(), "", "--json:"]
+    lines = [f"$ pipeloom {SCREENS[name]}", *commands.good(*words).splitlines(), "", "--json:"]
     lines += [f"{key}: {json.dumps(shortened(value), ensure_ascii=False)}" for key, value in rows]
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     file = SNAPSHOTS / f"{name.replace(' ', '-')}.txt"

@@ -1,13 +1,12 @@
 """Slips in calls and on the command line: they ended in a traceback or in another library's error, or went on
 as if nothing were wrong."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zoo
-from click.testing import CliRunner
+from commands import bad, figures
 from plain_net import two_linears
 
 from pipeloom import (
@@ -22,11 +21,11 @@ from pipeloom import (
     profile,
     search_schedule,
 )
-from pipeloom.cli import main
+from pipeloom.clusters.files import save_cluster
 from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError, PlanError
+from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError
 from pipeloom.plan_request import PlanRequest
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.tracer.job import load_job
 
 ROWS = 4
 STAGES = {"stage": [{"F": 1, "B": 2, "ranks": rank} for rank in range(2)]}
@@ -77,27 +76,6 @@ def test_slips_in_calls(slip: Callable[[], object], error: type[PipeloomError], 
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["plan", "-o", ""], "names no file"),
-        (["cluster", "show", "2 x a100-40", "-o", ""], "names no file"),
-        (["plan", "./mine:job"], "'./mine' is no name of a module"),
-        (["plan", "./mine:job"], "did you mean ./mine.py:job?"),
-        (["cluster", "show", "1000000 x a100-40"], "1000000 devices"),
-    ],
-)
-def test_slips_on_the_command_line(
-    arguments: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if "did you mean" in word:
-        Path("mine.py").touch()
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2
-    assert word in done.output
-
-
 def test_no_checkpoint_to_keep(tmp_path: Path) -> None:
     with pipeline_of() as pipeline, pytest.raises(ConfigError, match="keep=0"):
         pipeline.save(tmp_path, keep=0)
@@ -115,7 +93,7 @@ def test_paths_and_clusters_may_be_text(tmp_path: Path) -> None:
         pipeline.save(kept, extra={"at": 1})
         assert pipeline.load(kept) == {"at": 1}
     file = tmp_path / "two.toml"
-    assert CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(file)]).exit_code == 0
+    save_cluster(find_cluster("2 x a100-40"), file)
     job = zoo.job("skips")
     assert plan(job, ranks=2, microbatch_size=2, cluster=file).stages
     assert plan(job, ranks=2, microbatch_size=2, memory="1GiB", offload_dir=str(tmp_path)).stages
@@ -127,15 +105,6 @@ def test_modules_may_have_names_that_are_no_identifiers(
     monkeypatch.chdir(tmp_path)
     Path("01-mine.py").write_text("from zoo import job as of\n\ndef job():\n    return of('skips')\n")
     assert load_job("01-mine:job").batch is not None
-
-
-def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:
-    """ "80 stages: use at most 19 stages", where 9 ranks with two stages each would do."""
-    how = {"microbatch_size": 2, "cluster": find_cluster("40 x cpu"), "schedule": "zb_v"}
-    with pytest.raises(PlanError, match="zb_v on 40 ranks is for 80 stages") as caught:
-        plan(zoo.job("skips"), ranks=40, **how)
-    ranks = int(str(caught.value.hint).split("--ranks ")[1].rstrip(")"))
-    assert plan(zoo.job("skips"), ranks=ranks, **how).placement[0] == 0
 
 
 @pytest.mark.slow
@@ -156,43 +125,18 @@ def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() ->
         plan(job, planner="piper-ops", **how)  # type: ignore[arg-type]
 
 
-def test_what_if_of_a_schedule_whose_groups_are_its_own() -> None:
+def test_what_if_of_a_schedule_whose_groups_are_its_own(folder: Path) -> None:
     """A KeyError, once the plan was made: only planners that choose schedules name them all in one way."""
-    words = ["plan", "-p", "2", "-m", "8", "-s", "gis_g", "--cluster", "2 x cpu", "--json"]
-    done = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert done.exit_code == 0 and json.loads(done.stdout)["what_if"]
+    words = ("plan", "mine.py:job", "-m", "8", "-s", "gis_g", "--cluster", "2 x cpu")
+    assert figures(*words)["what_if"]
 
 
-@pytest.mark.slow
-def test_a_plan_is_there_before_what_if_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_there_before_what_if_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a bit more memory was tried lost the plan."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(PlanRequest, "changes", interrupted)
-    file = tmp_path / "plan.json"
-    done = CliRunner().invoke(main, ["plan", "--cluster", "2 x a100-40", "-o", str(file)])
-    assert done.exit_code == 130
-    assert file.exists()
-
-
-def test_writing_leaves_links_and_other_files_alone(tmp_path: Path) -> None:
-    real, link, other = tmp_path / "real.toml", tmp_path / "link.toml", tmp_path / "link.toml.partial"
-    real.touch()
-    link.symlink_to(real)
-    other.write_text("mine")
-    assert CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(link)]).exit_code == 0
-    assert link.is_symlink() and "a100" in real.read_text()
-    assert other.read_text() == "mine"
-
-
-@pytest.mark.parametrize(("target", "status"), [("missing/file.toml", 2), ("link.toml", 0)])
-def test_links_that_lead_nowhere(tmp_path: Path, target: str, status: int) -> None:
-    """To a folder that is not there, and to itself: the first is refused, the second becomes a file."""
-    link = tmp_path / "link.toml"
-    link.symlink_to(tmp_path / target)
-    done = CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(link)])
-    assert done.exit_code == status
-    assert ("cannot write" in done.output) == bool(status)
-    assert link.exists() == (not status)
+    bad(130, "plan", "mine.py:job", "--cluster", "2 x a100-40", "-o", "plan.json")
+    assert (folder / "plan.json").exists()

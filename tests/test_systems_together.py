@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zoo
-from click.testing import CliRunner, Result
+from commands import bad, figures, good
 
 import pipeloom
-from pipeloom.cli import main
 from pipeloom.ir.plan import Plan
 from pipeloom.schedules.scenario import load_work
 
 MIB = 1 << 20
-
-
-def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words], catch_exceptions=False)
 
 
 def planned(**how: object) -> Plan:
@@ -43,9 +37,9 @@ def test_a_stage_without_residuals_does_not_hide_those_of_others(tmp_path: Path)
     known = load_work(path).residual_bytes
     assert known[0] > 0 == known[1]
     limit = f"{known[0] / 1024}KiB"  # of one micro-batch
-    done = run("schedule", "search", "--times", path, "-m", "4", "--memory", limit, "--json")
-    assert max(json.loads(done.stdout)["peaks"]) <= known[0]
-    shown = json.loads(run("schedule", "show", "1f1b", "-p", "2", "--times", path, "--json").stdout)
+    found = figures("schedule", "search", "--times", path, "-m", "4", "--memory", limit)
+    assert max(found["peaks"]) <= known[0]
+    shown = figures("schedule", "show", "1f1b", "-p", "2", "--times", path)
     assert shown["by_rank"][1]["peak"] == 0 and shown["peak_bytes"] >= known[0]
 
 
@@ -53,8 +47,7 @@ def test_one_of_several_pipelines_is_searched(tmp_path: Path) -> None:
     """ "rank 1 has no stage": those of the first pipeline have the ranks 0 and 2."""
     path = tmp_path / "plan.json"
     planned(replicas=2, microbatches=8).save(path)
-    done = run("schedule", "search", "--times", path, "-m", "4", "--json")
-    assert done.exit_code == 0 and len(json.loads(done.stdout)["peaks"]) == 2
+    assert len(figures("schedule", "search", "--times", path, "-m", "4")["peaks"]) == 2
 
 
 def test_stages_side_by_side_are_not_searched_as_a_chain(tmp_path: Path) -> None:
@@ -62,8 +55,7 @@ def test_stages_side_by_side_are_not_searched_as_a_chain(tmp_path: Path) -> None
     path = tmp_path / "plan.json"
     notes = {"branches.step_s": "1.0", "no_branches.step_s": "1.0"}
     replace(planned(), notes=notes).save(path)
-    done = run("schedule", "search", "--times", path, "-m", "4")
-    assert done.exit_code == 2 and "are no chain" in done.stderr
+    assert "are no chain" in bad(2, "schedule", "search", "--times", path, "-m", "4")
 
 
 def test_no_bound_is_above_the_step() -> None:
@@ -75,25 +67,16 @@ def test_no_bound_is_above_the_step() -> None:
     assert found.result.progress.bound.seconds <= found.result.progress.cost_s
 
 
-def test_a_rank_is_busy_for_no_longer_than_a_step_that_does_not_drain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_busy_for_no_longer_than_a_step_that_does_not_drain(folder: Path) -> None:
     """It was for as long as in all the steps that are drawn."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(zoo.__file__).parent))
-    (tmp_path / "its_job.py").write_text("import zoo\n\n\ndef job():\n    return zoo.job('skips')\n")
-    planned(weights="2bw").save(tmp_path / "plan.json")
-    done = run("simulate", "plan.json", "its_job.py:job", "--cluster", "2 x cpu", "--json")
-    figures = json.loads(done.stdout)
-    busy = [rank["busy_s"] for rank in figures["ranks"]]
-    assert 1 - sum(busy) / 2 / figures["step_s"] == pytest.approx(figures["bubble"])
+    two = ("--cluster", "2 x cpu")
+    good("plan", "mine.py:job", "--weights", "2bw", "-m", "4", *two, "-o", "plan.json")
+    step = figures("simulate", "plan.json", "mine.py:job", *two)
+    busy = [rank["busy_s"] for rank in step["ranks"]]
+    assert 1 - sum(busy) / 2 / step["step_s"] == pytest.approx(step["bubble"])
 
 
-def test_schedules_with_copies_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_with_copies_are_verified(folder: Path) -> None:
     """They asked for --offload-dir, which `verify` and `bench` did not have."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(zoo.__file__).parent))
-    (tmp_path / "its_job.py").write_text("import zoo\n\n\ndef job():\n    return zoo.job('skips')\n")
-    words = ["verify", "its_job.py:job", "--schedule", "po_f", "--chunks", "2", "-m", "4", "--json"]
-    assert json.loads(run(*words).stdout)["passed"]
-    assert "--offload-dir" in run("bench", "--help").stdout
+    assert figures("verify", "mine.py:job", "--schedule", "po_f", "--chunks", "2", "-m", "4")["passed"]
+    assert "--offload-dir" in good("bench", "--help")

@@ -8,61 +8,29 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from pipeloom.clusters.names import cpu_cluster
-from pipeloom.planning import plan
-from pipeloom.train.config import read_config
-from pipeloom.train.workload import job_of
-
-COMMAND = [sys.executable, "-m", "pipeloom", "train"]
-TINY = """
-name = "tiny"
-steps = 6
-validate_every = 3
-validation_batches = 1
-checkpoint_every = 2
-[model]
-layers = 2
-width = 32
-heads = 2
-context = 32
-dropout = 0.1
-[pipeline]
-plan = "plan.json"
-"""
+from tiny_run import TRAIN, losses, prepare
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config and a plan from estimates, so that nothing has to be measured."""
-    folder = tmp_path_factory.mktemp("prepared")
-    (folder / "config.toml").write_text(TINY)
-    config = read_config(folder / "config.toml")
-    made = plan(job_of(config), ranks=2, microbatches=2, microbatch_size=2, cluster=cpu_cluster(2))
-    made.save(folder / "plan.json")
-    return folder
+    sizes = {"steps": 6, "validate_every": 3, "model.width": 32, "model.context": 32}
+    return prepare(tmp_path_factory.mktemp("prepared"), sizes, microbatch_size=2)
 
 
 @pytest.fixture
-def folder(prepared: Path, tmp_path: Path) -> Iterator[Path]:
+def folder(prepared: Path, tmp_path: Path) -> Path:
     for name in ("config.toml", "plan.json"):
         (tmp_path / name).write_bytes((prepared / name).read_bytes())
-    yield tmp_path
+    return tmp_path
 
 
-def run(folder: Path, *words: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, command: list[str] = TRAIN) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=900
     )
-
-
-def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def test_a_run_leaves_everything_behind(folder: Path) -> None:
@@ -107,7 +75,7 @@ def test_a_run_that_is_ended_says_how_far_it_is_kept(
     folder: Path, number: signal.Signals, times: int, status: int
 ) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "config.toml", "--steps", "100000", "--out", "a"],
+        [*TRAIN, "config.toml", "--steps", "100000", "--out", "a"],
         cwd=folder,
         start_new_session=True,
         stdout=subprocess.PIPE,
@@ -139,10 +107,10 @@ def test_a_finished_run_goes_on_if_asked_unless_its_checkpoint_is_corrupt(folder
     assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again.stdout
     longer = run(folder, "--set", "name=tiny", "--resume", "--steps", "8")
     assert longer.returncode == 0 and list(losses(out)) == list(range(1, 9)), longer.stderr
-    os.truncate(out / "checkpoint" / "step-00000008" / "__0_0.distcp", 100)
+    os.truncate(out / "checkpoint" / "step-00000008" / "rank-0.safetensors", 100)
     broken = run(folder, "--resume", "--out", "runs/tiny-1", "--steps", "9")
     assert broken.returncode == 1 and broken.stdout == ""
-    assert "step-00000008 is corrupt: __0_0.distcp has 100 bytes instead of" in broken.stderr
+    assert "step-00000008 is corrupt: rank-0.safetensors has 100 bytes instead of" in broken.stderr
     assert len(broken.stderr.splitlines()) == 2
 
 
@@ -153,7 +121,7 @@ def test_killed_and_resumed_gives_the_same_losses(folder: Path) -> None:
     whole = run(folder, *words, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
     process = subprocess.Popen(
-        [*COMMAND, *words, "--out", "parts"],
+        [*TRAIN, *words, "--out", "parts"],
         cwd=folder,
         start_new_session=True,
         stdout=subprocess.PIPE,

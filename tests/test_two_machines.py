@@ -3,7 +3,6 @@ reason, and the run goes on when the link is there again."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,32 +15,11 @@ from pathlib import Path
 
 import pytest
 from processes import until
+from tiny_run import losses, prepare
 from two_machines import INTERFACE, CannotIsolate, TwoMachines, two_machines
-
-from pipeloom.clusters.names import cpu_cluster
-from pipeloom.planning import plan
-from pipeloom.train.config import read_config
-from pipeloom.train.workload import gpt_workload
 
 LIMIT_S = 15
 STEPS = 300
-CONFIG = f"""
-name = "tiny"
-steps = {STEPS}
-validate_every = 1000
-validation_batches = 1
-checkpoint_every = 20
-rehearsals = 0
-[model]
-layers = 2
-width = 16
-heads = 2
-context = 16
-dropout = 0.1
-[pipeline]
-plan = "plan.json"
-timeout_s = {LIMIT_S}
-"""
 
 
 @pytest.fixture
@@ -55,16 +33,8 @@ def machines() -> Iterator[TwoMachines]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.toml").write_text(CONFIG)
-    job = gpt_workload(read_config(tmp_path / "config.toml")).job
-    made = plan(job, ranks=2, microbatches=2, microbatch_size=1, cluster=cpu_cluster(2))
-    made.save(tmp_path / "plan.json")
-    return tmp_path
-
-
-def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    settings = {"steps": STEPS, "validate_every": 1000, "checkpoint_every": 20, "rehearsals": 0}
+    return prepare(tmp_path, settings | {"pipeline.timeout_s": float(LIMIT_S)})
 
 
 def start(machines: TwoMachines, folder: Path, *words: str) -> list[subprocess.Popen[str]]:

@@ -18,7 +18,14 @@ from .commands.train import train
 from .commands.verify import verify
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Commands,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "show_default": True,
+    },
+)
 @click.version_option(__version__, prog_name="pipeloom")
 def main() -> None:
     """Train an unmodified PyTorch model across devices that are each too small for it."""

@@ -20,8 +20,8 @@ from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
 from .ir.profile import Profile
+from .ir.text import parse_bytes
 from .ir.timeline import Timeline
-from .ir.units import parse_bytes
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
@@ -31,7 +31,7 @@ from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.planners import planner
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
-from .schedules.chunks import with_chunks
+from .schedules.registry import with_chunks
 from .settings import PlanSettings
 
 if TYPE_CHECKING:
@@ -113,22 +113,16 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     >>> measured.source, measured.batch, measured.costs["linear"].forward_s > 0
     ('measured', ('input[4,8]float32',), True)
     """
-    eager = _eager_profile(captured, device)
-    return compiled_profile(captured, eager, device=device) if compile else eager
-
-
-def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
-    from .ranks import usable_device  # only now: it imports torch
+    from .profiler.measure_modules import measure_modules  # only now: these import torch
+    from .profiler.measure_ops import measure
+    from .ranks import usable_device
 
     usable_device(device)
     if captured.graph.fallback:
-        from .profiler.measure_modules import measure_modules
-
-        return measure_modules(captured, device=device)
-    from .profiler.measure_ops import measure
-
-    # The thread's own time: what others take of the core, such as ranks that start, is none of an op.
-    return measure(captured, device=device, clock=time.thread_time)
+        eager = measure_modules(captured, device=device)
+    else:  # by the thread's own time: what others take of the core, as ranks that start, is none of an op
+        eager = measure(captured, device=device, clock=time.thread_time)
+    return compiled_profile(captured, eager, device=device) if compile else eager
 
 
 def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
@@ -303,19 +297,19 @@ def plan_size(
     return plan_with_advice(request, model, largest), model
 
 
-def plan_largest(request: PlanRequest, job: Job) -> tuple[Plan, ProfiledModel]:
-    """The plan with the largest micro-batches that fit, sought around those of the request; see
-    `largest_plan`."""
+def plan_at_size(
+    request: PlanRequest, job: Job, search: Callable[[PlanRequest, ModelAt], tuple[Plan, ProfiledModel]]
+) -> tuple[Plan, ProfiledModel]:
+    """The plan for the micro-batch size that a search finds, and the model at it. A job that has no batch of
+    any size that was tried says so itself.
+
+    search: `largest_plan` or `best_plan`.
+    """
     try:
-        return largest_plan(request, partial(_model_if_batch, request, job))
+        return search(request, partial(_model_if_batch, request, job))
     except _NoBatch as error:
         assert error.__cause__ is not None, "it was raised from what Job.batch raised"
         raise error.__cause__ from None
-
-
-def plan_best(request: PlanRequest, job: Job) -> tuple[Plan, ProfiledModel]:
-    """The plan with the fastest step over all micro-batch sizes; see `best_plan`."""
-    return best_plan(request, partial(_model_if_batch, request, job))
 
 
 class _NoBatch(CaptureError):
@@ -323,8 +317,8 @@ class _NoBatch(CaptureError):
 
 
 def _model_if_batch(request: PlanRequest, job: Job, size: int) -> ProfiledModel:
-    """The model at a size that the user may not have asked for. Raises: CaptureError also where the job has
-    no batch of that size, whatever it says then."""
+    """The model at a size that the user may not have asked for. Raises: CaptureError, also if the job has no
+    batch of that size."""
     from .tracer.job_calls import sample_batch
 
     try:

@@ -13,7 +13,7 @@ from .ir.cluster import Cluster, Link
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
-from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
+from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.planners import planner
@@ -44,18 +44,13 @@ CLOSED_FORMS = {
 """(schedule, weights) -> the name of its closed form."""
 
 
-def closed_form_shapes(request: PlanRequest, job: Job) -> list[RankedShape]:
-    """All shapes that fit by the formulas of `planner/shape_search.py`, the fastest first.
+def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
+    """What the formulas of `planner/shape_search.py` are asked.
 
     request: `ranks` and `microbatches` do not matter.  job: captured at two sizes of micro-batches.
     Raises: ConfigError if the request has no cluster or no global batch; PlanError if there is no closed
-        form of the schedule, or the model has no repeated layers; InfeasibleError if nothing fits.
+        form of the schedule, or the model has no repeated layers.
     """
-    return rank_shapes(shape_request(request, job))
-
-
-def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
-    """What the formulas are asked; raises as `closed_form_shapes`."""
     options, batch = request.options, _refuse_unshaped(request)
     asked = options.schedule, options.weights or registry.entry(options.schedule).weights
     if asked not in CLOSED_FORMS:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-import search as bench_search
 from hypothesis import given, settings, strategies as st
 from piper_graphs import PiperGraph, read_piper_graph
+from planners import search
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan
@@ -198,9 +198,9 @@ def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
 
 def test_the_bench_compares_planners_on_a_graph_of_pipers(tmp_path: Path) -> None:
     """All find two nodes of five on the busiest of three devices; what does not fit is refused alike."""
-    found = bench_search.compare_file(file_of(tmp_path), [3])["graph 3"]
+    (found,) = search([file_of(tmp_path)], [3], 1.0)
     for planner in ("graphpipe", "pipedream-graph", "piper"):
-        assert found[planner]["bottleneck_s"] == pytest.approx(0.6) and found[planner]["devices"] == 3
+        assert found[planner]["slowest_s"] == pytest.approx(0.6) and found[planner]["used"] == 3
         assert found[planner]["seconds"] > 0
-    small = bench_search.compare_file(file_of(tmp_path, maxMemoryPerDevice=100), [3])["graph 3"]
+    (small,) = search([file_of(tmp_path, maxMemoryPerDevice=100)], [3], 1.0)
     assert small["graphpipe"] == small["piper"] == {"refused": "no cut fits"}

@@ -20,7 +20,7 @@ from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import what_if
-from pipeloom.planner.planners import PLANNERS, OneSchedule, make_plan
+from pipeloom.planner.planners import PLANNERS, OneSchedule, finder_of, make_plan
 from pipeloom.planner.refusals import NoCutFits
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
@@ -89,7 +89,7 @@ def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stage
     for name in ("exact", "dawnpiper", "probe", "vpipe"):
         request = Request(graph, profile, cluster, options, PLANNERS[name])
         search = request.search()
-        bounds = enumerate(pairwise(PLANNERS[name].find(search)))
+        bounds = enumerate(pairwise(finder_of(name).own.find(search)))
         turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
     assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)
     assert turn["dawnpiper"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import good
 from runs import even_plan
 from torch import nn
 
 from pipeloom import Job, Pipeline
-from pipeloom.cli import main
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.runnable import require_runnable_plan
@@ -29,10 +28,9 @@ JOB = Job(
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "evil.py").write_text(EVIL)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def place(folder: Path) -> Path:
+    (folder / "evil.py").write_text(EVIL)
+    return folder
 
 
 def evil_plan(**changes: object) -> Plan:
@@ -75,17 +73,9 @@ def test_train_follows_a_plan_and_imports_nothing(place: Path) -> None:
 
 
 def test_verify_reads_a_plan_and_imports_nothing(place: Path) -> None:
-    (place / "job.py").write_text(
-        "import torch\nfrom torch import nn\nfrom pipeloom import Job\n"
-        "def job():\n    return Job(name='line', model=lambda: nn.Linear(4, 1),\n"
-        "        batch=lambda seed, rows: {'input': torch.ones(rows, 4)}, loss=lambda y, batch: y.mean())\n"
-    )
-    words = ["plan", "job.py:job", "-p", "1", "-m", "2", "--cluster", "1 x cpu", "-o", "plan.json"]
-    made = CliRunner().invoke(main, words)
-    assert made.exit_code == 0, made.output
+    good("plan", "mine.py:job", "-p", "1", "-m", "2", "--cluster", "1 x cpu", "-o", "plan.json")
     text = (place / "plan.json").read_text()
     assert '"1f1b"' in text
     (place / "plan.json").write_text(text.replace('"1f1b"', '"evil.py:z"'))
-    done = CliRunner().invoke(main, ["verify", "job.py:job", "--plan", "plan.json"])
-    assert done.exit_code == 0, done.output
+    good("verify", "mine.py:job", "--plan", "plan.json")
     assert not (place / "ran").exists()

@@ -100,7 +100,7 @@ def test_a_long_step_comes_first_and_nothing_else_runs(
     start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     walks: list[int] = []
-    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", walks.append)
+    monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", walks.append)
     monkeypatch.setattr("pipeloom.train.loop.LONG_STEP_S", 0.0)
     assert start(as_json=True) == 0
     written = lines(tmp_path / "a")
@@ -111,37 +111,16 @@ def test_a_long_step_comes_first_and_nothing_else_runs(
 
 
 def test_bench_does_what_was_asked_for(
-    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    here: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One step is one step: no rehearsals, and the line says where the prediction is from."""
-    job = tmp_path / "small_job.py"
-    job.write_text(
-        """import torch
-from pipeloom import Job
-
-def job():
-    def batch(seed, size):
-        ids = torch.randint(8, (size, 5), generator=torch.Generator().manual_seed(seed))
-        return {"input_ids": ids, "labels": ids}
-    return Job(model=Model, batch=batch)
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, input_ids, labels):
-        logits = self.head(self.embed(input_ids))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-"""
-    )
 
     def refuse_to_rehearse(*_: object, **__: object) -> None:
         raise AssertionError("a step that nobody asked for was run")
 
-    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
+    monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
     settings = PlanSettings(ranks=1, microbatches=2, microbatch_size=2)
-    bench = Bench(model=f"{job}:job", settings=settings, steps=1, warmup=0, as_json=False)
+    bench = Bench(model="mine.py:words", settings=settings, steps=1, warmup=0, as_json=False)
     assert run_bench(bench, RankProcesses()) == 0
     printed = capsys.readouterr().out
     assert "(median of 1)" in printed and "by the plan's profile" in printed

@@ -12,8 +12,8 @@ from .common import MODEL_HELP, job_of, json_option, model_argument, plan_option
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options(without=("cluster",))
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to time.")
-@click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before them.")
+@click.option("--steps", type=click.IntRange(1), default=10, help="Steps to time.")
+@click.option("--warmup", type=click.IntRange(0), default=2, help="Steps before them.")
 @json_option
 @click.pass_context
 def bench(

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..ir import json_codec
 from ..ir.errors import ConfigError, PipeloomError
+from ..ir.text import as_plain, load_noun
 from ..settings import PlanSettings
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from ..ir.cluster import Cluster
     from ..ir.profile import Profile
@@ -134,13 +134,8 @@ def model_argument(command: Command) -> Command:
     return click.argument("model", required=False)(command)
 
 
-class Ranks(click.ParamType["int | str"]):
-    """A number of ranks, or "auto"."""
-
-    name = "integer or auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        return "auto" if value == "auto" else int(click.IntRange(1).convert(value, param, ctx))
+def ranks_or_auto(text: Any) -> int | str:
+    return "auto" if text == "auto" else int(click.IntRange(1).convert(text, None, None))
 
 
 def plan_options(
@@ -175,7 +170,7 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
     kinds = {"folder": click.Path(file_okay=False), "file": click.Path(dir_okay=False)}
     kind: Any = kinds.get(about.get("kind", ""), float if isinstance(default, float) else str)
     if auto:
-        kind = Ranks()
+        kind = ranks_or_auto
     elif "least" in about:
         kind = click.IntRange(about["least"], about.get("most"))
     elif "words" in about:
@@ -213,7 +208,7 @@ def json_option(command: Command) -> Command:
 def job_of(model: str | None) -> Job:
     """The job that MODEL names, the built-in GPT if it names none."""
     if model is not None:
-        from ..tracer.job_loader import load_job
+        from ..tracer.job import load_job
 
         return load_job(model)
     from ..train import workload
@@ -233,7 +228,7 @@ def load_profile(path: Path | None) -> Profile | None:
     """The saved profile that --profile names."""
     from ..ir.profile import Profile
 
-    return None if path is None else json_codec.load(path, Profile)
+    return None if path is None else load_noun(path, Profile)
 
 
 def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: bool) -> None:
@@ -243,9 +238,10 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
     screen: a generator, which does not run if it is not asked for.
     """
     if as_json:
-        click.echo(json.dumps(_finite(json_codec.as_plain(result)), indent=1))
+        click.echo(json.dumps(_finite(as_plain(result)), indent=1))
         return
     from ..viewer.tables import Table
+    from ..viewer.terminal import console
 
     out = console()
     for thing in screen:
@@ -257,14 +253,6 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
             room = out.measure(shown, options=out.options.update(max_width=1000))
             out.width = max(out.width, room.maximum if isinstance(thing, Table) else room.minimum)
         out.print(shown)
-
-
-def console() -> Console:
-    """Standard output; in a file or a pipe tables need no folding."""
-    from rich.console import Console
-
-    output = Console()
-    return output if output.is_terminal else Console(width=120)
 
 
 def _finite(value: Any) -> Any:

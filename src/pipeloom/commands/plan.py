@@ -120,79 +120,60 @@ class PlanReport:
     what_if: Sequence[Change]
     stages: Sequence[PlannedStage]
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """A step of a plan in seconds, and where that comes from.
-
-    profiled_s: what the plan's ops make alone.  rehearsed_s: what its ranks rehearsed; None if they did not,
-    and why_not says why.  source: of the times of ops: "profile", measured here or saved, or "roofline".
-    """
-
-    profiled_s: float
-    rehearsed_s: float | None = None
-    why_not: str = ""
-    source: str = "profile"
-
     @property
-    def step_s(self) -> float:
-        return self.profiled_s if self.rehearsed_s is None else self.rehearsed_s
-
-    @property
-    def sentence(self) -> str:
-        """What the step holds.
-
-        >>> PlannedStep(profiled_s=0.3, rehearsed_s=0.38).sentence[-38:]
-        'optimizer; its ops alone make 300.0 ms'
-        >>> PlannedStep(profiled_s=0.3, source="roofline", why_not="of other devices").sentence
-        'that is made of ops by roofline; not rehearsed: of other devices'
-        """
-        if self.rehearsed_s is not None:
+    def of_the_step(self) -> str:
+        """What the step holds, as the end of a sentence."""
+        if self.predicted_by == "rehearsal":
             return (
                 "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
-                f"optimizer; its ops alone make {self.profiled_s * 1e3:.1f} ms"
+                f"optimizer; its ops alone make {self.profiled_step_s * 1e3:.1f} ms"
             )
-        if self.source == "roofline":
-            return f"that is made of ops by roofline; not rehearsed: {self.why_not}"
-        return (
-            "that is made of ops that were timed one by one, without what ranks do between them; "
-            f"not rehearsed: {self.why_not}"
-        )
+        ops = {
+            "roofline": "by roofline",
+            "profile": "that were timed one by one, without what ranks do between them",
+        }
+        return f"that is made of ops {ops[self.predicted_by]}; not rehearsed: {self.not_rehearsed}"
 
-    @property
-    def scale(self) -> float:
-        """By which other steps, which were only simulated, are told longer than they are."""
-        return self.step_s / self.profiled_s if self.profiled_s else 1.0
 
-    def told(self, plan: Plan) -> Plan:
-        """The plan with this step, and with those beside it that its notes tell."""
-        from ..planner.notes import STEP_BESIDE
+def reported(
+    plan: Plan,
+    stages: Sequence[PlannedStage],
+    changes: Sequence[Change] = (),
+    *,
+    times: str,
+    rehearsed_s: float | None = None,
+    not_rehearsed: str = "",
+) -> PlanReport:
+    """What is said of a plan.
 
-        beside = (*STEPS_OF_BRANCHES, STEP_BESIDE)
-        steps = {key: str(self.scale * float(plan.notes[key])) for key in beside if key in plan.notes}
-        return replace(plan, predicted_step_s=self.step_s, notes={**plan.notes, **steps})
+    times: where those of ops come from, "profile" or "roofline".  rehearsed_s: a step of its ranks; None if
+    they did not rehearse one, and not_rehearsed says why.
+    """
+    from .. import plan_request
+    from ..planner import plan_table
+    from ..planner.notes import STEP_BESIDE, branch_figures
 
-    def report(self, plan: Plan, stages: list[PlannedStage], changes: Sequence[Change] = ()) -> PlanReport:
-        """What is said of the plan with this step."""
-        from .. import plan_request
-        from ..planner import notes, plan_table
-
-        told = self.told(plan)
-        return PlanReport(
-            predicted_step_s=self.step_s,
-            predicted_by=self.source if self.rehearsed_s is None else "rehearsal",
-            profiled_step_s=self.profiled_s,
-            not_rehearsed=self.why_not or None,
-            **{key: getattr(plan, key) for key in ("planner", "schedule", "weights", "graph")},
-            replicas=plan.width,
-            microbatches=plan.microbatches,
-            microbatch_size=plan.microbatch_size,
-            compiled=plan.notes.get(plan_request.COMPILED),
-            limits=plan_table.limits(told),
-            branches=notes.branch_figures(told) or None,
-            what_if=[replace(c, step_s=None if c.step_s is None else self.scale * c.step_s) for c in changes],
-            stages=stages,
-        )
+    step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
+    # The steps beside it were only simulated: they are told as much longer as this one is.
+    scale = step_s / plan.predicted_step_s if plan.predicted_step_s else 1.0
+    beside = [key for key in (*STEPS_OF_BRANCHES, STEP_BESIDE) if key in plan.notes]
+    notes = {**plan.notes, **{key: str(scale * float(plan.notes[key])) for key in beside}}
+    told = replace(plan, predicted_step_s=step_s, notes=notes)
+    return PlanReport(
+        predicted_step_s=step_s,
+        predicted_by=times if rehearsed_s is None else "rehearsal",
+        profiled_step_s=plan.predicted_step_s,
+        not_rehearsed=not_rehearsed or None,
+        **{key: getattr(plan, key) for key in ("planner", "schedule", "weights", "graph")},
+        replicas=plan.width,
+        microbatches=plan.microbatches,
+        microbatch_size=plan.microbatch_size,
+        compiled=plan.notes.get(plan_request.COMPILED),
+        limits=plan_table.limits(told),
+        branches=branch_figures(told) or None,
+        what_if=[replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
+        stages=stages,
+    )
 
 
 def _plan(
@@ -243,22 +224,27 @@ def _plan(
         with _watching() as watch:
             request = planning.make_request(job, settings, watch=watch)
             if best_batch or max_batch:
-                plan, planned = (planning.plan_best if best_batch else planning.plan_largest)(request, job)
+                sized_by = planning.best_plan if best_batch else planning.largest_plan
+                plan, planned = planning.plan_at_size(request, job, sized_by)
             else:
                 plan, planned = planning.plan_size(request, job, profiled=profiled)
             if output is not None:
                 plan.save(output)
             changes = request.changes(plan, planned) if what_if else []
-        if why_not:
-            source = "profile" if request.local or profiled is not None else "roofline"
-            step = PlannedStep(profiled_s=plan.predicted_step_s, why_not=why_not, source=source)
-        else:
+        rehearsed_s = None
+        if not why_not:
             from ..train.plan_rehearsal import rehearse_plan
 
             rehearsed_s, why_not = rehearse_plan(request, plan, job, processes, model=model, planned=planned)
-            step = PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=rehearsed_s, why_not=why_not)
-    report = step.report(plan, plan_rows(plan, planned.graph, request.cluster), changes)
-    about = [step.sentence, *plan_request.times_of(plan)]
+    report = reported(
+        plan,
+        plan_rows(plan, planned.graph, request.cluster),
+        changes,
+        times="profile" if request.local or profiled is not None else "roofline",
+        rehearsed_s=rehearsed_s,
+        not_rehearsed=why_not,
+    )
+    about = [report.of_the_step, *plan_request.times_of(plan)]
     if request.options.offload_dir:
         about.append(machine.disk_speed(request.cluster))
     emit(report, screen(report, about), as_json=as_json)
@@ -336,7 +322,7 @@ def _ways(stages: Sequence[PlannedStage]) -> list[str]:
 
 def stages_table(stages: Sequence[PlannedStage]) -> Table:
     """What each stage runs, takes and holds."""
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
     from ..viewer.tables import Column, Table
 
     kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
@@ -400,11 +386,12 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
         )
     from .. import planning, shapes
     from ..planner.plan_table import plan_rows
+    from ..planner.shape_search import rank_shapes
 
     job = job_of(options["model"])
     request = planning.make_request(job, settings_of({**options, "ranks": 1}))
     if closed_form:
-        ranked = shapes.closed_form_shapes(request, job)
+        ranked = rank_shapes(shapes.shape_request(request, job))
         assert request.options.global_batch is not None, "refused before"
         best, *others = [_figures_of(shape, request.options.global_batch) for shape in ranked[:SHOWN]]
         screen_of_shapes = _shapes_screen([best, *others], len(ranked))
@@ -414,8 +401,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     plan, shape = shaped.plan, shaped.shape
     if output is not None:
         plan.save(output)
-    step = PlannedStep(profiled_s=plan.predicted_step_s, why_not=DESCRIBED, source="roofline")
-    report = step.report(plan, plan_rows(plan, model.graph))
+    report = reported(plan, plan_rows(plan, model.graph), times="roofline", not_rehearsed=DESCRIBED)
     count = plan.microbatches // plan.width
     figures = vars(shape) | {
         "microbatches": count,
@@ -429,7 +415,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     }
     treated = "some residuals recomputed" if shape.recompute else "every residual kept"
     about = [
-        step.sentence,
+        report.of_the_step,
         f"width {shape.width}, depth {shape.depth}, {count} micro-batches of {plan.microbatch_size} rows in "
         f"each pipeline, {treated}",
         f"{shaped.rows_per_s:.2f} rows/s, the most of what was simulated ({shaped.simulated} shapes)",
@@ -444,7 +430,7 @@ def _figures_of(ranked: RankedShape, batch: int) -> dict[str, Any]:
 
 
 def _shapes_screen(figures: Sequence[Mapping[str, Any]], fit: int) -> Iterator[Table | str]:
-    from ..ir.units import format_bytes, show_time
+    from ..ir.text import format_bytes, show_time
     from ..viewer.tables import Column, Table
 
     columns = {

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options("microbatch_size", "cluster", "compile")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure."
-)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to measure.")
 @click.option("--save", type=NEW_FILE, help="Write the profile to this JSON file.")
 @click.option("--save-graph", type=NEW_FILE, help="Write the captured graph to this JSON file.")
-@click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
+@click.option("--top", type=click.IntRange(1), default=15, help="Rows of the table.")
 @json_option
 def profile(
     *,
@@ -55,7 +53,7 @@ def profile(
     With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
-    from ..ir import json_codec
+    from ..ir.text import save_noun
 
     exclusive(
         "cluster",
@@ -71,7 +69,7 @@ def profile(
         costs = planning.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
-            json_codec.save(noun, path)
+            save_noun(noun, path)
     summary = summarise(captured.graph, costs)
     emit(summary, _screen(summary, top), as_json=as_json)
 
@@ -129,7 +127,7 @@ def summarise(graph: OpGraph, costs: Profile) -> ProfileSummary:
 
 
 def _screen(summary: ProfileSummary, top: int) -> Iterator[Table | str]:
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.tables import Column, Table
 
     yield (

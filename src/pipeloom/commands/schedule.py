@@ -14,8 +14,8 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
-from ..ir.weight_policy import WEIGHT_POLICIES, Updates
-from .common import FILE, NEW_FILE, Command, console, emit, exclusive, json_option
+from ..ir.weights import WEIGHT_POLICIES, Updates
+from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,72 +35,44 @@ SHOWN = 3
 STAGE_TIMES = ("forward_s", "input_grad_s", "weight_grad_s")
 
 
-class TimesType(click.ParamType[float | tuple[float, ...]]):
+def seconds(text: str) -> float | tuple[float, ...]:
     """One time for all ranks, or several with commas, per stage."""
-
-    name = "seconds[,seconds…]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float | tuple[float, ...]:
-        if not isinstance(value, str):
-            return value  # type: ignore[no-any-return]
-        numbers = []
-        for part in value.split(","):
-            try:
-                number = float(part)
-            except ValueError:
-                self.fail(f"{part.strip()!r} is not a number; write 1.5, or 1,2,1,1 per stage", param, ctx)
-            if not isfinite(number) or number < 0:
-                self.fail(f"{part.strip()} is not a time: times are finite and at least 0", param, ctx)
-            numbers.append(number)
-        return numbers[0] if len(numbers) == 1 else tuple(numbers)
+    numbers = []
+    for part in text.split(","):
+        try:
+            number = float(part)
+        except ValueError:
+            raise click.BadParameter(
+                f"{part.strip()!r} is not a number; write 1.5, or 1,2,1,1 per stage"
+            ) from None
+        if not isfinite(number) or number < 0:
+            raise click.BadParameter(f"{part.strip()} is not a time: times are finite and at least 0")
+        numbers.append(number)
+    return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
-class EdgesType(click.ParamType[tuple[tuple[int, int], ...]]):
+def edges(text: str) -> tuple[tuple[int, int], ...]:
     """Edges of a stage graph: "0-1 1-4 2-3 3-4"."""
-
-    name = "edges"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[tuple[int, int], ...]:
-        if not isinstance(value, str):
-            return value  # type: ignore[no-any-return]
-        edges = []
-        for part in value.replace(",", " ").split():
-            found = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
-            if found is None:
-                self.fail(f"{part!r} is not an edge; write 0-1 for a message from stage 0 to 1", param, ctx)
-            edges.append((int(found[1]), int(found[2])))
-        if not edges:
-            self.fail('there is no edge in it; write some, as in "0-1 1-4 2-3 3-4"', param, ctx)
-        return tuple(edges)
+    pairs = []
+    for part in text.replace(",", " ").split():
+        ends = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
+        if ends is None:
+            raise click.BadParameter(f"{part!r} is not an edge; write 0-1 for a message from stage 0 to 1")
+        pairs.append((int(ends[1]), int(ends[2])))
+    if not pairs:
+        raise click.BadParameter('there is no edge in it; write some, as in "0-1 1-4 2-3 3-4"')
+    return tuple(pairs)
 
 
 EDGES = click.option(
     "--edges",
-    type=EdgesType(),
+    type=edges,
     help='Stages that are no chain, by who sends to whom: "0-1 1-4 2-3 3-4" are two towers of two stages and '
     "what joins them. Stage 0 is on rank 0, and so on.",
 )
 SHAPE = (
-    click.option(
-        "--ranks",
-        "-p",
-        type=click.IntRange(1, 4096),
-        default=4,
-        show_default=True,
-        help="Devices in the pipeline.",
-    ),
-    click.option(
-        "--microbatches",
-        "-m",
-        type=click.IntRange(1),
-        default=8,
-        show_default=True,
-        help="Micro-batches per step.",
-    ),
+    click.option("--ranks", "-p", type=click.IntRange(1, 4096), default=4, help="Devices in the pipeline."),
+    click.option("--microbatches", "-m", type=click.IntRange(1), default=8, help="Micro-batches per step."),
     click.option(
         "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
     ),
@@ -109,25 +81,23 @@ SHORTEST = click.option(
     "--shortest",
     type=click.Choice(("step", "span")),
     default="step",
-    show_default=True,
     help="Of a schedule's variants take the one with the shortest step; or with the shortest span, from a "
     "rank's first action to its last, which counts where each rank goes on by itself.",
 )
 TIMES = (
-    click.option("--forward-s", "-F", type=TimesType(), help="Time of a forward.  [default: 1]"),
-    click.option("--input-grad-s", "-I", type=TimesType(), help="Time of an input gradient.  [default: 1]"),
+    click.option("--forward-s", "-F", type=seconds, help="Time of a forward.  [default: 1]"),
+    click.option("--input-grad-s", "-I", type=seconds, help="Time of an input gradient.  [default: 1]"),
     click.option(
         "--weight-grad-s",
         "-W",
-        type=TimesType(),
+        type=seconds,
         help="Time of a weight gradient; a whole backward, B, takes I + W.  [default: 1]",
     ),
     click.option(
         "--transfer-s",
         "-T",
-        type=TimesType(),
-        default=0.0,
-        show_default=True,
+        type=seconds,
+        default="0.0",
         help="Time of a message between ranks; several: one per boundary of two stages, or per edge.",
     ),
     click.option(
@@ -145,7 +115,6 @@ TIMES = (
         "--pair-factor",
         type=click.FloatRange(0),
         default=1.0,
-        show_default=True,
         help="What a pair of actions, F&B, takes of the sum of their times.",
     ),
     click.option(
@@ -153,7 +122,6 @@ TIMES = (
         "-k",
         type=click.FloatRange(0, min_open=True),
         default=0.75,
-        show_default=True,
         help="What copying the residuals of a stage to the host and back takes of the time of its F, I and "
         "W: for schedules that offload.",
     ),
@@ -161,12 +129,12 @@ TIMES = (
         "--per-uplink",
         type=click.IntRange(1),
         default=1,
-        show_default=True,
         help="Neighbouring ranks that share one uplink to the host.",
     ),
     click.option(
         "--memory",
         default="",
+        show_default=False,
         help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
         "a plan.",
     ),
@@ -318,7 +286,6 @@ def show(*, name: str, scenario: Scenario, updates: Updates | None, **files: Any
     "--replicas",
     type=click.IntRange(1),
     default=1,
-    show_default=True,
     help="2 for bidirectional schedules: the second half of the stages is a replica of the first.",
 )
 @click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
@@ -369,7 +336,7 @@ def check(
 def _present(
     simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    from ..ir.units import SizeUnit
+    from ..ir.text import SizeUnit
     from ..schedules import scenario
     from ..viewer.chrome import write_trace
     from ..viewer.html import write_report
@@ -417,8 +384,8 @@ def _present(
 
 
 def _drawing(simulated: SimulatedSchedule, figures: Mapping[str, Any]) -> Iterator[RenderableType]:
-    from ..ir.units import show_share
-    from ..viewer.terminal import gantt
+    from ..ir.text import show_share
+    from ..viewer.terminal import console, gantt
 
     beside = {
         "bubble": [show_share(rank["bubble"]) for rank in figures["by_rank"]],
@@ -447,7 +414,7 @@ def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 
 def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
 
     size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
     return f"{simulated.peak:.4g}{unit}{size}"
@@ -485,7 +452,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
 
 def _comparison(by_name: Mapping[str, SimulatedSchedule]) -> Iterator[Table]:
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.tables import Column, Table
 
     columns = (
@@ -534,7 +501,7 @@ def _explanation(
     figures: Mapping[str, Any], ranks: int, causes: Sequence[IdleSource], legs: Sequence[Fold]
 ) -> Iterator[str]:
     from ..ir.explanation import REASONS
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.reasons import merged
 
     yield (
@@ -563,7 +530,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..ir.text_files import write_whole
+    from ..ir.text import write_whole
     from ..schedules.scenario import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)

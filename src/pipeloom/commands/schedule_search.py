@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("stages", type=FILE, required=False)
 @click.option("--times", type=FILE, help="Take stages, ranks, times and sizes from a saved plan instead.")
-@click.option("--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--microbatches", "-m", type=click.IntRange(1), default=8)
 @click.option("--ranks", "-p", type=click.IntRange(1, 4096), help="Ranks, where stages do not name theirs.")
 @click.option(
     "--memory", default="", help="Most residuals of a rank, as 4 or 3GiB; or one per rank, as 4,4,3,3."
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
     "--effort",
     type=click.FloatRange(0.01, 1000),
     default=1.0,
-    show_default=True,
     help="By which the orders that are tried are multiplied.",
 )
 @click.option("--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is taken.")
 @click.option("--operations", type=FILE, help="A Python file that declares operations, which are placed too.")
 @SHORTEST
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--output", "-o", type=NEW_FILE, help="File to write: .py, for any -m, or .txt, the rows.")
 @json_option
 def search(
@@ -92,7 +91,7 @@ def search(
     )
     click.echo("\r\033[K" if sys.stderr.isatty() else "", nl=False, err=True)
     if output is not None:
-        from ..ir.text_files import write_whole
+        from ..ir.text import write_whole
 
         write_whole(output, found.text(str(output)))
     emit(found.figures(), _screen(found, output), as_json=as_json)

@@ -47,7 +47,7 @@ LINK = Link(bandwidth_bytes_per_s=1e9)
     type=float,
     help="Largest relative difference. By default what the parameters' dtype explains.",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Of the batch.")
+@click.option("--seed", type=int, default=1, help="Of the batch.")
 @json_option
 @click.pass_context
 def verify(

@@ -80,7 +80,6 @@ def _term(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
 
 
 def _connected(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
-    """The term of a component."""
     if len(ops) == 1:
         return OpBlock((ops[0],))
     separates = _separators(ops, edges)

@@ -20,7 +20,7 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering.passes import lower
 from ..schedules import registry
-from ..schedules.language.user_files import names_user_file
+from ..schedules.language.names import parse_name
 from ..simulator.simulate import simulate
 from .microbatch_sizes import shared_rows
 from .placement import residual_room
@@ -123,14 +123,14 @@ class Candidate:
         try:
             return self._order_by_time()
         except ScheduleError:
-            if not self._by_time or names_user_file(self.request.schedule):
+            if not self._by_time or parse_name(self.request.schedule).in_file:
                 raise
             self.notes = {EQUAL_TIMES: ""}
             return self.request.usual_rows
 
     @property
     def _by_time(self) -> bool:
-        return registry.entry(self.request.schedule).recipe is not None or self.request.copies
+        return self.request.entry.recipe is not None or self.request.copies
 
     def _order_by_time(self) -> Schedule | SteadyStep:
         """The rows; for schedules that order by time, for what the search takes the stages to need."""
@@ -183,7 +183,6 @@ class Candidate:
         return {name: how for name, how in chosen.items() if leaves or how != "offload"}
 
     def _costs(self, stages: Sequence[_StageChoice], *, split: bool) -> tuple[StageCost, ...]:
-        """What each stage takes, replicas included."""
         own = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
         if self.layout.in_line:
             return own
@@ -229,7 +228,6 @@ class Candidate:
         return _StageChoice(evaluation, estimate, ahead if fits else inside, fits)
 
     def _simulate(self, stages: Sequence[_StageChoice]) -> _SimulatedStages:
-        """The stages with what they take, and their step."""
         parts = tuple(stage.plan for stage in stages)
         treatments = (
             tuple(s.evaluation.treatments for s in stages)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
-from ..schedules.registry import fits_caps
+from ..schedules.language.names import parse_name
 from .request import PlanOptions, SearchWatch
 
 POLISHES = "dawnpiper"
@@ -85,14 +85,20 @@ def ways_to_plan(options: PlanOptions, *, keeps: bool = True) -> Iterator[PlanOp
     fit (`keeps`), and made again where that may be."""
     if keeps:
         yield _keeping(options)
-    if not _copies(options.schedule) and (options.allowed is None or "recompute" in options.allowed):
+    if not parse_name(options.schedule).copies and (
+        options.allowed is None or "recompute" in options.allowed
+    ):
         yield replace(options, planner="probe", treatments=("recompute",))
 
 
 def _keeping(options: PlanOptions) -> PlanOptions:
     """With every residual kept that the schedule does not offload itself; of those that it does, cheap ones
     are made again instead, unless that is not allowed."""
-    alone = _copies(options.schedule) and options.allowed is not None and "recompute" not in options.allowed
+    alone = (
+        parse_name(options.schedule).copies
+        and options.allowed is not None
+        and "recompute" not in options.allowed
+    )
     return replace(options, planner="exact", treatments=("offload",) if alone else ())
 
 
@@ -121,8 +127,8 @@ def choose_schedule(
             if search.try_(way):
                 break
         return search.found()
-    search.try_in_order([name for name in names if not _copies(name)])
-    search.try_in_order([name for name in names if _copies(name) and search.wants(name)])
+    search.try_in_order([name for name in names if not parse_name(name).copies])
+    search.try_in_order([name for name in names if parse_name(name).copies and search.wants(name)])
     return search.polished()
 
 
@@ -165,7 +171,7 @@ class _Choice:
 
     def wants(self, name: str) -> bool:
         """Whether copies in an order may be of use; a yes where the order without is not asked for."""
-        plain = plain_of(name, len(self.caps))
+        plain = parse_name(name).plain(len(self.caps))
         if plain not in self.names:
             return True
         return plain not in self.kept and plain in self.free and not self._is_slower(plain)
@@ -178,8 +184,10 @@ class _Choice:
     def _try_all_of(self, name: str) -> None:
         """Under the caps; what is as fast as without them is all that is looked for."""
         free = self.free[name]
-        near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and _copies(name))
-        near = near or fits_caps(name)  # which holds all that is copied where memory does not matter
+        near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and parse_name(name).copies)
+        near = (
+            near or parse_name(name).fits_caps
+        )  # which holds all that is copied where memory does not matter
         for way in ways_to_plan(self._of(name), keeps=near):
             if name in self.kept and "recompute" in (way.treatments or ()):
                 return
@@ -194,7 +202,6 @@ class _Choice:
             self.watch.tried(name, len(self.told), len(self.names), best)
 
     def _of(self, name: str) -> PlanOptions:
-        """What was asked for, with a schedule."""
         return replace(self.options, schedule=name)
 
     def polishing(self, name: str) -> PlanOptions:
@@ -240,24 +247,3 @@ class _Choice:
         refused = isinstance(error, InfeasibleError)
         if self.first is None or (refused and not isinstance(self.first, InfeasibleError)):
             self.first = error
-
-
-def _copies(name: str) -> bool:
-    return "offload=" in name or "limit=" in name or fits_caps(name)
-
-
-def plain_of(name: str, ranks: int) -> str:
-    """The schedule of `schedule_names` with the order of a name with copies and without these, or with one
-    that holds less. Groups as large as there are ranks are those of `gis`, smaller ones of `gis_h`.
-
-    >>> plain_of("po:v=4,offload=2", 4), plain_of("1f1b:limit=3", 4)
-    ('po:v=4', '1f1b')
-    >>> plain_of("gis_g:group=2,v=2,offload=1", 4), plain_of("gis_g:group=4,v=2,offload=1", 4)
-    ('gis_h', 'gis:v=2')
-    """
-    family, _, listed = name.partition(":")
-    options = dict(option.partition("=")[::2] for option in listed.split(","))
-    if family == "gis_g":
-        family = "gis" if int(options["group"]) >= ranks else "gis_h"
-    plain = f"{family}:v={options['v']}" if "v" in options else family
-    return "gis_h" if plain == "gis_h:v=2" else plain

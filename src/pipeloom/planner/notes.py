@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.plan import Plan
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .candidate import Candidate
 from .refine import fit_caps
 from .request import Request, profile_of

@@ -23,7 +23,7 @@ from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .candidate import EQUAL_TIMES
 from .notes import branch_figures, planners_asked, slower_than_1f1b
 from .search.layer_groups import layer_names
@@ -341,7 +341,6 @@ def limits(plan: Plan) -> list[str]:
 
 
 def _planners(plan: Plan) -> list[str]:
-    """What each planner came to, where several were asked."""
     if not (asked := planners_asked(plan)):
         return []
     told = [f"{name} {'has none' if s is None else f'{s * 1e3:.4g} ms'}" for name, s in asked.items()]
@@ -349,7 +348,6 @@ def _planners(plan: Plan) -> list[str]:
 
 
 def _full(plan: Plan) -> list[str]:
-    """Which ranks are full; stages, where each has a rank of its own."""
     alone = sorted(plan.placement) == list(range(len(plan.stages)))
     what = "stage" if alone else "rank"
     held = [0] * len(plan.caps)

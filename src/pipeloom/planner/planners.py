@@ -315,7 +315,6 @@ def or_in_a_row(part: Finder) -> Finder:
 
 
 def _search_of(search: Search, request: Request, other: Planner) -> Search:
-    """The search of another planner for the same."""
     return replace(
         search,
         treatments=search.treatments if other.optimises == "always" else (),
@@ -400,7 +399,6 @@ def _tighter_search(candidate: Candidate) -> Search:
 
 
 def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
-    """All of them, without offloading, and none."""
     without = tuple(t for t in treatments if t != "offload")
     return list(dict.fromkeys((treatments, without, ())))
 
@@ -537,11 +535,16 @@ class FastestPlan:
         if not options.fastest:
             return best
         costs = PlanCosts(request.graph, request.profile, request.cluster)
-        orders = (with_searched_order(plan, costs) for plan in plans.values())
-        searched = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
-        if searched is None or searched.predicted_step_s >= best.predicted_step_s:
+        different: list[Plan] = []
+        for plan in plans.values():
+            bare = replace(plan, planner="", notes={})
+            if all(bare != replace(other, planner="", notes={}) for other in different):
+                different.append(plan)
+        orders = (with_searched_order(plan, costs) for plan in different)
+        ordered = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
+        if ordered is None or ordered.predicted_step_s >= best.predicted_step_s:
             return best
-        return fastest_named({**plans, SEARCHED: searched}, refusals, options.planner)
+        return fastest_named({**plans, SEARCHED: ordered}, refusals, options.planner)
 
 
 def make_plan(

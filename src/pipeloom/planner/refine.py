@@ -234,7 +234,6 @@ def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _keeps(found: Candidate | None, cluster: Cluster) -> bool:
-    """Whether there is a candidate that keeps the caps of a cluster."""
     return found is not None and all(
         found.timeline.peak_bytes(rank) <= device.memory_bytes for rank, device in enumerate(cluster.devices)
     )
@@ -266,7 +265,6 @@ def shallow_candidates(request: Request, propose: Propose, lowered: Sequence[flo
 
 
 def _has_room(candidate: Candidate) -> bool:
-    """Whether no rank is nearly full."""
     timeline, caps = candidate.timeline, candidate.search.caps
     return all(timeline.peak_bytes(rank) < NEARLY_FULL * cap for rank, cap in enumerate(caps))
 

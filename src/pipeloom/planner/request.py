@@ -23,11 +23,12 @@ from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, cut, replicate
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
-from ..ir.weight_policy import WEIGHT_POLICIES, Updates
-from ..schedules import registry, steady
+from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..schedules import registry
+from ..schedules.language.names import parse_name
 from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
-from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
+from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .search.cut_search import Search
 from .search.layer_groups import layers
 from .stage_cost.model import CostModel, GraphTables, distinct_profiles
@@ -190,10 +191,15 @@ class Request:
     def microbatches(self) -> int:
         return self.options.microbatches
 
+    @cached_property
+    def entry(self) -> registry.Entry:
+        """What the library knows of the schedule."""
+        return registry.entry(self.schedule)
+
     @property
     def weights(self) -> str:
         """How weights are updated: as asked, or as the schedule does it."""
-        return self.options.weights or registry.entry(self.schedule).weights
+        return self.options.weights or self.entry.weights
 
     @property
     def side_by_side(self) -> bool:
@@ -224,7 +230,7 @@ class Request:
     @cached_property
     def fits_caps(self) -> bool:
         """Whether it says so of as much as it takes to keep the caps."""
-        return self.copies and registry.fits_caps(self.schedule)
+        return self.copies and parse_name(self.schedule).fits_caps
 
     @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
@@ -345,7 +351,7 @@ class Request:
         """
         layout, devices = self.layout, self.cluster.devices
         count = layout.stages
-        held = held_on_device(self.usual)
+        held = registry.in_flight(self.usual, on_device=True)
         homes = [layout.homes(stage) for stage in range(count)]
         model = self.models[0] if ordered is None else self._model(0, ordered)
         return Search(
@@ -381,11 +387,11 @@ class Request:
         Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
         """
         layout, split = self.layout, self.options.split_backward
-        times = None
+        times: dict[str, Any] = {}
         if costs is not None:
             messages = message_seconds(stages, layout.placement, self.cluster)
             uplinks = uplinks_of(costs, layout.placement, self.cluster)
-            times = registry.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks, room_bytes=room)
+            times = {"costs": costs, "transfer_s": messages, "uplinks": uplinks, "room_bytes": room}
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:
@@ -393,12 +399,12 @@ class Request:
         updates, count = self.updates, self.microbatches // layout.replicas
 
         def make() -> Schedule | SteadyStep:
-            how: Any = {"split_backward": split, "times": times}
+            how: Any = {"split_backward": split, **times}
             if updates is not None:
-                return steady.build_steady(self.schedule, stages, layout.placement, updates, **how)
+                return registry.build_steady(self.schedule, stages, layout.placement, updates, **how)
             return registry.build(self.schedule, stages, layout.placement, count, **how)
 
-        if times is not None:
+        if times:
             return make()
         edges = tuple((edge, bool(stages.gradients(*edge))) for edge in sorted(stages.between))
         tied = tuple(stages.tied.items()) if updates is not None else ()

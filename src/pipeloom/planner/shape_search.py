@@ -44,7 +44,7 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .microbatch_sizes import ProfiledModel
 from .request import profile_of
 from .search.layer_groups import layers
@@ -283,7 +283,6 @@ def _by_layers(model: CostModel) -> BlockCosts[float]:
 
 
 def _sums(model: CostModel, start: int, end: int) -> PieceCost[float]:
-    """The ops [start, end) as a stage of their own, the batch apart."""
     if start == end:
         return NO_PIECE
     footprint, seconds = model.row(start, np.array([end]), exact=False)
@@ -516,7 +515,6 @@ def _ends(request: ShapeRequest, shapes: _Shapes, read: Callable[[PieceCost[Affi
 
 
 def _throughput(request: ShapeRequest, shapes: _Shapes) -> Array:
-    """Rows per second of each shape."""
     rule, rows, m, depth = request.rule, shapes.rows, shapes.microbatches, shapes.depth
     edge_s = _edge_s(request, shapes)
     compute = _ends(request, shapes, lambda piece: piece.forward_s.at(rows) + piece.backward_s.at(rows))
@@ -561,7 +559,6 @@ def _optimizer_s(request: ShapeRequest, shapes: _Shapes) -> _Ends:
 
 
 def _memory(request: ShapeRequest, shapes: _Shapes) -> Array:
-    """Bytes of the fullest stage of each shape."""
     rule, costs, m, depth = request.rule, request.costs, shapes.microbatches, shapes.depth
     # Gradients that are summed over replicas without a flush are there beside those being made.
     sets = 1 if rule.drains else np.where(shapes.width > 1, 2, 1)

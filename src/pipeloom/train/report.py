@@ -13,14 +13,14 @@ from rich.console import Console
 
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
-from ..ir.text_files import write_whole
+from ..ir.text import write_whole
 from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
 from ..viewer.html import write_report
 from ..viewer.stage_graph import stage_edges
-from ..viewer.tables import Comparison, peak_of
-from ..viewer.terminal import print_report
+from ..viewer.tables import Comparison, Table, peak_of
+from ..viewer.terminal import report
 from .config import Config
 from .loop import TrainOutcome
 
@@ -112,13 +112,15 @@ class RunReport:
 
     def print(self, console: Console) -> None:
         """Predicted against measured, the losses, and where everything is."""
-        print_report(
-            console,
+        things = report(
             predicted=self.predicted,
             measured=self.outcome.timeline,
             stages=stage_rows(self.graph, self.plan),
             forecast=self.forecast_step,
+            width=console.width,
         )
+        for thing in things:
+            console.print(thing.to_rich() if isinstance(thing, Table) else thing)
         console.print()
         console.print(str(self), highlight=False, soft_wrap=True)
         for name, points in self.outcome.losses.items():

@@ -22,18 +22,18 @@ from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
-from ..ir.text_files import write_whole
-from ..ir.units import parse_bytes
+from ..ir.text import parse_bytes, write_whole
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
 from ..planning import capture, make_request, plan_size, profile
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
-from ..runtime.launch.connect import connect
-from ..runtime.launch.processes import terminate_as_exit
+from ..runtime.connect import connect
+from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
-from ..tracer.job_loader import load_job
+from ..tracer.job import load_job
+from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, ranks_of, run_rank, take_over
@@ -57,9 +57,7 @@ class TrainRequest:
     @property
     def console(self) -> Console:
         """Standard output belongs to the JSON object, if one is wanted."""
-        console = Console(stderr=self.as_json)
-        # In a log file the tables need no folding.
-        return console if console.is_terminal else Console(stderr=self.as_json, width=120)
+        return terminal.console(stderr=self.as_json)
 
     @property
     def name(self) -> str:
@@ -192,7 +190,7 @@ def end_undisturbed() -> None:
 def interrupted(out: Path) -> str:
     """What a run that was broken off leaves."""
     if not (out / "config.toml").exists():
-        return f"{out} had not begun to train, and is gone"
+        return f"{out} had not begun to train, and nothing of it was written"
     try:
         return (
             f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"

@@ -12,7 +12,6 @@ from ..ir.action import (
     TREATMENTS,
     Action,
     Kind,
-    StageAction,
     Transfer,
     parse_instruction,
 )
@@ -40,7 +39,7 @@ KIND_OF: dict[str, Kind] = {"SEND": SEND_F, "wait": RECV_F}
 """Groups of transfers -> a kind that is in it; any other group has the letters of its one kind."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Label:
     """An action taken apart for showing.
 
@@ -75,31 +74,19 @@ def label(action: str) -> Label:
     try:
         step = parse_instruction(action)
     except ScheduleError:
-        return Label(action=action, group=action, stage=None, microbatch=None, meaning=action)
-    match step:
-        case Action(stage=stage, kind=kind, microbatch=microbatch):
-            group, meaning = str(kind), f"stage {stage}: {group_name(kind)} of micro-batch {microbatch}"
-            return Label(action=action, group=group, stage=stage, microbatch=microbatch, meaning=meaning)
-        case Transfer():
-            return _transfer_label(action, step)
-        case StageAction(stage=stage, kind=kind):
-            meaning = f"stage {stage}: {group_name(kind)}"
-            return Label(action=action, group=str(kind), stage=stage, microbatch=None, meaning=meaning)
-
-
-def _transfer_label(action: str, step: Transfer) -> Label:
-    values = "outputs" if step.kind.endswith("_F") else "gradients"
-    if step.sends:
-        group, verb, peer = "SEND", "sends", f"to stage {step.peer}"
-    else:
-        group, verb, peer = "wait", "waits for", f"from stage {step.peer}"
-    return Label(
-        action=action,
-        group=group,
-        stage=step.stage,
-        microbatch=step.microbatch,
-        meaning=f"stage {step.stage} {verb} the {values} of micro-batch {step.microbatch} {peer}",
-    )
+        return Label(action, group=action, stage=None, microbatch=None, meaning=action)
+    stage, group, microbatch = step.stage, str(step.kind), None
+    meaning = f"stage {stage}: {group_name(group)}"
+    if isinstance(step, Action):
+        microbatch = step.microbatch
+        meaning += f" of micro-batch {microbatch}"
+    elif isinstance(step, Transfer):
+        microbatch = step.microbatch
+        values = "outputs" if step.kind.endswith("_F") else "gradients"
+        group = "SEND" if step.sends else "wait"
+        verb, towards = ("sends", "to") if step.sends else ("waits for", "from")
+        meaning = f"stage {stage} {verb} the {values} of micro-batch {microbatch} {towards} stage {step.peer}"
+    return Label(action, group=group, stage=stage, microbatch=microbatch, meaning=meaning)
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:

@@ -6,13 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ..ir.text import show_share, show_time
 from ..ir.timeline import Event, Timeline
-from ..ir.units import show_share, show_time
 from .labels import Label, chunks, colour, computes, group_name, label
 from .tables import (
     Comparison,
@@ -214,7 +213,7 @@ def report(
             yield table
 
 
-def print_report(console: Console, **given: Any) -> None:
-    """Print what `report` has."""
-    for thing in report(**given, width=console.width):
-        console.print(thing.to_rich() if isinstance(thing, Table) else thing)
+def console(*, stderr: bool = False) -> Console:
+    """Standard output, or standard error; in a file or a pipe tables need no folding."""
+    output = Console(stderr=stderr)
+    return output if output.is_terminal else Console(stderr=stderr, width=120)

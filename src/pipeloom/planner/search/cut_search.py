@@ -267,7 +267,6 @@ class Search:
         return row
 
     def _filled(self, footprint: Footprint[Array], ranks: Indices) -> Array:
-        """Share of its cap that each interval fills on each rank."""
         in_flight, caps = np.array(self.in_flight)[ranks], np.array(self.caps, dtype=np.float64)[ranks]
         return np.asarray(self.model.peaks(footprint, in_flight) / caps[:, None])
 

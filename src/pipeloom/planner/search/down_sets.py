@@ -194,7 +194,6 @@ def _bits(mask: int) -> list[int]:
 
 
 def _parts(left: int, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-    """The connected parts of a set of pieces."""
     parts = []
     while left:
         part, fresh = 0, left & -left

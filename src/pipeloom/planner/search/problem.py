@@ -204,7 +204,6 @@ def best_cuts_within(problem: Problem, bands: Bands, *, below: float = inf) -> P
 def _extended(
     problem: Problem, reached: dict[int, tuple[float, Cuts]], band: Sequence[int], stage: int, below: float
 ) -> dict[int, tuple[float, Cuts]]:
-    """The best ways to each end in the band, one stage more."""
     starts = sorted(reached, reverse=True)
     found: dict[int, tuple[float, Cuts]] = {}
     for end in band:

@@ -458,7 +458,6 @@ class RecomputeLiveness:
         return StageArrays(self.start, self.end, self.sweep.forward, marks, own, int(self.ahead))
 
     def _touched(self) -> Indices:
-        """The storages that the stage's ops read, make or save."""
         t, ends = self.sweep.tensors, [self.start, self.end]
         spans = ((rows.items, rows.first[ends]) for rows in (t.reads, t.makes, t.saves))
         return np.unique(np.concatenate([items[a:b] for items, (a, b) in spans]))

@@ -223,7 +223,6 @@ def cost_choice(
 def _refuse_treatments(
     residuals: Residuals, treatments: Mapping[str, Treatment], stage: int, copies: HostCopies | None
 ) -> None:
-    """Refuse treatments that this stage cannot have."""
     number = {name: index for index, name in enumerate(residuals.names)}
     for name, treatment in treatments.items():
         if treatment == "keep":
@@ -348,7 +347,6 @@ class StageEstimate:
         )
 
     def _transient_bytes(self, ahead: bool, split: bool) -> dict[str, int]:
-        """Most scratch of each kind of action; see `simulator_cost`."""
         treated, footprint = self.treated, self.footprint
         scratch = treated.ahead if treated and ahead else RecomputeAhead(0.0, footprint.backward_transient)
         backward = round(scratch.backward)

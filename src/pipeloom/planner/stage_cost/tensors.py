@@ -235,7 +235,6 @@ class Tensors:
 
 
 def _rows_in_order(lists: RaggedArray, order: Indices) -> Indices:
-    """Indices of the items of rows in another order."""
     parts = [np.arange(lists.first[r], lists.first[r + 1]) for r in order]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 

@@ -112,14 +112,12 @@ def _needed_until(moments: RecomputeLiveness) -> Indices:
 
 
 def _in_front(weight: Array, made: Indices, places: Indices, start: int) -> Array:
-    """Bytes of what is made in front of each place."""
     each = np.zeros(int(places[-1]) - start + 1)
     np.add.at(each, np.maximum(made + 1 - start, 0), weight)
     return np.asarray(np.cumsum(each)[places - start])
 
 
 def _crossing(weight: Array, made: Indices, until: Indices, places: Indices, start: int) -> Array:
-    """Bytes of what is made in front of each place and needed behind it."""
     each = np.zeros(int(places[-1]) - start + 2)
     np.add.at(each, np.maximum(made + 1 - start, 0), weight)
     np.add.at(each, until + 1 - start, -weight)

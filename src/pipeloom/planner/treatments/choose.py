@@ -77,7 +77,6 @@ def _away(task: TreatmentProblem, choice: Indices) -> float:
 def _picks(
     task: TreatmentProblem, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]
 ) -> Iterator[Indices]:
-    """The choices with one more layer treated."""
     for layer in layers:
         if (choice[layer] == KEEP).all():
             if inner[layer].any():

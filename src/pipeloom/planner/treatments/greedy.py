@@ -516,7 +516,6 @@ def seconds_of(task: TreatmentProblem, choice: Indices) -> float:
 
 
 def _solved(task: TreatmentProblem, begin: Indices) -> TreatmentChoice:
-    """What the greedy choice makes of a choice to begin with."""
     stage, plan = task.moments.stage, greedy_state(task)
     fits = pick_all.form(4 * len(begin) * (task.moments.end - task.moments.start))(begin, stage, plan)
     _, numbers, _, _, limits = plan

@@ -1,0 +1,89 @@
+"""Jobs of a user's own file: `commands.prepare` copies it to where commands run, as `mine.py`."""
+
+import torch
+from torch import nn
+
+from pipeloom import Job
+
+
+class Net(nn.Module):
+    """Linear layers of these widths, and a head of another shape if there is one."""
+
+    def __init__(self, *widths: int, head: int = 0) -> None:
+        super().__init__()
+        pairs = zip(widths, widths[1:], strict=False)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairs)
+        self.head = nn.Linear(widths[-1], head) if head else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+class Deeper(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.layers[0](x))
+
+
+class Classifier(Net):
+    """Its head is dearer than all the rest: stages cannot be equal."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x), target)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(seed: int, size: int, width: int = 8) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(size, width, generator=torch.Generator().manual_seed(seed))}
+
+
+def batch_with_targets(seed: int, size: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return {**batch(seed, size), "target": torch.randint(64, (size,), generator=drawn)}
+
+
+def batch_of_words(seed: int, size: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(8, (size, 5), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def job() -> Job:
+    """11 ops."""
+    return Job(name="tiny", model=lambda: Net(*[8] * 5), batch=batch)
+
+
+def other() -> Job:
+    return Job(name="other", model=lambda: Deeper(*[8] * 5), batch=batch)
+
+
+def wide() -> Job:
+    return Job(name="tiny", model=lambda: Net(*[512] * 5), batch=lambda seed, size: batch(seed, size, 512))
+
+
+def odd() -> Job:
+    return Job(name="odd", model=lambda: Classifier(8, *[16] * 7, head=64), batch=batch_with_targets)
+
+
+def blocks() -> Job:
+    """A front, four equal layers and a head."""
+    return Job(name="tiny", model=lambda: Net(8, *[64] * 5, head=32), batch=batch)
+
+
+def without_blocks() -> Job:
+    return Job(name="tiny", model=lambda: Net(8, head=8), batch=batch)
+
+
+def words() -> Job:
+    return Job(name="words", model=Words, batch=batch_of_words)

@@ -1,0 +1,244 @@
+"""What was measured is kept for a day: op times, never taken for those of other ops, and what ranks of one
+machine take from each other."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from plain_net import PlainNet, job_of
+from runs import capture_of
+from torch import Tensor
+
+from pipeloom import planning
+from pipeloom.caches import beside_ranks, contention, daily, kept_profile
+from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.planning import make_request, plan_size
+from pipeloom.profiler.compiled_pieces import CompiledRatio
+from pipeloom.profiler.contention import Contention, measure_contention
+from pipeloom.tracer.captured import Captured
+
+profiler = importlib.import_module("pipeloom.profiler.contention")
+
+DAY_S = 24 * 3600
+
+
+class Measured:
+    """Measures nothing, and counts how often it is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.times, self.folder = 0, folder
+
+    def __call__(self, captured: Captured) -> Profile:
+        self.times += 1
+        costs = {op.name: OpCost(forward_s=float(self.times)) for op in captured.graph.ops}
+        return Profile(
+            device="cpu",
+            source="measured",
+            graph=captured.graph.fingerprint,
+            batch=batch_text(captured.graph.inputs),
+            costs=costs,
+        )
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self.folder.glob("pipeloom/profiles/*"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
+    monkeypatch.delenv("PIPELOOM_CONTENTION", raising=False)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Measured:
+    return Measured(tmp_path)
+
+
+def test_times_are_measured_once_a_day_and_old_ones_removed(measured: Measured) -> None:
+    captured = capture_of(job_of(PlainNet))
+    assert kept_profile(captured, measured) == kept_profile(captured, measured)
+    (file,) = measured.files
+    assert measured.times == 1
+    os.utime(file, (0, time.time() - 2 * DAY_S))
+    kept_profile(captured, measured)
+    assert measured.times == 2 and measured.files == [file]
+    os.utime(file, (0, 0))
+    kept_profile(capture_of(job_of(PlainNet), 4), measured)
+    assert len(measured.files) == 1 and not file.exists()
+
+
+def test_times_of_hours_ago_are_mentioned(measured: Measured, caplog: pytest.LogCaptureFixture) -> None:
+    captured = capture_of(job_of(PlainNet))
+    kept_profile(captured, measured)
+    for hours, said in ((0, ""), (3, "measured 3 h ago; PIPELOOM_KEEP_PROFILES=0 measures them again")):
+        os.utime(measured.files[0], (0, time.time() - hours * 3600))
+        with caplog.at_level(logging.WARNING, logger="pipeloom"):
+            kept_profile(captured, measured)
+        assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "costs", "graph", "batch", "negative", "roofline"])
+def test_a_damaged_file_is_measured_again(measured: Measured, damage: str) -> None:
+    captured = capture_of(job_of(PlainNet))
+    right = kept_profile(captured, measured)
+    (file,) = measured.files
+    whole = json.loads(file.read_text())
+    first = next(iter(whole["costs"]))
+    changed = {
+        "costs": {"costs": {name: cost for name, cost in whole["costs"].items() if name != first}},
+        "graph": {"graph": "another"},
+        "batch": {"batch": ["x[9,6]float32"]},
+        "negative": {"costs": whole["costs"] | {first: {"forward_s": -1.0}}},
+        "roofline": {"source": "roofline"},
+    }
+    file.write_text(json.dumps(whole | changed[damage]) if damage in changed else damage)
+    again = kept_profile(captured, measured)
+    assert measured.times == 2 and again.costs.keys() == right.costs.keys()
+
+
+@pytest.mark.parametrize("text", ['[{"forward": 1.0}]', '[{"forward": 0.0, "backward": 1.0}, {}]'])
+def test_what_is_too_short_or_impossible_is_measured_again(tmp_path: Path, text: str) -> None:
+    file, whole = tmp_path / "ratios.json", [CompiledRatio(forward=0.5), CompiledRatio(backward=0.5)]
+    file.write_text(text)
+    for _ in range(2):
+        assert daily(file, list[CompiledRatio], lambda _: whole, lambda ratios: len(ratios) == 2) == whole
+    assert len(json.loads(file.read_text())) == 2
+
+
+class OtherArguments(PlainNet):
+    """The same names, wiring and parameters as those of `Softmax`: a graph's fingerprint is the same."""
+
+    dim = 0
+
+    def run(self, h: Tensor) -> Tensor:
+        return torch.softmax(super().run(h), self.dim)
+
+
+class Softmax(OtherArguments):
+    dim = 1
+
+
+def test_times_hold_for_the_same_ops_only(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (capture_of(job_of(model)) for model in (Softmax, OtherArguments))
+    assert ours.graph.fingerprint == theirs.graph.fingerprint
+    wider, halved = capture_of(job_of(Softmax), 4), capture_of(job_of(Softmax), autocast=torch.bfloat16)
+    for count, captured in enumerate((ours, theirs, wider, halved), start=1):
+        kept_profile(captured, measured)
+        assert measured.times == count
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    kept_profile(ours, measured)
+    assert measured.times == 5
+
+
+@pytest.mark.parametrize("why", ["an op of others", "cut between modules", "turned off", "no folder"])
+def test_what_cannot_be_kept_is_measured_each_time(
+    measured: Measured, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = capture_of(job_of(PlainNet))
+    if why == "an op of others":
+        op = replace(captured.graph.ops[0], target="mine.kernel.default")
+        captured = replace(captured, graph=replace(captured.graph, ops=(op, *captured.graph.ops[1:])))
+    elif why == "cut between modules":
+        captured = replace(captured, graph=replace(captured.graph, fallback="it cannot be traced"))
+    elif why == "turned off":
+        monkeypatch.setenv("PIPELOOM_KEEP_PROFILES", "0")
+    else:
+        (measured.folder / "pipeloom").write_text("a file where the folder would be")
+    kept_profile(captured, measured)
+    kept_profile(captured, measured)
+    assert measured.times == 2 and not measured.files
+
+
+def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(PlainNet)
+    captured, real = capture_of(job), planning.profile
+    monkeypatch.setattr(planning, "profile", measured)
+    models = [planning.captured_model(job, 2, None, captured=captured) for _ in range(2)]
+    assert measured.times == 1 and models[0].profiles == models[1].profiles
+    assert real(captured).costs != models[0].profiles["cpu"].costs
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many ranks contention was measured; nothing is measured."""
+    ranks_of: list[int] = []
+
+    def measure(ranks: int) -> Contention:
+        ranks_of.append(ranks)
+        return Contention(ranks=ranks, products=2.0, others=1.5)
+
+    monkeypatch.setattr("pipeloom.profiler.contention.measure_contention", measure)
+    return ranks_of
+
+
+def test_contention_is_measured_once_a_day_for_each_number_of_ranks(asked: list[int], tmp_path: Path) -> None:
+    assert contention(2) == contention(2) == Contention(ranks=2, products=2.0, others=1.5)
+    (file,) = tmp_path.glob("pipeloom/contention/*.json")
+    assert contention(3).ranks == 3 and asked == [2, 3]
+    os.utime(file, (0, time.time() - 2 * DAY_S))
+    contention(2)
+    assert asked == [2, 3, 2]
+
+
+@pytest.mark.parametrize("name", ["skips", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_plans_for_ranks_of_this_machine_take_it_into_account(asked: list[int], name: str) -> None:
+    job = zoo.job(name)
+    captured = planning.capture(job, 2)
+    alone = planning.profile(captured)
+    how = {"captured": captured, "profiled": alone}
+    _, model = plan_size(make_request(job, ranks=2, microbatch_size=2), job, **how)
+    assert asked == [2]
+    beside = model.profiles["cpu"]
+    assert beside.notes == ("beside 1 more: products x2, others x1.5",)
+    for op in model.graph.ops:
+        factor = 2.0 if "linear" in op.target or "addmm" in op.target or "attention" in op.target else 1.5
+        assert beside.costs[op.name].backward_s == pytest.approx(factor * alone.costs[op.name].backward_s)
+    # One rank and estimates stay as they are.
+    assert beside_ranks(alone, model.graph, 1) is alone
+    assert beside_ranks(replace(alone, source="roofline"), model.graph, 2).notes == alone.notes
+    assert asked == [2]
+
+
+def test_a_factor_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELOOM_CONTENTION", "1.25")
+    assert contention(4) == Contention(ranks=4, products=1.25, others=1.25)
+    for wrong in ("0.5", "fast", "nan"):
+        monkeypatch.setenv("PIPELOOM_CONTENTION", wrong)
+        with pytest.raises(ConfigError, match="PIPELOOM_CONTENTION"):
+            contention(4)
+
+
+@pytest.mark.slow
+def test_others_run_the_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes. A clock that knows what the others do: an op takes three times as long beside them."""
+    told: list[str] = []
+    now = [0.0]
+    tell = profiler._tell
+
+    def watch(process: object, word: str) -> None:
+        told.append(word)
+        tell(process, word)
+
+    def clock() -> float:
+        now[0] += 1.0 if not told or told[-1] == "rest" else 3.0
+        return now[0]
+
+    monkeypatch.setattr(profiler, "_tell", watch)
+    monkeypatch.setattr(profiler, "ROUND_S", 0.0)
+    monkeypatch.setattr(profiler.os, "sched_getaffinity", lambda _: {0, 1})
+    assert measure_contention(2, clock=clock) == Contention(ranks=2, products=3.0, others=3.0)
+    assert told == ["products", "rest"] * profiler.ROUNDS + ["others", "rest"] * profiler.ROUNDS
+    told.clear()
+    assert measure_contention(4, clock=clock).products == 6.0, "twice as many ranks as cores"

@@ -1,0 +1,254 @@
+"""Where ranks compile their stages, planners see the times of compiled functions. No test here depends on how
+fast anything is: what pieces take compiled is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import good
+from compiled import KnownRatios
+from plain_net import WIDTH, PlainNet, job_of
+from runs import assert_same, capture_of, pipelined, plain
+from torch import Tensor, nn
+
+from pipeloom import planning
+from pipeloom.caches import kept_profile
+from pipeloom.compiled_profiles import compiled_profile, pieces_of
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.ir.stages import StageGraph
+from pipeloom.ir.text import parse_bytes
+from pipeloom.plan_request import times_of
+from pipeloom.planning import plan as plan_job
+from pipeloom.profiler.compiled_pieces import CompiledRatio, piece_signatures
+from pipeloom.tracer.captured import Captured
+
+
+class Layered(PlainNet):
+    """Three equal layers, and one with another activation, between the batch and the head."""
+
+    def prepare(self) -> None:
+        for name in ("a", "b", "c"):
+            delattr(self, name)
+        ends = (nn.Tanh, nn.Tanh, nn.Tanh, nn.Sigmoid)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), end()) for end in ends)
+
+    def run(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+def seconds(captured: Captured) -> Profile:
+    """Each op takes 1 s forward, 2 s for input gradients, 4 s for weight gradients."""
+    cost = OpCost(forward_s=1.0, input_grad_s=2.0, weight_grad_s=4.0)
+    return Profile(
+        device="cpu",
+        source="measured",
+        graph=captured.graph.fingerprint,
+        batch=batch_text(captured.graph.inputs),
+        costs={op.name: cost for op in captured.graph.ops},
+    )
+
+
+JOB = job_of(Layered)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager times are known, and nothing was compiled before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> KnownRatios:
+    """Known ratios in the place of the compiler."""
+    monkeypatch.setattr(planning, "kept_profile", lambda captured, measure: seconds(captured))
+    ratios = KnownRatios()
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", ratios)
+    return ratios
+
+
+@pytest.fixture
+def captured() -> Captured:
+    return capture_of(JOB)
+
+
+def test_costs_of_ops_are_scaled(known: KnownRatios, captured: Captured) -> None:
+    found = compiled_profile(captured, seconds(captured))
+    for op in captured.graph.ops:
+        cost = found.costs[op.name]
+        expected = (1.0, 2.0, 4.0) if op.cheap else (0.5, 6.0, 12.0)
+        assert (cost.forward_s, cost.input_grad_s, cost.weight_grad_s) == expected
+    assert found.compiled == "forwards 0.50 and backwards 3.00 times as long as eager"
+    assert replace(found, costs={}, compiled="") == replace(seconds(captured), costs={})
+
+
+def test_equal_layers_are_compiled_once(known: KnownRatios, captured: Captured) -> None:
+    pieces = pieces_of(captured.graph)
+    compiled_profile(captured, seconds(captured))
+    # The first layer gives no gradient to what is before it; the second and third are alike.
+    asked = {pieces.stages[index].ops for index in (0, 1, 3, 4)}
+    assert len(pieces.stages) == 5 and len(known.asked) == 4 and set(known.asked) == asked
+    alike = piece_signatures(captured, pieces)
+    assert alike[1] == alike[2] and len(set(alike)) == 4
+
+
+def test_ratios_are_kept_for_the_same_model(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled_profile(captured, kept_profile(captured, seconds))
+    count = len(known.asked)
+    assert compiled_profile(captured, seconds(captured)) == first and len(known.asked) == count
+    assert kept_profile(captured, seconds) == seconds(captured), "what is kept of eager ops stays what it is"
+    wider = capture_of(JOB, 4)
+    compiled_profile(wider, seconds(wider))
+    assert len(known.asked) == 2 * count
+    for times, (name, value) in enumerate(
+        (("TORCHINDUCTOR_MAX_AUTOTUNE", "1"), ("PIPELOOM_KEEP_PROFILES", "0")), start=3
+    ):
+        monkeypatch.setenv(name, value)
+        compiled_profile(captured, seconds(captured))
+        assert len(known.asked) == times * count
+
+
+def test_what_cannot_be_compiled_counts_as_eager(
+    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = pieces_of(captured.graph).stages[3]
+    known.fails = failing.ops[0]
+    found = compiled_profile(captured, seconds(captured))
+    assert "times of layers.3 stay eager: RuntimeError: no compiler was found\n" in caplog.text + "\n"
+    assert all(found.costs[name] == seconds(captured).costs[name] for name in failing.ops)
+    assert found.compiled.endswith("; 1 of 5 pieces could not be compiled and count as eager")
+    # Only that is tried again: a compiler may have been installed.
+    compiled_profile(captured, seconds(captured))
+    assert known.asked.count(failing.ops) == 2 and len(known.asked) == 4 + 1
+
+
+def test_compiling_is_announced_and_bounded(
+    known: KnownRatios,
+    captured: Captured,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeloom.compiled_profiles.BUDGET_S", 0.0)
+    found = compiled_profile(captured, seconds(captured))
+    assert "compiling 4 distinct pieces of Layered to time them for the plan, once a day" in caplog.text
+    # The one that takes most of the time: that of which there are two.
+    assert known.asked == [pieces_of(captured.graph).stages[1].ops]
+    assert "stay eager: compiling took 0 s already" in caplog.text
+    assert "3 of 5 pieces could not be compiled" in found.compiled
+    compiled_profile(captured, seconds(captured))
+    assert len(known.asked) == len(set(known.asked)) == 2, "the next time goes on with what is left"
+
+
+def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flat(PlainNet):
+        def prepare(self) -> None:
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    graph = capture_of(job_of(Flat)).graph
+    assert len(pieces_of(graph).stages) == 1
+    monkeypatch.setattr("pipeloom.compiled_profiles.MOST_OPS", 2)
+    assert [len(piece.ops) for piece in pieces_of(graph).stages] == [2] * (len(graph.ops) // 2)
+
+
+def test_a_model_that_is_cut_between_modules_keeps_eager_times(
+    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = replace(captured, graph=replace(captured.graph, fallback="it cannot be traced"))
+    found = compiled_profile(cut, seconds(cut))
+    assert found.costs == seconds(cut).costs and found.compiled.startswith("not measured, as")
+    assert not known.asked and "cut between its modules" in caplog.text
+
+
+HOW = {"ranks": 2, "microbatches": 4, "microbatch_size": 2}
+
+
+def test_planners_see_compiled_times(known: KnownRatios, captured: Captured) -> None:
+    eager, compiled = (plan_job(JOB, **HOW, captured=captured, compile=way) for way in (False, True))
+
+    def total(plan: Plan, kind: str) -> float:
+        return sum(getattr(stage, kind) for stage in plan.stages)
+
+    assert total(compiled, "forward_s") == pytest.approx(0.5 * total(eager, "forward_s"))
+    assert total(compiled, "weight_grad_s") == pytest.approx(3 * total(eager, "weight_grad_s"))
+    assert times_of(eager) == []
+    said = "times of compiled functions: forwards 0.50 and backwards 3.00 times as long as eager"
+    assert times_of(compiled) == [said]
+
+
+def test_the_fastest_cut_can_be_another_one(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for eager stages would not be the fastest one where only one half gains by compiling."""
+    early = {name for piece in pieces_of(captured.graph).stages[:3] for name in piece.ops}
+
+    def ratio_of(captured: Captured, pieces: StageGraph, index: int, timer: object) -> CompiledRatio:
+        share = 0.1 if early.issuperset(pieces.stages[index].ops) else 1.0
+        return replace(known(captured, pieces, index, timer), forward=share, backward=share)
+
+    monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", ratio_of)
+    eager, compiled = (plan_job(JOB, **HOW, captured=captured, compile=way) for way in (False, True))
+    assert len(compiled.stages[0].ops) > len(eager.stages[0].ops)
+
+
+def test_times_of_eager_ops_are_refused_for_compiled_plans(known: KnownRatios, captured: Captured) -> None:
+    how = HOW | {"ranks": 1, "captured": captured, "compile": True}
+    with pytest.raises(PlanError, match="times by roofline, which are of eager ops"):
+        plan_job(JOB, **how, cluster="1 x cpu")
+    with pytest.raises(PlanError, match="the profile is of eager ops") as caught:
+        plan_job(JOB, **how, profiled=seconds(captured))
+    assert "profile --compile" in caught.value.hint
+    right = compiled_profile(captured, seconds(captured))
+    assert times_of(plan_job(JOB, **how, profiled=right)) == times_of(plan_job(JOB, **how))
+    for wrong in (right, replace(seconds(captured), source="roofline")):
+        with pytest.raises(PlanError, match="cannot be compared"):
+            compiled_profile(captured, wrong)
+
+
+def test_caps_are_kept_by_the_stages_that_are_compiled(
+    known: KnownRatios, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
+    seen: list[bool] = []
+
+    def peaks(plan: Plan, captured: Captured, costs: object, *, compiled: bool) -> tuple[int, ...]:
+        seen.append(compiled)
+        return plan.peaks
+
+    monkeypatch.setattr("pipeloom.plan_request.FAR_BELOW", 0.0)
+    monkeypatch.setattr("pipeloom.plan_request.traced_peaks", peaks)
+    plan = plan_job(JOB, **HOW | {"ranks": 1}, memory="100MiB", compile=True, captured=captured)
+    assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
+
+
+def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
+    known: KnownRatios, captured: Captured, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def profiled(captured: Captured, *, compile: bool) -> Profile:
+        seen.append(compile)
+        return seconds(captured)
+
+    monkeypatch.setattr(planning, "profile", profiled)
+    monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: JOB)
+    for way in (False, True):
+        plan_job(JOB, **HOW, captured=captured, compile=way).save(folder / "plan.json")
+        good("simulate", "plan.json", "mine.py:job", "--json")
+    assert seen == [False, True]
+
+
+@pytest.mark.slow
+def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    plan = plan_job(JOB, **HOW, compile=True)
+    assert "could not" not in times_of(plan)[0] and "times as long as eager" in times_of(plan)[0]
+    assert len(list(tmp_path.glob("pipeloom/compiled/*"))) == 1
+    batches = [JOB.batch(seed, 8) for seed in range(2)]
+    assert_same(pipelined(JOB, plan, batches, compile=True), plain(JOB, batches, 4), tolerance=1e-4)

@@ -1,0 +1,72 @@
+"""Clusters from measurements: which GPUs share what, and a whole measurement of this machine's processor."""
+
+import pytest
+import torch
+from commands import figures, good
+
+from pipeloom.clusters.files import load_cluster
+from pipeloom.ir.cluster import Device, Link
+from pipeloom.ir.errors import ConfigError
+from pipeloom.machine import below_switches, detect, grouped
+
+DEVICE = Device(name="card", memory_bytes=1)
+
+
+def link(rate: float) -> Link:
+    return Link(bandwidth_bytes_per_s=rate * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("rates", "count", "groups", "names"),
+    [
+        ({(0, 1): 12.0}, 4, {}, [None] * 4),  # all are joined alike
+        (
+            {(0, 2): 90.0, (1, 3): 95.0},
+            4,
+            {"group-0": link(90), "group-1": link(95)},
+            ["group-0", "group-1"] * 2,
+        ),
+        ({(0, 1): 90.0, (1, 2): 90.0}, 3, {}, [None] * 3),  # the ends of a chain are joined slowly
+    ],
+)
+def test_gpus_that_are_joined_faster_than_others_are_a_group(rates, count, groups, names):
+    links = {(a, b): link(rates.get((a, b), 10.0)) for a in range(count) for b in range(a + 1, count)}
+    assert grouped(links, count) == (link(10), groups, names)
+
+
+def test_a_single_gpu_has_no_link():
+    assert grouped({}, 1) == (None, {}, [None])
+
+
+def test_only_shared_uplinks_are_switches():
+    devices, switches = below_switches([DEVICE] * 3, [0, 0, 2], [25e9, 25e9, 24e9])
+    assert [d.switch for d in devices] == ["switch-0", "switch-0", None]
+    assert switches == {"switch-0": link(25)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_gpus_that_are_not_there():
+    with pytest.raises(ConfigError, match="1 GPUs to measure, and this machine has 0\nhint: measure"):
+        detect("cuda")
+
+
+def test_no_device_at_all():
+    with pytest.raises(ConfigError, match="0 devices to measure"):
+        detect(devices=0)
+
+
+@pytest.mark.slow
+def test_measuring_this_machine(folder):
+    """The command's file is the cluster that it describes, and can be planned for."""
+    found = figures("cluster", "detect", "--devices", "2", "--directory", folder, "-o", "here.toml")
+    cluster = load_cluster(folder / "here.toml")
+    assert len(cluster.devices) == len(found["devices"]) == 2
+    device = cluster.devices[0]
+    assert device.flops_per_s == found["devices"][0]["flops_per_s"] and device.switch == "disk"
+    assert device.flops_per_s["float32"] > 1e8 and device.host_link and device.host_link_back
+    assert cluster.within_node.bandwidth_bytes_per_s > 1e6
+    names = {row["name"] for row in found["measured"]}
+    assert {"memory_bytes_per_s", "launch_s", "efficiency.matmul", "host_link"} <= names
+    assert "within_node.latency_s" in names
+    assert "Measured by" in (folder / "here.toml").read_text()
+    good("plan", "mine.py:job", "--cluster", "here.toml")

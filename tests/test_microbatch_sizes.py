@@ -1,0 +1,223 @@
+"""Which sizes of micro-batches are tried and which advised; the largest one, and the fastest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from layered import layered
+from torch import nn
+
+from pipeloom import Job, plan
+from pipeloom.clusters.names import cpu_cluster, find_cluster
+from pipeloom.ir.errors import ConfigError, InfeasibleError
+from pipeloom.ir.plan import Plan
+from pipeloom.plan_advice import plan_with_advice
+from pipeloom.plan_request import PlanRequest
+from pipeloom.planner.microbatch_sizes import ProfiledModel
+from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.shape_search import divisors
+from pipeloom.planning import best_plan, estimate, largest_below, largest_plan, make_request, plan_at_size
+
+TWO = find_cluster("2 x a100-40 with 2GiB")
+
+
+def asked(cluster: str = "2 x a100-40 with 2GiB", **options) -> PlanRequest:
+    options = {"microbatches": 4, "planner": "balanced"} | options
+    return PlanRequest(cluster=find_cluster(cluster), options=PlanOptions(**options))
+
+
+def take(size: int) -> ProfiledModel:
+    """Of one row, a captured model may lack ops that it has of several (GPT-2 does)."""
+    graph = layered(2 if size == 1 else 3, rows=size, hidden=512, length=256)
+    return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, TWO))
+
+
+@pytest.mark.parametrize("start", [1, 2, 4])
+def test_the_largest_plan_is_found_from_any_size(start):
+    """Sizes are not interpolated from one row: the search ended with a message about samples of different
+    models."""
+    plan, model = largest_plan(asked(microbatch_size=start), take)
+    assert plan.microbatch_size == model.size > 1
+    assert asked().fits(take(model.size)) and not asked().fits(take(model.size + 1))
+    assert largest_below(asked(), take(4 * model.size), take) == model.size
+    assert largest_below(asked(), take(2), take) == 1
+
+
+@pytest.mark.parametrize("global_batch", [1, 3, 8])
+def test_the_largest_plan_divides_a_global_batch(global_batch):
+    plan, _ = largest_plan(asked(global_batch=8 * global_batch, microbatch_size=1), take)
+    assert plan.microbatch_size * plan.microbatches == 8 * global_batch
+    plan, _ = largest_plan(asked(global_batch=global_batch, microbatch_size=1), take)
+    assert plan.microbatch_size in (1, global_batch)
+
+
+def test_no_size_is_advised_where_none_fits():
+    """The hint was to use smaller micro-batches, also where the weights alone were too much."""
+    tiny, known = asked("2 x a100-40 with 1KiB", planner="exact"), take(2)
+    assert largest_below(tiny, known, take) == 0
+    with pytest.raises(InfeasibleError) as caught:
+        plan_with_advice(tiny, known, lambda: largest_below(tiny, known, take))
+    assert caught.value.hint.startswith("give each device at least")
+    assert "micro-batches" not in caught.value.hint
+
+
+def take_four(size: int) -> ProfiledModel:
+    graph = layered(4, rows=size, hidden=512, length=128)
+    return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, TWO))
+
+
+@pytest.mark.parametrize(
+    ("planner", "memory"),
+    [("exact", "2GiB"), ("exact", "900MiB"), pytest.param("graphpipe", "9GiB", marks=pytest.mark.slow)],
+)
+def test_the_best_size_is_as_fast_as_the_fastest_of_all(planner, memory):
+    request = asked(f"2 x a100-40 with {memory}", planner=planner, microbatch_size=2, global_batch=24)
+    plan, model = best_plan(request, take_four)
+    assert plan.microbatch_size == model.size
+    assert plan.microbatch_size * plan.microbatches == 24
+    steps = {}
+    for size in divisors(24):
+        try:
+            steps[size] = request.plan(take_four(size)).predicted_step_s
+        except InfeasibleError:
+            continue
+    assert plan.predicted_step_s == pytest.approx(min(steps.values()))
+    assert 1 < len(steps)
+
+
+def test_replicas_share_the_rows_of_the_best_size():
+    request = asked("4 x a100-40", planner="exact", microbatch_size=2, global_batch=24, replicas=2)
+    plan, _ = best_plan(request, take_four)
+    assert plan.width == 2
+    assert plan.microbatch_size * plan.microbatches == 24
+
+
+@pytest.mark.parametrize(
+    ("memory", "batch", "error", "hint"),
+    [
+        ("2GiB", None, ConfigError, "--global-batch"),
+        ("20MiB", 24, InfeasibleError, "give each device at least"),
+    ],
+)
+def test_where_there_is_no_best_size_it_says_what_helps(memory, batch, error, hint):
+    request = asked(f"2 x a100-40 with {memory}", planner="exact", microbatch_size=2, global_batch=batch)
+    with pytest.raises(error) as caught:
+        best_plan(request, take_four)
+    assert hint in caught.value.hint
+
+
+Batch = dict[str, torch.Tensor]
+
+
+def rows_of(seed: int, rows: int) -> Batch:
+    return {"input": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+def normalised(number: int = 1) -> Job:
+    """Needs two rows for its statistics, and makes batches of multiples of a number only; none of 0."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+    def batch(seed: int, rows: int) -> Batch:
+        if not number or rows % number:
+            raise LookupError("no data")
+        return rows_of(seed, rows)
+
+    return Job(model=model, batch=batch, loss=lambda outputs, _: outputs.square().mean())
+
+
+def largest(job: Job, how: PlanRequest) -> tuple[Plan, ProfiledModel]:
+    return plan_at_size(how, job, largest_plan)
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> None:
+    """Looking for other micro-batch sizes met some that cannot be, and said that instead of what was
+    wrong."""
+    with pytest.raises(InfeasibleError, match="stage . needs") as caught:
+        plan(normalised(number), ranks=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
+    assert "at least" in str(caught.value.hint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [5, 2, 8])
+def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
+    job, how = normalised(number), {"ranks": 2, "microbatches": 2}
+    few = plan(job, microbatch_size=number, cluster="2 x cpu", **how)
+    how["cluster"] = f"2 x cpu with {3 * max(few.peaks)}B"
+    found, model = largest(job, make_request(job, microbatch_size=number, **how))
+    assert found.microbatch_size == model.size > number
+    for size in (4 * model.size, model.size + number):
+        with pytest.raises(InfeasibleError) as caught:
+            plan(job, microbatch_size=size, **how)
+        assert size < 4 * model.size or f"at most {model.size} rows" in str(caught.value.hint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [1, 3, 7])
+def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
+    job = normalised(2)
+    how = make_request(job, ranks=2, cluster="2 x cpu with 64KiB")
+    sizes = {largest(job, how.changed(microbatch_size=n))[0].microbatch_size for n in (start, 2)}
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("search", [largest_plan, best_plan])
+def test_a_batch_that_never_can_be_says_so_itself(search: Callable) -> None:
+    job = normalised(0)
+    how = make_request(job, ranks=2, cluster="2 x cpu", global_batch=8)
+    with pytest.raises(LookupError, match="no data"):
+        plan_at_size(how, job, search)
+
+
+@pytest.mark.parametrize(("schedule", "whole"), [("dualpipe", 12), ("chimera", 10)])
+def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole: int) -> None:
+    small = Job(
+        model=lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
+        batch=rows_of,
+        loss=lambda outputs, _: outputs.square().mean(),
+    )
+    how = make_request(small, ranks=2, cluster="2 x cpu with 1GiB", schedule=schedule, global_batch=whole)
+    found, _ = largest(small, how)
+    assert (found.microbatch_size, found.microbatches) == (whole // 2, 2)
+
+
+def test_global_batches_that_are_large_or_cannot_be_divided() -> None:
+    how = make_request(normalised(), ranks=2, cluster="2 x cpu", global_batch=10**15)
+    assert how.microbatches_of(1000) == 10**12
+    with pytest.raises(ConfigError, match="no multiple of 7 rows"):
+        how.microbatches_of(7)
+    odd = how.changed(schedule="dualpipe", global_batch=9, microbatch_size=1)
+    with pytest.raises(ConfigError, match="dualpipe cannot divide a global batch of 9 rows"):
+        largest(normalised(), odd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["skips", "convnet"])
+def test_one_row_more_is_refused(name: str) -> None:
+    job, how = zoo.job(name), {"ranks": 2, "microbatches": 2, "cluster": cpu_cluster(2)}
+    few = plan(job, microbatch_size=2, **how)
+    how["memory"] = f"{2 * max(stage.memory.total for stage in few.stages)}B"
+    found, model = largest(job, make_request(job, microbatch_size=2, **how))
+    size = found.microbatch_size
+    assert size == model.size > 2
+    assert all(s.memory.total <= cap for s, cap in zip(found.stages, found.caps, strict=True))
+    assert plan(job, microbatch_size=size, **how).caps == found.caps
+    with pytest.raises(InfeasibleError) as refused:
+        plan(job, microbatch_size=size + 1, **how)
+    assert f"{size} row" in str(refused.value.hint)
+
+
+@pytest.mark.slow
+def test_treatments_allow_larger_ones() -> None:
+    how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "memory": "6MiB", "cluster": "2 x a100-40"}
+    job = zoo.job("gpt2")
+    kept, treated = (
+        largest(job, make_request(job, treatments=each, **how))[0].microbatch_size
+        for each in ((), ("recompute", "offload"))
+    )
+    assert kept < treated

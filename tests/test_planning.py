@@ -1,0 +1,254 @@
+"""The passes before training, joined: what plans have, schedules with several stages per rank or replicas,
+and mistakes told in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from deep import TANH
+from every_schedule import gpt_job, plan_of
+from runs import capture_of, each_rank, graph_of
+from torch import nn
+
+from pipeloom import Options, Pipeline, planning, verify
+from pipeloom.clusters.files import load_cluster
+from pipeloom.clusters.names import cpu_cluster, find_cluster
+from pipeloom.ir.cluster import MiB
+from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.text import format_bytes
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.placement import stages_for
+from pipeloom.planner.plan_table import limits, plan_rows
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats import program_text
+
+SKIPS, GPT = zoo.job("skips"), gpt_job()
+
+
+def plan(job: object = SKIPS, **how: object) -> Plan:
+    how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "captured": capture_of(job)} | how
+    return planning.plan(job, **how)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"weights": "2b"}, "weights is '2b'"),
+        ({"treatments": ("recomp",)}, "treatments is 'recomp'"),
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"microbatch_size": 4}, "micro-batches of 2 rows, the plan is for 4"),
+    ],
+)
+def test_nonsense_is_refused(more: dict, said: str) -> None:
+    with pytest.raises((PlanError, ConfigError), match=said):
+        plan(cluster=cpu_cluster(2), **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
+def test_mixed_precision_that_loses_gradients_is_refused(dtype: torch.dtype) -> None:
+    """In float16 an RMS norm left the layer before it with gradients of zero, and said nothing."""
+    for make in (lambda: Options(autocast=dtype), lambda: planning.capture(TANH, 2, autocast=dtype)):
+        with pytest.raises(ConfigError, match=str(dtype)) as caught:
+            make()
+        assert "bfloat16" in (caught.value.hint or "")
+
+
+def test_profiles_and_clusters_that_do_not_belong_to_a_plan_are_refused() -> None:
+    cluster, graph = cpu_cluster(2), capture_of(SKIPS).graph
+    large = planning.estimate(planning.capture(SKIPS, 8).graph, cluster)["cpu"]
+    right = planning.estimate(graph, cluster)["cpu"]
+    made = plan(cluster=cluster)
+    other_size = r"the profile is of micro-batches .*\[8"
+    with pytest.raises(PlanError, match=other_size):
+        plan(cluster=cluster, profiled=large)
+    for costs, devices, said in (
+        (large, cluster, other_size),
+        (right, cpu_cluster(1), "the plan is for 2 devices, the cluster has 1"),
+        ({"gpu": right}, cluster, "no profile for device cpu"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            planning.simulate(made, graph, costs, devices)
+
+
+def test_one_profile_stands_for_one_kind_of_device_and_devices_of_one_name_compute_alike() -> None:
+    graph, mixed = capture_of(SKIPS).graph, find_cluster("1 x a100-40 + 1 x v100-32")
+    profile = planning.estimate(graph, mixed)[mixed.devices[0].name]
+    with pytest.raises(PlanError, match="for the kinds a100-40-sxm, v100-32"):
+        plan(cluster=mixed, profiled=profile)
+    two = cpu_cluster(2)
+    first, second = two.devices
+    faster = replace(two, devices=(first, replace(second, memory_bytes_per_s=1e9)))
+    with pytest.raises(ConfigError, match="named cpu that compute at different rates"):
+        planning.estimate(graph, faster)
+    smaller = replace(two, devices=(first, replace(second, memory_bytes=1)))
+    assert list(planning.estimate(graph, smaller)) == ["cpu"]
+
+
+def test_clusters_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        find_cluster("8 x a100-40 and " * 40)
+    rows = "".join(f'[[device]]\nname = "any"\nmemory = "1GiB"\nnode = {node}\n' for node in (0, 1))
+    (tmp_path / "cluster.toml").write_text(f'{rows}[within_node]\nbandwidth = "12GB"\n')
+    with pytest.raises(ConfigError, match=r"2 nodes and there is no \[between_nodes\] table"):
+        load_cluster(tmp_path / "cluster.toml")
+
+
+def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> None:
+    """It was made at the capture for CPUs, and again for the devices."""
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(params))
+        return made[-1]
+
+    job = replace(SKIPS, optimizer=optimizer)
+    for cluster, together in ((cpu_cluster(2), False), (find_cluster("2 x a100-40"), True)):
+        made.clear()
+        graph = planning.captured_model(job, 2, cluster).graph
+        updates = [p.given_update for p in graph.parameters if p.trainable]
+        assert len(made) == 1 and {u is not None and u.together for u in updates} == {together}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "more", [{}, {"replicas": 2, "shard_optimizer": True}, {"weights": "2bw", "clips": True}]
+)
+def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
+    momentum: float, more: dict
+) -> None:
+    """Adam's was counted."""
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("replicas", 1))
+    unknown = capture_of(job).graph
+    graph = planning.with_updates(unknown, job)
+    assert not any(p.given_update for p in unknown.parameters)
+    made, costs = plan(job, cluster=cluster, **more), planning.estimate(graph, cluster)
+    known, guessed = (planning.simulate(made, g, costs, cluster).peaks for g in (graph, unknown))
+    assert [p["optimizer"] for p in guessed] == [p["optimizer"] for p in known]
+
+
+def test_a_plan_has_the_caps_of_the_devices_that_it_was_made_for() -> None:
+    """They were dropped when a cluster was given, so such a plan ran without caps."""
+    sizes = (64 * MiB, 32 * MiB)
+    devices = zip(cpu_cluster(2).devices, sizes, strict=True)
+    unequal = replace(
+        cpu_cluster(2), devices=tuple(replace(device, memory_bytes=size) for device, size in devices)
+    )
+    for how, caps in (
+        ({"cluster": unequal}, sizes),
+        ({"cluster": unequal, "memory": "48MiB"}, (48 * MiB,) * 2),
+        ({"cluster": "2 x rtx-2080ti with 1GiB"}, (1024 * MiB,) * 2),
+        ({"memory": "48MiB"}, (48 * MiB,) * 2),
+        ({}, ()),
+    ):
+        assert plan(**how).caps == caps
+
+
+def planned(schedule: str, *, microbatches: int = 4, memory: str | None = None) -> Plan:
+    """Of the small GPT, on two CPUs."""
+    how = {"microbatches": microbatches, "microbatch_size": 1, "captured": capture_of(GPT, 1)}
+    cluster = cpu_cluster(2, memory=memory)
+    return plan(GPT, schedule=schedule, cluster=cluster, memory=memory, **how)
+
+
+def simulated(made: Plan, memory: str | None = None) -> planning.Timeline:
+    graph, cluster = graph_of(GPT, 1), cpu_cluster(2, memory=memory)
+    return planning.simulate(made, graph, planning.estimate(graph, cluster), cluster)
+
+
+@pytest.mark.parametrize("name", ["zb_v", "interleaved_1f1b", "dualpipe"])
+def test_the_planner_cuts_for_the_placement(name: str) -> None:
+    found = planned(name)
+    stages, placement = registry.default_placement(name, 2)
+    assert found.placement == placement and found.schedule == name
+    assert len(found.stages) == stages_for(name, 2) == len(stages.stages) // stages.replicas
+    assert simulated(found).step_s == pytest.approx(found.predicted_step_s)
+
+
+def test_replicas_cost_what_each_of_them_holds() -> None:
+    """Both ranks of a bidirectional schedule hold all parameters, of a V what its own stages read; a tied
+    one that two stages of a rank read is there once."""
+    graph = graph_of(GPT, 1)
+    total = sum(p.bytes for p in graph.parameters)
+    for name in ("dualpipe", "zb_v"):
+        made = planned(name)
+        params = made.replicated(made.stage_graph(graph)).params
+        for rank, peak in enumerate(simulated(made).peaks):
+            own = {n for s, home in enumerate(made.placement) if home == rank for n in params[s]}
+            assert peak["parameters"] == sum(graph.parameter[n].bytes for n in own)
+            assert (peak["parameters"] == total) == (name == "dualpipe")
+
+
+@pytest.mark.slow
+def test_too_little_memory_for_the_stages_of_a_rank_together_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="cap is"):
+        planned("dualpipe", memory="20KiB")
+    with pytest.raises(InfeasibleError, match="no cut of .* ops into 4 stages fits"):
+        plan(zoo.job("gpt"), cluster=cpu_cluster(2), memory="100KiB", schedule="zb_v")
+
+
+def test_an_odd_number_of_microbatches_has_no_two_directions() -> None:
+    with pytest.raises(PlanError, match="chimera runs in 2 directions, there are 3 micro-batches"):
+        planned("chimera", microbatches=3)
+
+
+def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
+    made = plan(zoo.job("gpt"), cluster=cpu_cluster(2), schedule="interleaved_1f1b", split_backward=True)
+    rows = " ".join(made.schedule_rows)
+    assert "I0" in rows and "B" not in rows
+
+
+@pytest.mark.parametrize("name", ["dualpipe", pytest.param("zb_v", marks=pytest.mark.slow)])
+def test_steps_are_predicted_and_measured(name: str) -> None:
+    made = plan_of(GPT, name, 2, microbatches=4)
+
+    def work(pipeline: Pipeline) -> list[set[str]]:
+        predicted = pipeline.predict()
+        pipeline.step(GPT.batch(0, 4))
+        return [
+            {e.action for e in timeline.events if e.stream == "compute" and e.action[-1].isdigit()}
+            for timeline in (predicted, pipeline.measured())
+        ]
+
+    words = {word for row in made.schedule_rows for word in row.replace("&", " ").split()}
+    assert each_rank(GPT, made, work) == [[words, words]] * 2
+
+
+def test_a_file_of_actions_is_a_schedule(tmp_path: Path) -> None:
+    """As torch writes one: two stages on each of two ranks, with transfers."""
+    file = tmp_path / "theirs.csv"
+    stages, placement = registry.default_placement("looped_bfs", 2)
+    file.write_text(program_text(lower(registry.build("looped_bfs", stages, placement, 4), stages)))
+    made = planned(str(file))
+    assert made.placement == (0, 1, 0, 1)
+    file.unlink()
+    verify(GPT, made).require()
+    for rows, said in (
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", "is for 3 ranks, not 2"),
+        ("0F0,0B0\n1F0,1B0\n", "is for 1 micro-batches, not 4"),
+        (None, "cannot read .*theirs.csv"),
+    ):
+        file.unlink(missing_ok=True)
+        if rows:
+            file.write_text(rows)
+        with pytest.raises(ScheduleError, match=said):
+            planned(str(file))
+
+
+def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
+    """Each stage was held against the whole rank's cap, by what it would hold under 1F1B."""
+    found = planned("zb_v", memory="1MiB")
+    step = simulated(found, "1MiB")
+    assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
+    assert [row.filled for row in plan_rows(found)] == [found.peaks[r] / 2**20 for r in found.placement]
+    most = max(found.peaks)
+    fullest = f"the fullest is rank {found.peaks.index(most)}, with {format_bytes(most)} of 1.0 MiB ("
+    assert limits(found)[-1].startswith(f"no rank is full: {fullest}")
+    assert "to spare" not in limits(found)[-1], "memory may bind all the same: cuts that just do not fit"

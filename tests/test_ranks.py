@@ -1,0 +1,186 @@
+"""Which device a rank takes, and what ranks tell each other before they train."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import plain_net
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+import zoo
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import CommunicationError, ConfigError, PlanError
+from pipeloom.rank_stages import RankStages, StageVariants
+from pipeloom.ranks import rank_device, result_of_rank_0
+from pipeloom.runtime.channel import Channel, local_channels
+
+JOB = plain_net.two_linears()
+
+
+class Enough(Exception):
+    """So far the test goes."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch.cuda, which pretends to have four devices, and torch.distributed are asked for."""
+    calls: list[str] = []
+
+    def noted(name: str, result: Callable[[], Any]) -> Callable[..., Any]:
+        def call(*given: object, **_: object) -> Any:
+            calls.append(" ".join(map(str, (name, *given))))
+            return result()
+
+        return call
+
+    def stop() -> None:
+        raise Enough
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", noted("set_device", lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_device", noted("current_device", lambda: 0))
+    monkeypatch.setattr(dist, "init_process_group", noted("init_process_group", stop))
+    ranks = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, text in ranks.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.delenv("PIPELOOM_LAUNCHER_STORE", raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(("named", "device"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1")])
+def test_a_rank_takes_its_device_before_it_meets_the_others(
+    asked: list[str], named: str, device: str
+) -> None:
+    with pytest.raises(Enough):
+        Pipeline(JOB, runs.even_plan(JOB, 2, microbatches=2), options=Options(device=named))
+    assert asked == [f"set_device {device}", "init_process_group nccl"]
+
+
+def test_without_a_launcher_the_current_device_stays_and_more_ranks_than_devices_are_refused(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(ConfigError, match="4 devices"):
+        rank_device(Options(device="cuda"))
+    assert asked == []
+    monkeypatch.delenv("LOCAL_RANK")
+    assert rank_device(Options(device="cuda")) == torch.device("cuda", 0)
+    assert rank_device(Options()) == torch.device("cpu")
+
+
+def test_weights_and_stages_go_to_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that needs no driver. Without its number they would go to whichever is current."""
+    device, used = torch.device("meta", 3), []
+
+    def stage_functions(*_: object, device: str, **how: object) -> str:
+        used.append(device)
+        return "made"
+
+    monkeypatch.setattr("pipeloom.rank_stages.stage_functions", stage_functions)
+    plan = runs.even_plan(JOB, 1, microbatches=2)
+    captured = runs.capture_of(JOB)
+    rank = RankStages(
+        job=JOB,
+        plan=plan,
+        captured=captured,
+        stages=plan.stage_graph(captured.graph),
+        indices=(0,),
+        options=Options(),
+        device=device,
+        channel=local_channels(1)[0],
+    )
+    training = StageVariants(rank)
+    training.variant(JOB.batch(0, 1))
+    StageVariants(rank, training).variant(JOB.batch(0, 2))
+    assert used == ["meta:3"] * 3
+
+
+def test_different_plans_are_refused_on_all_ranks_before_anything_is_built() -> None:
+    job = zoo.job("gpt")
+    plans = [runs.even_plan(job, 2, microbatches=count) for count in (2, 3)]
+
+    def rank(index: int, channel: Channel) -> str:
+        with pytest.raises(PlanError, match="rank 1 has another plan"):
+            Pipeline(job, plans[index], channel=channel)
+        return "refused"
+
+    assert runs.threads(2, rank) == ["refused", "refused"]
+
+
+def group_of(store: Any) -> Callable[[int], Any]:
+    """Makes a rank's group: only its store is real."""
+    return lambda rank: SimpleNamespace(rank=lambda: rank, get_group_store=lambda: store, group_name="all")
+
+
+def test_the_others_begin_nothing_that_has_a_limit_before_rank_0_is_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A broadcast that they began at once would end them where planning takes longer than its limit."""
+    store, order, waiting = dist.HashStore(), [], threading.Event()
+
+    def check(keys: list[str]) -> bool:
+        waiting.set()
+        return store.check(keys)
+
+    def broadcast(message: list[Any], src: int, group: Any) -> None:
+        order.append(f"rank {group.rank()} broadcasts")
+        waiting.set()
+
+    def plan() -> str:
+        assert waiting.wait(300)
+        order.append("planned")
+        return "plan"
+
+    group = group_of(SimpleNamespace(check=check, add=store.add, set=store.set, get=store.get))
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+    other = threading.Thread(target=result_of_rank_0, args=(group(1), plan))
+    other.start()
+    assert result_of_rank_0(group(0), plan) == "plan"
+    other.join(300)
+    assert order[0] == "planned" and len(order) == 3
+
+
+def test_the_others_wait_no_longer_when_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by an error that it cannot hand on, such as one of the job's file."""
+    group = group_of(dist.HashStore())
+    monkeypatch.setattr("pipeloom.ranks.time.sleep", lambda _: pytest.fail("waits for ever"))
+
+    def plan() -> str:
+        raise KeyError("width")
+
+    with pytest.raises(KeyError):
+        result_of_rank_0(group(0), plan)
+    with pytest.raises(CommunicationError, match="KeyError"):
+        result_of_rank_0(group(1), plan)
+
+
+GATHER = """
+import gc
+import torch.distributed as dist
+from pipeloom.runtime.connect import watch_ranks
+dist.init_process_group("gloo")
+with watch_ranks(dist.group.WORLD) as watch:
+    texts = [watch.gather(f"{time}-{dist.get_rank()}", 300.0) for time in ("first", "second")]
+assert texts == [["first-0", "first-1"], ["second-0", "second-1"]], texts
+dist.barrier()
+dist.destroy_process_group()
+gc.collect()
+"""
+
+
+@pytest.mark.slow
+def test_processes_tell_each_other_texts() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
+    done = subprocess.run(
+        [sys.executable, *command, sys.executable, "-c", GATHER], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
