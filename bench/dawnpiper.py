@@ -50,14 +50,14 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
-from pipeloom.ir.units import format_bytes
+from pipeloom.ir.text import format_bytes
 from pipeloom.plan_request import LARGEST_MICROBATCH, PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import ModelAt, captured_model, largest_plan
 from pipeloom.runnable import require_runnable_plan
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 # --- AmoebaNet-D, whose cells are small graphs: cuts of it carry several values -----------------------
 #

@@ -30,7 +30,7 @@ from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planning import estimate
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "tests" / "support"))

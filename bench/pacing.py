@@ -38,15 +38,15 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.steady import SteadyStep
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.calibration.link import measure_link
-from pipeloom.runtime.launch.connect import connect, watch_ranks
+from pipeloom.runtime.calibrate import measure_link
+from pipeloom.runtime.channel import dist_channel
+from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.runtime.recorder import HostClock
-from pipeloom.runtime.transports.dist_channel import DistChannel
 from pipeloom.schedules import registry
-from pipeloom.schedules.copies import uplinks
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.language import uplinks
+from pipeloom.schedules.registry import build_steady
 from pipeloom.simulator.simulate import simulate
 from pipeloom.simulator.summary import Summary, summarise
 
@@ -96,8 +96,8 @@ def row_of(stages: int) -> StageGraph:
     return dag(stages, [(s, s + 1) for s in range(stages - 1)], value_bytes=MESSAGE_BYTES)
 
 
-def built_for(costs: tuple[StageCost, ...], link: Link) -> registry.Times:
-    return registry.Times(costs=costs, transfer_s=link.transfer_s(MESSAGE_BYTES))
+def built_for(costs: tuple[StageCost, ...], link: Link) -> dict[str, Any]:
+    return {"costs": costs, "transfer_s": link.transfer_s(MESSAGE_BYTES)}
 
 
 def library(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
@@ -108,7 +108,7 @@ def library(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Ite
         stages = replicate(row_of(count), shape.replicas)
         costs = uneven(count, seconds * ranks / count) * shape.replicas
         share = microbatches // shape.replicas
-        made = registry.build(name, stages, placement, share, times=built_for(costs, link))
+        made = registry.build(name, stages, placement, share, **built_for(costs, link))
         yield Case(about={"schedule": name}, schedule=made, stages=stages, costs=costs)
 
 
@@ -121,7 +121,7 @@ def graph(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Itera
         for shape, wires in shapes.items():
             stages = dag(ranks, sorted(wires), value_bytes=MESSAGE_BYTES)
             times = built_for(costs, link)
-            made = registry.build(name, stages, tuple(range(ranks)), microbatches, times=times)
+            made = registry.build(name, stages, tuple(range(ranks)), microbatches, **times)
             about = {"schedule": name, "shape": shape, "in_flight": max(registry.in_flight(made))}
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 
@@ -133,7 +133,7 @@ def copies(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
             _, placement = registry.default_placement(name, ranks, chunks)
             sized = [replace(cost, residual_bytes=KEPT_BYTES) for cost in uneven(len(placement), seconds)]
             stages, costs = row_of(len(placement)), uplinks.with_copies(sized, k)
-            made = registry.build(name, stages, placement, microbatches, times=built_for(costs, link))
+            made = registry.build(name, stages, placement, microbatches, **built_for(costs, link))
             about = {"schedule": name, "chunks": chunks, "k": k}
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 
@@ -182,7 +182,7 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
     group = connect(CPU, timeout_s=120)
     rows = []
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
+        channel = dist_channel(group, watch, device=CPU, timeout_s=120)
         link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
         devices = (Device(name="paced", memory_bytes=2**40),) * shape["ranks"]
         cluster = Cluster(devices=devices, within_node=link)

@@ -77,7 +77,7 @@ from pipeloom.planner.plan_table import copy_loads, transformer_ratio
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import capture, profile
 from pipeloom.schedules import registry
-from pipeloom.schedules.copies import uplinks
+from pipeloom.schedules.language import uplinks
 from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
 from pipeloom.simulator.simulate import simulate
 from pipeloom.train.model import GPT

@@ -44,7 +44,7 @@ from graphpipe import SMALL
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.weight_policy import WEIGHT_POLICIES
+from pipeloom.ir.weights import WEIGHT_POLICIES
 from pipeloom.planner.registry import PLANNERS
 
 MODELS: Mapping[str, Callable[[], Job]] = {

@@ -150,8 +150,8 @@ def shape_of(name: str, ranks: int, microbatches: int, how: Cost) -> dict[str, A
 
 
 def ours(name: str, shape: dict[str, Any], how: Cost) -> Callable[[], Rows]:
-    times = registry.Times(costs=shape["costs"], transfer_s=how.transfer_s)
-    return lambda: registry.build(name, shape["stages"], shape["placement"], shape["m"], times=times).rows
+    where = shape["stages"], shape["placement"], shape["m"]
+    return lambda: registry.build(name, *where, costs=shape["costs"], transfer_s=how.transfer_s).rows
 
 
 def classes(ranks_of: list[int], how: Cost) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from pipeloom import Pipeline, Plan, plan
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.planning import capture
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 PARTIES = ("pipeloom", "planned", "torch", "one process", "two at once")

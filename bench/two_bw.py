@@ -64,8 +64,8 @@ from pipeloom.planner.shape_search import (
     throughput,
 )
 from pipeloom.planning import profile
-from pipeloom.runtime.launch.connect import connect
-from pipeloom.runtime.transports.local_channel import local_channels
+from pipeloom.runtime.channel import local_channels
+from pipeloom.runtime.connect import connect
 from pipeloom.train.config import Config, ModelConfig, PipelineConfig
 from pipeloom.train.loop import validate
 from pipeloom.train.workload import gpt_workload, job_of, rate_scheduler

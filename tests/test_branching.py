@@ -18,7 +18,7 @@ from runs import capture_of, plain, plan_for, shared_captures
 from pipeloom import Job, Plan, verify
 from pipeloom.ir.graph import OpGraph
 from pipeloom.planning import plan
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 TOLERANCE = 1e-5
 

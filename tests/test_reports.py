@@ -12,7 +12,7 @@ from runs import capture_of, even_plan
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError
-from pipeloom.ir.replicas import widened
+from pipeloom.ir.plan import widened
 from pipeloom.lowering.passes import lower
 from pipeloom.reports import explain_steps, stage_rows
 from pipeloom.simulator.simulate import simulate

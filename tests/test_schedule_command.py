@@ -11,9 +11,9 @@ import commands
 import pytest
 from click.testing import Result
 
-from pipeloom.ir import json_codec
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.ir.text import save_noun
 from pipeloom.schedules import registry
 from pipeloom.schedules.scenario import Scenario, simulate_schedule
 from pipeloom.schedules.tuning import why
@@ -50,7 +50,7 @@ def folder(folder: Path) -> Path:
     Plan(graph="g", planner="exact", stages=stages, **how).save(folder / "plan.json")  # type: ignore[arg-type]
     cost = OpCost(forward_s=2.0, input_grad_s=1.0, weight_grad_s=0.5)
     profile = Profile(device="d", source="measured", graph="g", batch=(), costs={"a": cost, "b": cost})
-    json_codec.save(profile, folder / "profile.json")
+    save_noun(profile, folder / "profile.json")
     (folder / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (folder / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")

@@ -13,7 +13,7 @@ from .ir.cluster import Cluster, Link
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
-from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
+from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.registry import planner

@@ -23,10 +23,10 @@ from .ir.stages import StageGraph
 from .lowering.steady import SteadyRow, SteadyRows
 from .options import Options
 from .runtime.batches import read_scalars, shapes_digest
-from .runtime.posted import PendingSum
+from .runtime.channel import PendingSum
 from .runtime.rank import Microbatch
 from .runtime.reduce_and_step import norm_group
-from .runtime.transports.transport import SumGroup
+from .runtime.transport import SumGroup
 from .step_reports import report_of
 from .step_run import Run
 

@@ -16,8 +16,8 @@ from .ir.errors import ScheduleError
 from .ir.steady import SteadyStep
 from .ir.timeline import Event, MemoryCurve, Timeline
 from .runtime.batches import Round, read_loss
+from .runtime.channel import Channel
 from .runtime.ledger import Ledger
-from .runtime.posted_channel import PostedChannel
 from .runtime.recorder import Recorder
 
 FIRST_STEP = 2
@@ -148,7 +148,7 @@ class StepReport:
 class StepRecord:
     """What one rank has recorded of its steps. Every rank calls the same methods."""
 
-    channel: PostedChannel
+    channel: Channel
     recorder: Recorder
     ledger: Ledger
     device: torch.device

@@ -16,10 +16,10 @@ from .ir.plan import Plan
 from .ir.stages import StageGraph
 from .rank_stages import StageVariants
 from .runtime.batches import agree_on_shapes, loss_shares, signature_of, split_batch
-from .runtime.failure.watch import Watch
 from .runtime.ledger import out_of_memory_told
 from .runtime.rank import Microbatch, Rank
-from .runtime.transports.transport import SumGroup
+from .runtime.transport import SumGroup
+from .runtime.watch import Watch
 from .step_reports import StepRecord, StepReport
 from .tracer.job import Job
 from .tracer.random import microbatch_seed

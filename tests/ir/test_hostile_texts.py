@@ -10,12 +10,12 @@ import pytest
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import parse_action, parse_instruction
 from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
-from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.runtime.checkpoint.files import read_index
-from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.ir.text import from_json, to_json
+from pipeloom.runtime.checkpoint_files import read_index
+from pipeloom.schedules.formats import parse_schedule
 
 NINES = "9" * 5000
 NESTED = "[" * 200_000

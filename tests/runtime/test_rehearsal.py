@@ -18,12 +18,11 @@ from pipeloom.forecast import Forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.calibration.rehearsal import Rehearsal
 from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.rehearsal import Rehearsal
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.library_entry import Entry
-from pipeloom.schedules.registry import shape_of
+from pipeloom.schedules.registry import Entry, shape_of
 
 pytestmark = pytest.mark.usefixtures("quick_rehearsals")
 

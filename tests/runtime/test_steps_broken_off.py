@@ -24,10 +24,10 @@ from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.channel import Channel
+from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.rank import Work
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.rank import RankWork
 from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
@@ -38,7 +38,7 @@ def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
     """Ctrl-C, as in a notebook, in front of the action of a kind that comes after `at` others."""
     verbs, seen = dict(pipeline.worker.verbs), [0]
 
-    def stop(work: Work) -> None:
+    def stop(work: RankWork) -> None:
         seen[0] += 1
         if seen[0] > at:
             raise KeyboardInterrupt
@@ -181,7 +181,7 @@ def test_two_ranks_refuse_to_go_on() -> None:
     """Each has stopped somewhere else, so there is no place to start from; and nobody waits for anybody."""
     plan = runs.even_plan(JOB, 2, microbatches=2)
 
-    def rank(index: int, channel: LocalChannel) -> list[str]:
+    def rank(index: int, channel: Channel) -> list[str]:
         said = []
         pipeline = Pipeline(JOB, plan, channel=channel)
         pipeline.step(JOB.batch(0, 4))

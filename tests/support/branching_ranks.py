@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipeloom import Job, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.runtime.connect import connect
 
 
 def small_job(name: str) -> Job:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes
-from pipeloom.ir.replicas import widened
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.ir.plan import widened
+from pipeloom.runtime.connect import connect
 from pipeloom.runtime.optimizer_bytes import stand_in, update_bytes
 
 CLASSES: Mapping[str, type[Optimizer]] = {

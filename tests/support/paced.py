@@ -21,17 +21,17 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.steady import SteadyRows
-from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.channel import Channel
+from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.ledger import Ledger
-from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
-from pipeloom.runtime.offload.tier import Tier
-from pipeloom.runtime.posted_channel import PostedChannel
 from pipeloom.runtime.rank import Microbatch, Rank, Variant
 from pipeloom.runtime.recorder import HostClock, Recorder
 from pipeloom.runtime.reduce_and_step import shared_by
-from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.tier import Tier
+from pipeloom.runtime.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.watch import Watch
 from pipeloom.runtime.weights import Weights
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord
@@ -144,7 +144,7 @@ class PacedRank:
         program: Program,
         stages: StageGraph,
         costs: Sequence[StageCost],
-        channel: PostedChannel,
+        channel: Channel,
         watch: Watch,
         *,
         tier: Tier | None = None,
@@ -211,7 +211,7 @@ class PacedSteadyRank:
         step: SteadyStep,
         stages: StageGraph,
         costs: Sequence[StageCost],
-        channel: PostedChannel,
+        channel: Channel,
         watch: Watch,
         *,
         updates: Updates,
@@ -274,7 +274,7 @@ class PacedSteadyRank:
         mine = (starts[-1] - starts[2]) / steps
         return max(self._channel.all_gather_object(mine))
 
-    def _slow_down_sums(self, channel: PostedChannel, seconds: float) -> None:
+    def _slow_down_sums(self, channel: Channel, seconds: float) -> None:
         transport = channel._transport
         begin = transport.all_reduce
 

@@ -100,7 +100,7 @@ def test_a_long_step_comes_first_and_nothing_else_runs(
     start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     walks: list[int] = []
-    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", walks.append)
+    monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", walks.append)
     monkeypatch.setattr("pipeloom.train.loop.LONG_STEP_S", 0.0)
     assert start(as_json=True) == 0
     written = lines(tmp_path / "a")
@@ -118,7 +118,7 @@ def test_bench_does_what_was_asked_for(
     def refuse_to_rehearse(*_: object, **__: object) -> None:
         raise AssertionError("a step that nobody asked for was run")
 
-    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
+    monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
     settings = PlanSettings(ranks=1, microbatches=2, microbatch_size=2)
     bench = Bench(model="mine.py:words", settings=settings, steps=1, warmup=0, as_json=False)
     assert run_bench(bench, RankProcesses()) == 0

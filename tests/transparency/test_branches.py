@@ -14,16 +14,14 @@ from delayed import delayed, trained
 from pipeloom import Job, verify
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.action import W
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.plan import Plan, widened
+from pipeloom.ir.weights import Updates
 from pipeloom.planner.ask_planners import with_searched_order
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import estimate
-from pipeloom.schedules.registry import build
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build, build_steady
 
 MICROBATCHES = 4
 TOLERANCE = 1e-12

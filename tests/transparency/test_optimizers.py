@@ -17,9 +17,9 @@ from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.action import STEP
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import step_bytes
-from pipeloom.ir.replicas import widened
+from pipeloom.ir.plan import widened
 from pipeloom.planner.plan_costs import PlanCosts
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 

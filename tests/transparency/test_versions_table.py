@@ -19,11 +19,10 @@ from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.rank import Rank, Work
-from pipeloom.schedules.registry import in_flight
-from pipeloom.schedules.steady import build_steady
+from pipeloom.runtime.rank import Rank, RankWork
+from pipeloom.schedules.registry import build_steady, in_flight
 from pipeloom.simulator.simulate import simulate
 
 TABLE = (
@@ -55,7 +54,7 @@ def as_run(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
     seen: dict[int, list[tuple[str, int, int]]] = {}
     real, lock = Rank.parameters, threading.Lock()
 
-    def parameters(rank: Rank, work: Work) -> Mapping[str, Any]:
+    def parameters(rank: Rank, work: RankWork) -> Mapping[str, Any]:
         made = real(rank, work)
         version = rank.kept[work.key].version
         if version is not None:

@@ -322,7 +322,7 @@ def _ways(stages: Sequence[PlannedStage]) -> list[str]:
 
 def stages_table(stages: Sequence[PlannedStage]) -> Table:
     """What each stage runs, takes and holds."""
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
     from ..viewer.tables import Column, Table
 
     kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
@@ -430,7 +430,7 @@ def _figures_of(ranked: RankedShape, batch: int) -> dict[str, Any]:
 
 
 def _shapes_screen(figures: Sequence[Mapping[str, Any]], fit: int) -> Iterator[Table | str]:
-    from ..ir.units import format_bytes, show_time
+    from ..ir.text import format_bytes, show_time
     from ..viewer.tables import Column, Table
 
     columns = {

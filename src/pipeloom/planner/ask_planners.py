@@ -20,7 +20,7 @@ from ..ir.plan import Plan
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from ..ir.weight_policy import WEIGHT_POLICIES
+from ..ir.weights import WEIGHT_POLICIES
 from ..schedules import registry
 from ..schedules.search import search
 from ..schedules.search.problem import SearchProblem, SearchStage

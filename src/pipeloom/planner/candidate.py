@@ -20,7 +20,7 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering.passes import lower
 from ..schedules import registry
-from ..schedules.language.user_files import names_user_file
+from ..schedules.language.names import parse_name
 from ..simulator.simulate import simulate
 from .microbatch_sizes import shared_rows
 from .placement import residual_room
@@ -119,7 +119,7 @@ class Candidate:
         try:
             return self._order_by_time()
         except ScheduleError:
-            if not self._by_time or names_user_file(self.request.schedule):
+            if not self._by_time or parse_name(self.request.schedule).in_file:
                 raise
             self.notes = {EQUAL_TIMES: ""}
             return self.request.usual_rows

@@ -14,7 +14,7 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .ask_planners import FOUND_BY, fastest_of_planners
 from .branches import BranchOrdered
 from .candidate import Candidate

@@ -23,7 +23,7 @@ from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .ask_planners import planners_asked
 from .candidate import EQUAL_TIMES
 from .make_plan import slower_than_1f1b

@@ -16,8 +16,8 @@ import numpy as np
 from ..ir.cluster import Cluster, Device
 from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
+from ..ir.text import format_bytes
 from ..ir.timeline import Timeline
-from ..ir.units import format_bytes
 from ..schedules import registry
 from .placement import stages_for
 from .search.cut_search import Search

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, cut, replicate
 from ..ir.steady import SteadyStep
-from ..ir.weight_policy import WEIGHT_POLICIES, Updates
-from ..schedules import registry, steady
+from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..schedules import registry
+from ..schedules.language.names import parse_name
 from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
-from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
+from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .registry import Planner
 from .search.cut_search import Search
 from .search.layer_groups import layers
@@ -168,7 +169,7 @@ class Request:
     @cached_property
     def fits_caps(self) -> bool:
         """Whether it says so of as much as it takes to keep the caps."""
-        return self.copies and registry.fits_caps(self.schedule)
+        return self.copies and parse_name(self.schedule).fits_caps
 
     @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
@@ -293,7 +294,7 @@ class Request:
         """
         layout, devices = self.layout, self.cluster.devices
         count = layout.stages
-        held = held_on_device(self.usual)
+        held = registry.in_flight(self.usual, on_device=True)
         homes = [layout.homes(stage) for stage in range(count)]
         model = self.models[0] if ordered is None else self._model(0, ordered)
         return Search(
@@ -329,23 +330,21 @@ class Request:
         Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
         """
         layout, split = self.layout, self.options.split_backward
-        times = None
+        times: dict[str, Any] = {}
         if costs is not None:
             messages = message_seconds(stages, layout.placement, self.cluster)
             uplinks = uplinks_of(costs, layout.placement, self.cluster)
-            times = registry.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks, room_bytes=room)
+            times = {"costs": costs, "transfer_s": messages, "uplinks": uplinks, "room_bytes": room}
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:
             stages = deepen(stages, self.slack)
         if self.updates is not None:
-            return steady.build_steady(
-                self.schedule, stages, layout.placement, self.updates, split_backward=split, times=times
+            return registry.build_steady(
+                self.schedule, stages, layout.placement, self.updates, split_backward=split, **times
             )
         count = self.microbatches // layout.replicas
-        return registry.build(
-            self.schedule, stages, layout.placement, count, split_backward=split, times=times
-        )
+        return registry.build(self.schedule, stages, layout.placement, count, split_backward=split, **times)
 
     def build(self, stages: StageGraph) -> Schedule:
         """The schedule that is simulated: one step, or several where the pipeline does not drain."""

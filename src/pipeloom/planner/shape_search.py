@@ -44,7 +44,7 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .microbatch_sizes import ProfiledModel
 from .request import profile_of
 from .search.layer_groups import layers

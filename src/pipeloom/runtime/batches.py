@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ir.errors import BatchError, CommunicationError
 from ..ir.stages import StageGraph
-from .posted_channel import PostedChannel
+from .channel import Channel
 from .rank import Microbatch
 
 
@@ -108,9 +108,7 @@ def read_scalars(scalars: Sequence[Tensor], device: torch.device) -> list[float]
     return numbers[:-1]
 
 
-def agree_on_shapes(
-    channel: PostedChannel, shapes: tuple[str, ...], refusal: BatchError | None = None
-) -> None:
+def agree_on_shapes(channel: Channel, shapes: tuple[str, ...], refusal: BatchError | None = None) -> None:
     """All ranks must have a batch of the same shapes, or transfers would not match; and if one of them cannot
     use its batch, none may begin the step. Nothing else has been sent, so all can go on with another batch.
 
@@ -140,7 +138,7 @@ def shapes_digest(shapes: tuple[str, ...], refusal: BatchError | None) -> Tensor
     return torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
 
 
-def agree_on_refusal(channel: PostedChannel, refusal: BatchError | None) -> None:
+def agree_on_refusal(channel: Channel, refusal: BatchError | None) -> None:
     """If one rank cannot use its batch, none may begin the step. Every rank calls it, before anything of the
     step is sent.
 
@@ -157,7 +155,7 @@ def agree_on_refusal(channel: PostedChannel, refusal: BatchError | None) -> None
             raise BatchError(f"{message} (rank {rank})", hint=hint)
 
 
-def agree_on_layouts(channel: PostedChannel, stages: StageGraph) -> None:
+def agree_on_layouts(channel: Channel, stages: StageGraph) -> None:
     """What crosses has to lie in memory alike for all ranks: a message is a row of numbers. Each rank
     captures by itself, and which kernels it sees is up to its PyTorch. Every rank calls it, for the same
     stages.

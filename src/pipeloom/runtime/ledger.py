@@ -16,7 +16,7 @@ import torch
 
 from ..ir.errors import MemoryCapError
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 
 KINDS = (
     "parameters",

@@ -17,11 +17,13 @@ from torch import Tensor
 from ..ir.action import KINDS, Kind
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
+from ..ir.schedule import Program
 from ..tracer.stage.functions import Tensors
-from .posted_channel import Channel
+from .channel import Channel, meeting
+from .transport import SumGroup
 
 if TYPE_CHECKING:
-    from .rank import Rank, Work
+    from .rank import Rank, RankWork
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,6 +92,23 @@ class OperationContext:
             )
 
 
+def partners(operation: Operation | None, stage: int, rank: int, placement: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of the stages that an operation meets, its own included."""
+    meets = operation.meets(stage) if operation is not None and operation.meets is not None else ()
+    return tuple(sorted({rank, *(placement[s] for s in meets)}))
+
+
+def meetings(program: Program) -> list[SumGroup]:
+    """The groups of ranks that meet in operations of a program, where these are not all."""
+    met = {
+        partners(OPERATIONS[step.kind], step.stage, rank, program.placement)
+        for rank, row in enumerate(program.rows if OPERATIONS else ())
+        for step in row
+        if step.kind in OPERATIONS
+    }
+    return [meeting(ranks) for ranks in sorted(met) if 1 < len(ranks) < len(program.rows)]
+
+
 class Operations:
     """Calls handlers, and waits for what they have begun where its result is needed.
 
@@ -101,7 +120,7 @@ class Operations:
         self._rank = rank
         self._state: dict[tuple[int, Kind], dict[str, Any]] = {}
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: RankWork) -> None:
         """Run the handler of a kind; without one only the bytes of an operation are counted.
 
         Raises: ScheduleError if the handler returns neither None nor a function.
@@ -123,7 +142,7 @@ class Operations:
             )
         self.begun.append(_Begun(work, wait))
 
-    def wait_before(self, work: Work) -> None:
+    def wait_before(self, work: RankWork) -> None:
         """Wait for what an instruction needs: an anchor for its own, the end of the row for everything."""
         needed = [begun for begun in self.begun if _needs(work, begun.work)]
         for begun in needed:
@@ -137,12 +156,11 @@ class Operations:
         while self.begun:
             self.begun.pop().wait()
 
-    def _context(self, operation: Operation | None, work: Work) -> OperationContext:
+    def _context(self, operation: Operation | None, work: RankWork) -> OperationContext:
         rank, (stage, microbatch), variant = self._rank, work.key, work.wiring.variant
         placement, count = rank.running.placement, rank.running.microbatches
         kept = rank.kept[work.key]
         sums, names = rank.weights.grads, variant.stages.params[stage]
-        meets = operation.meets(stage) if operation is not None and operation.meets is not None else ()
         later = range(microbatch + 1, count)
         return OperationContext(
             rank=rank.rank,
@@ -155,15 +173,15 @@ class Operations:
             residuals=kept.residuals,
             residual_bytes=kept.residual_bytes,
             state=self._state.setdefault((stage, work.kind), {}),
-            partners=tuple(sorted({rank.rank, *(placement[s] for s in meets)})),
+            partners=partners(operation, stage, rank.rank, placement),
             channel=rank.channel,
         )
 
-    def _release(self, work: Work) -> None:
+    def _release(self, work: RankWork) -> None:
         if (operation := OPERATIONS.get(work.kind)) is not None:
             self._count(work, -operation.released(work.key[0]))
 
-    def _count(self, work: Work, change: int) -> None:
+    def _count(self, work: RankWork, change: int) -> None:
         if change:
             self._rank.ledger.add("residuals", change, work.text)
 
@@ -171,11 +189,11 @@ class Operations:
 class _Begun(NamedTuple):
     """An operation under way. wait: returns once it has ended."""
 
-    work: Work
+    work: RankWork
     wait: Callable[[], None]
 
 
-def _needs(work: Work, begun: Work) -> bool:
+def _needs(work: RankWork, begun: RankWork) -> bool:
     """Whether an instruction waits for an operation."""
     if KINDS[work.kind].is_stage_wide:
         return True

@@ -2,8 +2,8 @@
 
     for work in row:   room for it ─▶ verbs[kind](work) ─▶ count what is held
 
-An instruction is looked up once per program and size of micro-batches (`Work`): which functions it runs, who
-reads what they make, and how many bytes that is. What passes between stages:
+An instruction is looked up once per program and size of micro-batches (`RankWork`): which functions it runs,
+who reads what they make, and how many bytes that is. What passes between stages:
 
     F of stage s ─ hand over ─┬─ reader on this rank:  its inputs, at once
                               └─ reader elsewhere:     outputs, until SEND_F ──▶ RECV_F: its inputs
@@ -51,14 +51,14 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..tracer.stage.functions import StageFunctions, Tensors, activation_bytes
 from ..tracer.tensors import zeros_like_value
-from .failure.watch import Watch
+from .channel import Channel
 from .ledger import Ledger, crossing_bytes, out_of_memory_told
 from .messages import Message
-from .offload.tier import AsyncCopy, Tier
 from .operations import Operations
-from .posted_channel import Channel
 from .recorder import Recorder
 from .reduce_and_step import ReduceAndStep
+from .tier import Copy, Tier
+from .watch import Watch
 from .weights import Weights
 
 PEAK_OF = {F: "forward", B: "backward", I: "input_grad", W: "weight_grad", RECOMPUTE: "recompute"}
@@ -144,7 +144,7 @@ class Wiring:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class RankWork:
     """An instruction of a row, with all that is known of it before the step.
 
     key: stage and micro-batch; -1 for what a stage does once.  index: the micro-batch among all of the step.
@@ -170,7 +170,7 @@ class Row:
 
     program: Program
     variants: Sequence[Variant]
-    works: Sequence[Work]
+    works: Sequence[RankWork]
     incoming: Sequence[Message]
 
 
@@ -211,7 +211,7 @@ class Offloaded:
     off_device: whether the ledger no longer counts them.  on_device: whether it counts them again.
     """
 
-    copy: AsyncCopy
+    copy: Copy
     kept: Kept
     offload: str
     reload: str = ""
@@ -257,7 +257,7 @@ class Rank:
         self.operations = Operations(self)
         self.reduce_and_step = ReduceAndStep(self, clip_norm, after_step)
         added = [k for k, row in KINDS.items() if row.handler is not None or row.category == "compute"]
-        self.verbs: dict[Kind, Callable[[Work], None]] = {
+        self.verbs: dict[Kind, Callable[[RankWork], None]] = {
             **dict.fromkeys(added, self.operations.begin),
             F: self._forward,
             B: self._backward,
@@ -339,7 +339,7 @@ class Rank:
         self.operations.wait_for_all()
         self.reduce_and_step.pending = None
         for offloaded in self._offloaded:
-            self._tier.discard(offloaded.copy)
+            offloaded.copy.discard()
         self._offloaded = []
         for kept in self.kept.values():
             self._release_inputs(kept)
@@ -350,7 +350,7 @@ class Rank:
             self.ledger.set(kind, 0)
         self._count_boundary()
 
-    def parameters(self, work: Work) -> Mapping[str, Tensor]:
+    def parameters(self, work: RankWork) -> Mapping[str, Tensor]:
         """Parameters and buffers that an action reads, by FQN: of the version that its micro-batch uses."""
         if not self._training:
             return self.weights.newest_state
@@ -385,7 +385,7 @@ class Rank:
             )
         return row
 
-    def _work(self, program: Program, variants: Sequence[Variant], instruction: Instruction) -> Work:
+    def _work(self, program: Program, variants: Sequence[Variant], instruction: Instruction) -> RankWork:
         stage, kind = instruction.stage, instruction.kind
         microbatch, index, message = -1, 0, None
         if not isinstance(instruction, StageAction):
@@ -398,7 +398,7 @@ class Rank:
         if (variant, stage) not in self._wirings:
             self._wirings[variant, stage] = Wiring(variant, stage, program.placement)
         wiring = self._wirings[variant, stage]
-        return Work(instruction, str(instruction), kind, (stage, microbatch), index, wiring, message)
+        return RankWork(instruction, str(instruction), kind, (stage, microbatch), index, wiring, message)
 
     def _message(self, program: Program, variants: Sequence[Variant], send: Transfer) -> Message:
         """The message of a SEND; the same object every step."""
@@ -418,7 +418,7 @@ class Rank:
 
     # F, B, I, W and RECOMPUTE
 
-    def _forward(self, work: Work) -> None:
+    def _forward(self, work: RankWork) -> None:
         kept, functions = self.kept[work.key], work.wiring.functions
         microbatch = self._microbatches[work.index]
         parameters = self.parameters(work)
@@ -447,7 +447,7 @@ class Rank:
         if not inputs_stay:
             self._release_inputs(kept)
 
-    def _backward(self, work: Work) -> None:
+    def _backward(self, work: RankWork) -> None:
         """B, or I and W. A stage without gradients, as one of frozen parameters on the model's inputs, only
         lets go of what it keeps."""
         kept, functions, kind = self.kept[work.key], work.wiring.functions, work.kind
@@ -476,7 +476,7 @@ class Rank:
         if kind != W and work.wiring.differentiable:
             self._hand_back(work, kept, input_grads)
 
-    def _recompute(self, work: Work) -> None:
+    def _recompute(self, work: RankWork) -> None:
         """The residuals that were kept -> those that were dropped."""
         kept = self.kept[work.key]
         self._take_back(kept)
@@ -488,14 +488,14 @@ class Rank:
         self._count_peak(work, residuals=size, boundary=0)
         self._count_residuals(work.text, kept, size)
 
-    def _complete_output_grads(self, work: Work, kept: Kept) -> None:
+    def _complete_output_grads(self, work: RankWork, kept: Kept) -> None:
         for value in work.wiring.awaited:
             if value.name not in kept.output_grads:
                 kept.output_grads[value.name] = zeros_like_value(value, self.weights.device)
 
     # What passes between stages
 
-    def _hand_over(self, work: Work, kept: Kept, outputs: Mapping[str, Tensor]) -> None:
+    def _hand_over(self, work: RankWork, kept: Kept, outputs: Mapping[str, Tensor]) -> None:
         """Give a forward's outputs to stages on this rank; keep for SEND_F what others need."""
         for reader in work.wiring.readers:
             values = {value.name: outputs[value.name] for value in reader.values}
@@ -508,7 +508,7 @@ class Rank:
                 kept.sends_left += 1
                 kept.outputs |= values
 
-    def _hand_back(self, work: Work, kept: Kept, input_grads: Mapping[str, Tensor]) -> None:
+    def _hand_back(self, work: RankWork, kept: Kept, input_grads: Mapping[str, Tensor]) -> None:
         """Give a backward's input gradients to stages on this rank; keep for SEND_B what others need.
 
         An input that got no gradient gets zeros: whoever made it waits for one.
@@ -525,7 +525,7 @@ class Rank:
             if source.values and not source.here:
                 kept.sends_left += 1
 
-    def _send(self, work: Work) -> None:
+    def _send(self, work: RankWork) -> None:
         """SEND_F, SEND_B: hand a message's values to the channel, which posts the send."""
         kept, message = self.kept[work.key], work.message
         assert message is not None, "a transfer has a message"
@@ -535,7 +535,7 @@ class Rank:
         if not kept.sends_left:
             values.clear()
 
-    def _receive(self, work: Work) -> None:
+    def _receive(self, work: RankWork) -> None:
         """RECV_F, RECV_B: wait for a message; its buffer stays until the stage has used it."""
         kept, message = self.kept[work.key], work.message
         assert message is not None, "a transfer has a message"
@@ -563,7 +563,7 @@ class Rank:
         assert self.tier is not None, "whoever plans to offload gives the rank a tier"
         return self.tier
 
-    def _offload(self, work: Work) -> None:
+    def _offload(self, work: RankWork) -> None:
         """Begin to copy residuals to the tier, which frees them once they are copied. A schedule may ask for
         it on a stage of which the memory policy offloads nothing."""
         kept, names = self.kept[work.key], work.wiring.functions.offloaded
@@ -572,11 +572,11 @@ class Rank:
         leaving = {s: t for s, t in kept.residuals.items() if s.kind == "residual" and s.name in names}
         for slot in leaving:
             del kept.residuals[slot]
-        kept.offloaded = Offloaded(self._tier.start_offload(work.text, leaving), kept, work.text)
+        kept.offloaded = Offloaded(self._tier.offload(work.text, leaving), kept, work.text)
         self._offloaded.append(kept.offloaded)
         self._count_host()
 
-    def _await_offload(self, work: Work) -> None:
+    def _await_offload(self, work: RankWork) -> None:
         """From here on the room of what was offloaded is free."""
         offloaded = self.kept[work.key].offloaded
         if offloaded is not None and not offloaded.off_device:
@@ -584,14 +584,14 @@ class Rank:
 
     def _finish_leaving(self, offloaded: Offloaded, text: str) -> None:
         with self.recorder.record("recv", text):
-            self._tier.finish_leaving(offloaded.copy, self.watch.check)
+            offloaded.copy.leave(self.watch.check)
         self._count_copies()
 
-    def _reload(self, work: Work) -> None:
+    def _reload(self, work: RankWork) -> None:
         """Begin to copy them back; `_take_back` puts them where they were."""
         offloaded = self.kept[work.key].offloaded
         if offloaded is not None:
-            self._tier.start_reload(offloaded.copy)
+            offloaded.copy.reload()
             offloaded.reload = work.text
             self._count_copies()
 
@@ -601,7 +601,7 @@ class Rank:
         if offloaded is None:
             return
         with self.recorder.record("recv", offloaded.reload):
-            kept.residuals |= self._tier.wait_reload(offloaded.copy, self.watch.check)
+            kept.residuals |= offloaded.copy.take(self.watch.check)
         self._count_copies()
         if offloaded.copy.reload_span is not None:
             self.recorder.copied("h2d", offloaded.reload, *offloaded.copy.reload_span)
@@ -614,7 +614,7 @@ class Rank:
             self._count_host()
         for offloaded in self._offloaded:
             copy = offloaded.copy
-            if not offloaded.off_device and self._tier.offload_done(copy):
+            if not offloaded.off_device and copy.gone():
                 offloaded.off_device = True
                 self._count_residuals(offloaded.offload, offloaded.kept, -copy.bytes)
                 if copy.offload_span is not None:
@@ -630,7 +630,7 @@ class Rank:
 
     # What is held
 
-    def _count_peak(self, work: Work, **left: int) -> None:
+    def _count_peak(self, work: RankWork, **left: int) -> None:
         """Enter what an action held while it ran. left: bytes by kind that outlive it.
 
         Raises: MemoryCapError.
@@ -650,7 +650,7 @@ class Rank:
         self.ledger.set("boundary", self.channel.held_bytes + self._local_bytes, doing)
         self.recorder.level(self.ledger.total)
 
-    def _make_room_under_cap(self, work: Work, cap_bytes: int) -> None:
+    def _make_room_under_cap(self, work: RankWork, cap_bytes: int) -> None:
         """While the next instruction would pass the cap, wait for messages of this rank to be taken, then for
         what is on its way to the tier.
 
@@ -666,7 +666,7 @@ class Rank:
                     self.ledger.refuse(need, work.text)
                 return
 
-    def _needed_bytes(self, work: Work) -> int:
+    def _needed_bytes(self, work: RankWork) -> int:
         """What an instruction takes on top of what is there."""
         if work.kind in PEAK_OF:
             return work.wiring.needed_bytes(work.kind)

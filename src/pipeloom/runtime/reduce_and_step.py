@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ir.action import StageAction
-from ..ir.optimizer_shares import OptimizerShares
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import Reduction, for_owners, reductions
-from .posted import PendingSum
-from .transports.transport import SumGroup
+from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
+from .channel import PendingSum
+from .operations import meetings
+from .transport import SumGroup
 from .weights import Gradients, Weights, clip_factor
 
 if TYPE_CHECKING:
-    from .rank import Rank, Work
+    from .rank import Rank, RankWork
 
 
 def norm_group(ranks: int) -> SumGroup:
@@ -93,16 +93,16 @@ class ReduceAndStep:
         self._last_stage = max((s for s, home in enumerate(placement) if home == rank.rank), default=-1)
 
     def groups(self, stages: StageGraph, placement: Sequence[int], weights: Weights) -> list[SumGroup]:
-        """What its sums of gradients need, and what updated parameters are sent in; the same on all ranks."""
+        """What sums of gradients, updated parameters and operations need; the same on all ranks."""
         ties = [tie for row in reductions(stages, placement) for tie in row]
         shared = sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})
         sent = sorted({share.ranks for share in weights.shares if len(share.ranks) > 1})
-        return [*map(gradient_group, shared), *map(parameter_group, sent)]
+        return [*map(gradient_group, shared), *map(parameter_group, sent), *meetings(self._rank.program)]
 
-    def reduce_tied_gradients(self, work: Work) -> None:
+    def reduce_tied_gradients(self, work: RankWork) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
 
-        One sum for each set of ranks and dtype (`ir.tied_gradients`), or for each owner of a part of them;
+        One sum for each set of ranks and dtype (`ir.weights`), or for each owner of a part of them;
         all are begun before one is awaited. What another rank owns is then forgotten here.
         """
         if not self.update:
@@ -149,7 +149,7 @@ class ReduceAndStep:
             group = norm_group(self._rank.channel.ranks)
             pending.norm = self._rank.channel.begin_sum(pending.squares, group)
 
-    def step(self, work: Work) -> None:
+    def step(self, work: RankWork) -> None:
         """STEP: clip, then update. The optimizer holds all stages of the rank: it runs at the last STEP of
         the row."""
         if not self._updates_at(work):
@@ -170,11 +170,11 @@ class ReduceAndStep:
             rank.ledger.set(kind, sizes[kind], work.text)
         rank.ledger.during(work.text, weights.step_bytes, {})
 
-    def needed_bytes(self, work: Work) -> int:
+    def needed_bytes(self, work: RankWork) -> int:
         """What STEP takes beyond what the rank holds."""
         return self._rank.weights.step_adds_bytes if self._updates_at(work) else 0
 
-    def _updates_at(self, work: Work) -> bool:
+    def _updates_at(self, work: RankWork) -> bool:
         return self.update and work.key[0] == self._last_stage
 
     def _wait_for_sums(self, pending: _PendingUpdate) -> Tensor | None:

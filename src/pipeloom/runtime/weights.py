@@ -3,7 +3,7 @@
 Gradients are added into buffers that live as long as the parameters do, as soon as a backward makes them:
 no second copy of a stage's gradients ever exists, unless updates wait for sums while the next step runs.
 
-Where a policy keeps versions (`ir.weight_policy`), they are chosen by reference. Torch's optimizers work in
+Where a policy keeps versions (`ir.weights`), they are chosen by reference. Torch's optimizers work in
 place, so an update copies the newest parameters once, into the buffers of a version that nobody needs:
 
     before   newest = A   previous = B           B's micro-batches are all through
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.graph import UpdateBytes, step_bytes
-from ..ir.optimizer_shares import OptimizerShares
-from ..ir.weight_policy import Updates
+from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
     MakeOptimizer,

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from ..ir.plan import Plan
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import times_of

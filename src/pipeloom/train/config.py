@@ -25,8 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
-from ..ir.json_codec import shortened
-from ..ir.text_files import parse_toml
+from ..ir.text import parse_toml, shortened
 from ..settings import LARGEST, PlanSettings, setting
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.plan import Plan
-from ..runtime.launch.launch import StartedRanks, launch
+from ..runtime.launch import StartedRanks, launch
 from .config import Config
 
 if TYPE_CHECKING:

@@ -22,16 +22,15 @@ from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
-from ..ir.text_files import write_whole
-from ..ir.units import parse_bytes
+from ..ir.text import parse_bytes, write_whole
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
 from ..planning import capture, make_request, plan_size, profile
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
-from ..runtime.launch.connect import connect
-from ..runtime.launch.processes import terminate_as_exit
+from ..runtime.connect import connect
+from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
 from ..tracer.job import load_job
 from ..viewer import terminal

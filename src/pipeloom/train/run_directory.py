@@ -1,7 +1,7 @@
 """Run directories: runs/<name>-<n>, with everything that a run leaves behind.
 
 config.toml      the resolved settings          plan.json     how the model is spread
-metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint/files.py
+metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint_files.py
 trace.json       for Perfetto                   report.html   open it in a browser
 summary.json     the figures that `--json` prints
 
@@ -25,7 +25,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from ..ir.errors import ConfigError
-from ..ir.text_files import write_whole, writing
+from ..ir.text import write_whole, writing
 
 RUNS = Path("runs")
 

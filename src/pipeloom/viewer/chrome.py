@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..ir import json_codec
+from ..ir.text import save_noun
 from ..ir.timeline import Timeline
 from .labels import label
 
@@ -41,7 +41,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     """Write the trace to a file, whole or not at all."""
-    json_codec.save(chrome_trace(timelines), path)
+    save_noun(chrome_trace(timelines), path)
 
 
 def _threads(timeline: Timeline) -> dict[str, int]:
