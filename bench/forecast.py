@@ -1,13 +1,12 @@
 """How good is what a user is told before a run? Forecasts against measured steps, several times over.
 
-    python bench/forecast.py [--runs 5] [--steps 40] [--only wide] [--without-compile]
+    python bench/forecast.py [--runs 5] [--steps 40] [--only wide]
     python bench/forecast.py --default-job [--runs 3] [--steps 400]
 
 For the default job and for `model.width=512`: what `pipeloom plan` predicts (and what the ops of its profile
 make alone: `ops_alone`), what `pipeloom train` forecasts before its first step, and what `pipeloom bench`
-predicts, each against the middle step of its own run (plans: of the train run beside them). `train` also with
-`pipeline.compile`: the step's time, and all the time that is not steps. Runs of one round follow each other,
-so that all see the same machine. It wants two quiet cores: the load is in the table.
+predicts, each against the middle step of its own run (plans: of the train run beside them). Runs of one round
+follow each other, so that all see the same machine. It wants two quiet cores: the load is in the table.
 
 With --default-job: `pipeloom train` as a newcomer starts it, several times over: time, validation loss,
 predicted against measured step and memory. Memory is predicted before the run. The step is predicted again
@@ -21,14 +20,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from machine import print_stamp, print_table
+from machine import print_stamp, print_table, run_python
 
 LIMIT = 0.05
 MEMORY_LIMIT, TIME_LIMIT_S = 0.03, 180.0
@@ -47,94 +45,49 @@ def job():
 """
 
 
-class RunFailed(Exception):
-    """A command ended with another status than 0."""
-
-
 def pipeloom(folder: Path, *words: str) -> dict[str, Any]:
-    """What a command prints with --json. Raises: RunFailed with everything that it printed."""
-    command = [sys.executable, "-m", "pipeloom", *words, "--json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunFailed(
-            f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}{done.stderr}"
-        )
-    figures: dict[str, Any] = json.loads(done.stdout)
+    """What a command prints with --json."""
+    figures: dict[str, Any] = json.loads(run_python("-m", "pipeloom", *words, "--json", cwd=folder).stdout)
     return figures
 
 
-def train(folder: Path, width: int, steps: int, *, compiled: bool) -> dict[str, float]:
-    """One run: seconds forecast and of the middle step, the errors, and how long all took that is no step."""
-    settings = (f"model.width={width}", f"pipeline.compile={str(compiled).lower()}", "validation_batches=1")
-    flags = [*REHEARSALS, *(word for setting in settings for word in ("--set", setting))]
-    out = f"run-{compiled}"
-    start = time.time()
-    figures = pipeloom(folder, "train", "--steps", str(steps), "--out", out, *flags)
-    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
-    taken_s = sum(line.get("step_s", 0.0) for line in lines)
-    return {
-        "forecast_s": figures["forecast"]["step_s"],
-        "middle_s": figures["middle_step_s"],
-        "forecast_error": figures["forecast_error"],
-        "rehearsal_error": figures["step_error"],
-        "all_but_steps_s": round(time.time() - start - taken_s, 1),
-    }
-
-
-def one_round(name: str, steps: int, *, compile_too: bool) -> dict[str, Any]:
-    """All commands once, for one width."""
+def one_round(name: str, steps: int) -> dict[str, Any]:
+    """All commands once, for one width: relative errors."""
     width = WIDTHS[name]
     with tempfile.TemporaryDirectory(prefix="pipeloom-forecast-") as text:
         folder = Path(text)
         (folder / "sized.py").write_text(JOB.format(width=width))
-        start = time.time()
         planned = pipeloom(folder, "plan", "sized.py:job", "--no-what-if")
-        plan_s = time.time() - start
-        eager = train(folder, width, steps, compiled=False)
+        settings = ("--set", f"model.width={width}", "--set", "validation_batches=1", *REHEARSALS)
+        trained = pipeloom(folder, "train", "--steps", str(steps), "--out", "run", *settings)
         timed = pipeloom(folder, "bench", "sized.py:job", "--steps", str(max(6, steps // 2)))
-        row: dict[str, Any] = {
+        middle_s = trained["middle_step_s"]
+        return {
             "job": name,
             "load": round(os.getloadavg()[0], 2),
-            "plan_error": planned["predicted_step_s"] / eager["middle_s"] - 1,
             "plan_by": planned["predicted_by"],
-            "plan_took_s": round(plan_s, 1),
-            "ops_alone": planned["profiled_step_s"] / eager["middle_s"] - 1,
-            "train": eager,
+            "plan_error": planned["predicted_step_s"] / middle_s - 1,
+            "ops_alone": planned["profiled_step_s"] / middle_s - 1,
+            "train_error": trained["forecast_error"],
+            "rehearsal_error": trained["step_error"],
             "bench_error": timed["predicted_step_s"] / timed["step_s"] - 1,
+            "middle_s": middle_s,
             "bench_step_s": timed["step_s"],
         }
-        if compile_too:
-            compiled = train(folder, width, steps, compiled=True)
-            row["compiled"] = compiled
-            row["compiled_share"] = compiled["middle_s"] / eager["middle_s"]
-    return row
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The middle of all rounds of one job."""
-    found = {
-        "plan_error": [row["plan_error"] for row in rows],
-        "ops_alone": [row["ops_alone"] for row in rows if "ops_alone" in row],
-        "train_error": [row["train"]["forecast_error"] for row in rows],
-        "bench_error": [row["bench_error"] for row in rows],
-        "rehearsal_error": [row["train"]["rehearsal_error"] for row in rows],
-        "compiled_error": [row["compiled"]["forecast_error"] for row in rows if "compiled" in row],
-        "compiled_share": [row["compiled_share"] for row in rows if "compiled" in row],
-    }
-    return {key: statistics.median(values) for key, values in found.items() if values}
-
-
-def main(runs: int, steps: int, names: list[str], *, compile_too: bool) -> int:
+def main(runs: int, steps: int, names: list[str]) -> int:
     """Each round asks all jobs in turn."""
     print_stamp()
-    rounds: list[dict[str, Any]] = []
-    for _ in range(runs):
-        for name in names:
-            rounds.append(one_round(name, steps, compile_too=compile_too))
+    rounds = [one_round(name, steps) for _ in range(runs) for name in names]
     print_table(rounds, "Rounds")
-    middle = {name: summary([row for row in rounds if row["job"] == name]) for name in names}
-    print_table([{"job": name, **figures} for name, figures in middle.items()], "Middle of the rounds")
-    errors = (abs(figures[key]) for figures in middle.values() for key in figures if key.endswith("_error"))
+    keys = ("plan_error", "ops_alone", "train_error", "rehearsal_error", "bench_error")
+    middle = [
+        {"job": name} | {key: statistics.median(r[key] for r in rounds if r["job"] == name) for key in keys}
+        for name in names
+    ]
+    print_table(middle, "Middle of the rounds")
+    errors = [abs(row[key]) for row in middle for key in keys if key.endswith("_error")]
     return 0 if max(errors) <= LIMIT else 1
 
 
@@ -182,14 +135,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, help="5, of the default job 3")
     parser.add_argument("--steps", type=int, help="40, of the default job 400")
     parser.add_argument("--only", choices=tuple(WIDTHS), action="append")
-    parser.add_argument("--without-compile", action="store_true")
-    options = parser.parse_args()
-    try:
-        if options.default_job:
-            sys.exit(default_runs(options.runs or 3, options.steps or 400))
-        names = options.only or list(WIDTHS)
-        compile_too = not options.without_compile
-        sys.exit(main(options.runs or 5, options.steps or 40, names, compile_too=compile_too))
-    except RunFailed as failed:
-        print(failed, file=sys.stderr)
-        sys.exit(2)
+    given = parser.parse_args()
+    if given.default_job:
+        sys.exit(default_runs(given.runs or 3, given.steps or 400))
+    sys.exit(main(given.runs or 5, given.steps or 40, given.only or list(WIDTHS)))

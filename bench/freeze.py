@@ -24,7 +24,7 @@ from click.testing import CliRunner  # noqa: E402
 
 from pipeloom import Job, PipeloomError, Plan  # noqa: E402
 from pipeloom.cli import main as command_line  # noqa: E402
-from pipeloom.ir.json_codec import to_json  # noqa: E402
+from pipeloom.ir.text import to_json  # noqa: E402
 from pipeloom.planner.registry import names as planner_names  # noqa: E402
 from pipeloom.schedules.registry import FAMILIES  # noqa: E402
 

@@ -55,11 +55,10 @@ from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.lowering.passes import lower
 from pipeloom.machine import detect
-from pipeloom.planner.search.evaluation import Evaluation
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.treatments.choose import BOTH, treat_interval
+from pipeloom.planner.treatments.choose import BOTH, Evaluation, treat_interval
 from pipeloom.planning import capture
 from pipeloom.profiler.host_copies import file_tier, free_disk
 from pipeloom.profiler.measure_ops import measure

@@ -1,7 +1,7 @@
 """Does the simulator agree with the real runtime? Ranks that sleep for the given times instead of computing.
 
-    python bench/pacing.py [--ranks 8] [--microbatches 16] [--rounds 3] [--seconds 0.3]
-    python bench/pacing.py --graph [--towers 3] [--microbatches 12] [--rounds 3] [--seconds 0.2]
+    python bench/pacing.py library [--ranks 8] [--microbatches 16] [--rounds 3] [--seconds 0.3]
+    python bench/pacing.py graph [--ranks 7] [--microbatches 12] [--rounds 3] [--seconds 0.2]
 
 Every rank is a process with the real worker, the real program and real messages over gloo; only its stages
 sleep instead of computing, so that eight ranks fit two cores. Stages take uneven times: up to 25 % more or
@@ -13,12 +13,11 @@ library  schedules of the library
 graph    towers of two stages each and a join, one stage per process. `dag` has the edges of the data; in
          `chain` every stage also waits for the one in front of it, as where values are handed on
 copies   schedules whose copies to the host sleep, too (`bench/pipeoffload.py paced`)
+steady   1F1B and 2BW on four stages that take equally long (`bench/two_bw.py paced`)
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,27 +27,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from machine import print_stamp, print_table
+from machine import on_ranks, parser_of, run_parts
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from paced import PacedRank, PacedTier  # noqa: E402
+# isort: split
+from paced import PacedRank, PacedSteadyRank, PacedTier
 
-from pipeloom.ir.cluster import Cluster, Device, Link  # noqa: E402
-from pipeloom.ir.costs import StageCost  # noqa: E402
-from pipeloom.ir.flow import dag  # noqa: E402
-from pipeloom.ir.schedule import Schedule  # noqa: E402
-from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
-from pipeloom.lowering.passes import lower  # noqa: E402
-from pipeloom.runtime.calibration.link import measure_link  # noqa: E402
-from pipeloom.runtime.launch.connect import connect, watch_ranks  # noqa: E402
-from pipeloom.runtime.launch.launch import launch  # noqa: E402
-from pipeloom.runtime.recorder import HostClock  # noqa: E402
-from pipeloom.runtime.transports.dist_channel import DistChannel  # noqa: E402
-from pipeloom.schedules import registry  # noqa: E402
-from pipeloom.schedules.copies import uplinks  # noqa: E402
-from pipeloom.simulator.simulate import simulate  # noqa: E402
-from pipeloom.simulator.summary import Summary, summarise  # noqa: E402
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.stages import StageGraph, replicate
+from pipeloom.ir.steady import SteadyStep
+from pipeloom.ir.weights import Updates
+from pipeloom.lowering.passes import lower
+from pipeloom.runtime.calibrate import measure_link
+from pipeloom.runtime.channel import dist_channel
+from pipeloom.runtime.connect import connect, watch_ranks
+from pipeloom.runtime.recorder import HostClock
+from pipeloom.schedules import registry
+from pipeloom.schedules.language import uplinks
+from pipeloom.schedules.registry import build_steady
+from pipeloom.simulator.simulate import simulate
+from pipeloom.simulator.summary import Summary, summarise
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "v_half", "dualpipev", "dualpipe")
 WITH_COPIES = (("po_f", 2), ("po_h", 2), ("1f1b:offload=1", 1))
@@ -63,12 +63,18 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A schedule built for these times. about: what its row of the results says of it."""
+    """A schedule built for these times, or the step that repeats without a flush.
+
+    about: what its row of the results says of it.  clips: gradients are clipped.  sum_s: seconds of each sum
+    of gradients over pipelines.
+    """
 
     about: dict[str, Any]
-    schedule: Schedule
+    schedule: Schedule | SteadyStep
     stages: StageGraph
     costs: tuple[StageCost, ...]
+    clips: bool = False
+    sum_s: float = 0.0
 
 
 def uneven(stages: int, share_s: float) -> tuple[StageCost, ...]:
@@ -90,8 +96,8 @@ def row_of(stages: int) -> StageGraph:
     return dag(stages, [(s, s + 1) for s in range(stages - 1)], value_bytes=MESSAGE_BYTES)
 
 
-def built_for(costs: tuple[StageCost, ...], link: Link) -> registry.Times:
-    return registry.Times(costs=costs, transfer_s=link.transfer_s(MESSAGE_BYTES))
+def built_for(costs: tuple[StageCost, ...], link: Link) -> dict[str, Any]:
+    return {"costs": costs, "transfer_s": link.transfer_s(MESSAGE_BYTES)}
 
 
 def library(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
@@ -102,7 +108,7 @@ def library(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Ite
         stages = replicate(row_of(count), shape.replicas)
         costs = uneven(count, seconds * ranks / count) * shape.replicas
         share = microbatches // shape.replicas
-        made = registry.build(name, stages, placement, share, times=built_for(costs, link))
+        made = registry.build(name, stages, placement, share, **built_for(costs, link))
         yield Case(about={"schedule": name}, schedule=made, stages=stages, costs=costs)
 
 
@@ -115,7 +121,7 @@ def graph(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Itera
         for shape, wires in shapes.items():
             stages = dag(ranks, sorted(wires), value_bytes=MESSAGE_BYTES)
             times = built_for(costs, link)
-            made = registry.build(name, stages, tuple(range(ranks)), microbatches, times=times)
+            made = registry.build(name, stages, tuple(range(ranks)), microbatches, **times)
             about = {"schedule": name, "shape": shape, "in_flight": max(registry.in_flight(made))}
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 
@@ -127,31 +133,71 @@ def copies(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
             _, placement = registry.default_placement(name, ranks, chunks)
             sized = [replace(cost, residual_bytes=KEPT_BYTES) for cost in uneven(len(placement), seconds)]
             stages, costs = row_of(len(placement)), uplinks.with_copies(sized, k)
-            made = registry.build(name, stages, placement, microbatches, times=built_for(costs, link))
+            made = registry.build(name, stages, placement, microbatches, **built_for(costs, link))
             about = {"schedule": name, "chunks": chunks, "k": k}
             yield Case(about=about, schedule=made, stages=stages, costs=costs)
 
 
-CASES: dict[str, Callable[..., Iterator[Case]]] = {"library": library, "graph": graph, "copies": copies}
+DEPTH = 4
+STEADY = (("1f1b", {}), ("2bw", {}), ("2bw, clipping", {"clips": True}), ("2bw, ties", {"tied": True}))
+
+
+def steady(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
+    """On eight ranks two pipelines, whose sum of gradients takes half a step. seconds: of one micro-batch on
+    a stage."""
+    width, third, ideal_s = ranks // DEPTH, seconds / 3, microbatches * seconds
+    costs = equal_costs(ranks, forward_s=third, input_grad_s=third, weight_grad_s=third)
+    edges = [(s, s + 1) for s in range(DEPTH - 1)]
+    placement = tuple(s * width + r for r in range(width) for s in range(DEPTH))
+    for name, given in STEADY if width == 1 else (("2bw, two pipelines", {"sum_s": ideal_s / 2}),):
+        tied = {DEPTH - 1: ("w0",)} if given.get("tied") else {}
+        params = {s: (f"w{s}",) for s in range(DEPTH)} | tied
+        stages = replicate(dag(DEPTH, edges, value_bytes=MESSAGE_BYTES, params=params), width)
+        made: Schedule | SteadyStep = build_steady("1f1b", stages, placement, updates_of(microbatches))
+        if name == "1f1b":
+            made = registry.build("1f1b", stages, placement, microbatches)
+        about = {"schedule": name, "ideal_s": ideal_s}
+        how = {key: value for key, value in given.items() if key != "tied"}
+        yield Case(about=about, schedule=made, stages=stages, costs=costs, **how)
+
+
+def updates_of(microbatches: int) -> Updates:
+    return Updates(policy="2bw", every=microbatches)
+
+
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
+    "library": library,
+    "graph": graph,
+    "copies": copies,
+    "steady": steady,
+}
 
 
 def _busy(step: Summary) -> float:
     return sum(rank.busy_s for rank in step.ranks)
 
 
-def rank_main(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> None:
-    """What each rank does: all cases of a kind, one after the other. Rank 0 writes the rows."""
-    torch.set_num_threads(1)
+def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank does: all cases of a kind, one after the other. Returns a row for each."""
     group = connect(CPU, timeout_s=120)
+    rows = []
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
+        channel = dist_channel(group, watch, device=CPU, timeout_s=120)
         link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
         devices = (Device(name="paced", memory_bytes=2**40),) * shape["ranks"]
-        cluster, rows = Cluster(devices=devices, within_node=link), []
+        cluster = Cluster(devices=devices, within_node=link)
         for case in CASES[kind](link, **shape):
+            if isinstance(case.schedule, SteadyStep):
+                how = {"updates": updates_of(shape["microbatches"]), "clips": case.clips}
+                program = lower(case.schedule.unrolled, case.stages, **how)
+                predicted_s = simulate(program, case.stages, case.costs, cluster).step_s
+                parts = (case.schedule, case.stages, case.costs, channel, watch)
+                measured_s = PacedSteadyRank(*parts, sum_s=case.sum_s, **how).steady_s(rounds)
+                rows.append({**case.about, "predicted_s": predicted_s, "measured_s": measured_s})
+                continue
             program = lower(case.schedule, case.stages)
             predicted = summarise(simulate(program, case.stages, case.costs, cluster))
-            tier = PacedTier(folder / "away", channel.rank, case.costs) if kind == "copies" else None
+            tier = PacedTier(folder, channel.rank, case.costs) if kind == "copies" else None
             rank = PacedRank(program, case.stages, case.costs, channel, watch, tier=tier)
             steps = [summarise(rank.step()) for _ in range(rounds)]
             if tier is not None:
@@ -161,62 +207,46 @@ def rank_main(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> No
                 **case.about,
                 "predicted_s": predicted.step_s,
                 "measured_s": measured_s,
-                "error": predicted.step_s / measured_s - 1,
                 "predicted_bubble": predicted.bubble,
                 "measured_bubble": statistics.median(step.bubble for step in steps),
                 "overslept": statistics.median(_busy(step) for step in steps) / _busy(predicted) - 1,
             }
             rows.append(row)
-            if dist.get_rank() == 0:
-                named = ", ".join(f"{key} {value}" for key, value in case.about.items())
-                print(
-                    f"{named}: predicted {predicted.step_s:.3f} s, measured {measured_s:.3f} s "
-                    f"({row['error']:+.2%}); bubble {predicted.bubble:.1%}, measured "
-                    f"{row['measured_bubble']:.1%}; actions took {row['overslept']:.2%} longer than asked",
-                    flush=True,
-                )
-        if dist.get_rank() == 0:
-            about = {"latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
-            (folder / "rows.json").write_text(json.dumps({"link": about, "rows": rows}))
+    return rows
 
 
-def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """The figures of all cases of a kind. Raises: SystemExit if a rank fails."""
+def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """The figures of all cases of a kind."""
     shape = {"ranks": ranks, "microbatches": microbatches, "seconds": seconds}
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        if launch(rank_main, ranks, args=(kind, shape, rounds, folder)) != 0:
-            raise SystemExit("paced ranks failed")
-        found = json.loads((folder / "rows.json").read_text())
-    worst = max(abs(row["error"]) for row in found["rows"])
+    with tempfile.TemporaryDirectory() as folder:
+        rows: list[dict[str, Any]] = on_ranks(measure, ranks, kind, shape, rounds, Path(folder))[0]
+    for row in rows:
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+    worst = max(abs(row["error"]) for row in rows)
     print(f"largest error of the step time {worst:.2%}, limit {LIMIT:.0%}")
-    return {**shape, "worst": worst, "limit": LIMIT, **found}
+    return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--graph", action="store_true", help="towers side by side instead of the library")
-    parser.add_argument("--ranks", type=int, default=8, help="for the library")
-    parser.add_argument("--towers", type=int, default=3, help="of the graph")
+    usual = {"library": (8, 16, 0.3), "graph": (7, 12, 0.2)}
+    parser = parser_of(__doc__, usual)
+    parser.add_argument("--ranks", type=int, help="8; of the graph 7, two for each tower and the join")
     parser.add_argument("--microbatches", type=int, help="16, of the graph 12")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="of a micro-batch on a rank: 0.3, of the graph 0.2")
-    options = parser.parse_args()
-    kind, ranks, microbatches, seconds = "library", options.ranks, 16, 0.3
-    if options.graph:
-        kind, ranks, microbatches, seconds = "graph", 2 * options.towers + 1, 12, 0.2
-    found = pace(
-        kind,
-        ranks=ranks,
-        microbatches=options.microbatches or microbatches,
-        seconds=options.seconds or seconds,
-        rounds=options.rounds,
-    )
-    print_stamp()
-    print_table(found["rows"], f"{ranks} ranks that sleep")
-    return 0 if found["worst"] <= LIMIT else 1
+    given = parser.parse_args()
+
+    def part(kind: str) -> Callable[[], Any]:
+        ranks, microbatches, seconds = usual[kind]
+        return lambda: pace(
+            kind,
+            ranks=given.ranks or ranks,
+            microbatches=given.microbatches or microbatches,
+            seconds=given.seconds or seconds,
+            rounds=given.rounds,
+        )
+
+    return run_parts(given.parts, {kind: part(kind) for kind in usual})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python bench/planner_grid.py [--models NAME ...] [--planners NAME ...] [--schedules NAME ...]
                                  [--weights POLICY] [--all]
 
-Small models of `tests/support/zoo.py` and `bench/branching.py`, captured once each, are planned as by
+Small models of `tests/support/zoo.py` and `bench/graphpipe.py`, captured once each, are planned as by
 `pipeloom plan`: "here" is this machine with measured times, the others are by roofline. In the first cell of
 "here" each planner plans again with a bit more memory and bandwidth, as its what-if. A cap is a share of the
 fullest rank of the plan by `exact` without one. Planners of many schedules are asked under caps on 2 ranks
@@ -18,44 +18,40 @@ planner's entry in the registry may say why it has none:
     memory not looked at  (keeps_caps)
 
 Otherwise it is *false*. The status is 1 if one is, or if anything ends in an exception that is not ours.
-Results: bench/results/planner_grid.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TypeAlias
 
-import branching
 import torch
-from machine import describe_machine
+from machine import print_stamp, print_table
+
+# isort: split
+import zoo
+from graphpipe import SMALL
 
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.weight_policy import WEIGHT_POLICIES
+from pipeloom.ir.weights import WEIGHT_POLICIES
 from pipeloom.planner.registry import PLANNERS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support import zoo  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results" / "planner_grid.json"
 MODELS: Mapping[str, Callable[[], Job]] = {
     "GPT": lambda: zoo.job("gpt"),
     "Llama": lambda: zoo.job("llama"),
     "T5": lambda: zoo.job("t5"),
-    "two towers": branching.SMALL["clip"],
+    "two towers": SMALL["clip"],
     "MLP": lambda: zoo.job("skips"),
     "experts": lambda: zoo.job("mixtral"),
 }
@@ -204,24 +200,24 @@ def told(planner: str, cell: Cell, found: Mapping[str, Outcome]) -> str:
     if planner not in found:
         return "not asked"
     one = found[planner]
-    if one.crash:
-        return "CRASH"
-    return (
-        verdict(planner, cell, found)
-        if one.step_s is None
-        else f"{1e3 * one.step_s:.4g}, {one.peak_bytes >> 10}"
-    )
+    if one.step_s is not None:
+        return f"{1e3 * one.step_s:.4g}/{one.peak_bytes >> 10}"
+    return "CRASH" if one.crash else verdict(planner, cell, found)
 
 
-def table(rows: Rows) -> Iterator[str]:
-    planners = list(rows[0][1])
-    yield "ms of the step, KiB of the fullest rank; or of the refusal whether it is true"
-    yield f"| model, devices, schedule, width, cap KiB | {' | '.join(planners)} |"
-    yield "|---" * (len(planners) + 1) + "|"
-    for cell, found in rows:
-        cap = "–" if cell.cap_bytes is None else str(cell.cap_bytes >> 10)
-        where = f"{cell.model}, {cell.devices}, {cell.schedule}, {cell.width}, {cap}"
-        yield f"| {where} | {' | '.join(told(name, cell, found) for name in planners)} |"
+def print_cells(rows: Rows) -> None:
+    """A line for each planner, a column for each cell of a model."""
+    print("ms of the step / KiB of the fullest rank; or of the refusal whether it is true")
+    for (model, schedule), group in groupby(rows, key=lambda row: (row[0].model, row[0].schedule)):
+        cells = list(group)
+        lines = []
+        for planner in rows[0][1]:
+            line = {"planner": planner}
+            for cell, found in cells:
+                cap = "" if cell.cap_bytes is None else f", {cell.cap_bytes >> 10} KiB"
+                line[f"{cell.devices}, {cell.width}{cap}"] = told(planner, cell, found)
+            lines.append(line)
+        print_table(lines, f"{model}, {schedule}")
 
 
 def wrong(rows: Rows) -> Iterator[str]:
@@ -249,11 +245,8 @@ def main() -> int:
         )
         parts = [pool.submit(ask, name) for name in asked.models]
         rows = [row for part in parts for row in part.result()]
-    print("\n".join(table(rows)))
-    cells = [
-        asdict(cell) | {"planners": {n: asdict(one) for n, one in found.items()}} for cell, found in rows
-    ]
-    RESULTS.write_text(json.dumps({"machine": describe_machine(), "cells": cells}, indent=1) + "\n")
+    print_stamp()
+    print_cells(rows)
     found_wrong = list(wrong(rows))
     print("\n".join(found_wrong))
     seconds = sum(one.seconds for _, found in rows for one in found.values())

@@ -1,72 +1,88 @@
-"""Planners against the exact one, and how long they search. Prints JSON per part.
+"""Planners against each other: distance from the best plan, seconds of the search, schedules, memory.
 
-    python bench/planners.py                 everything, in processes of their own
-    python bench/planners.py --only graphs   one part: chains, graphs, growth, llama
+    python bench/planners.py chains graphs growth
 
-chains  500 tight synthetic chains (tests/support/chains.py: 2, 3, 4, 5, 8 stages, activations that follow
-        times or do not, caps 1.0 to 1.3 times the smallest that has a plan): plans found, ratio to the best,
-        stages weighed. Also without the widening of the theorem's interval, and with transfers.
-        1 minute.
-graphs  500 random graphs with the real cost and memory model, tensors recomputed and offloaded, 2 to 5
-        stages, caps 1.0 to 1.3 times the smallest found; half with transfers that cost time. Planners against
-        the exact one, and PipeDream's programme for the time that it takes. 8 minutes.
-growth  processor seconds over 100 to 10,000 ops on 8 devices, under a cap where residuals must be freed.
-        20 minutes, most of them for 10,000 ops.
-llama   a 70B-parameter Llama on 64 devices, captured on fake tensors, at op granularity; and again where no
-        kernel has been compiled yet. 3 minutes.
+The parts, with minutes of one core:
 
-Minutes are of one core. A part is measured in pieces, each in a process of its own.
+chains   1: 500 tight synthetic chains (tests/support/chains.py: 2, 3, 4, 5, 8 stages, activations that follow
+         times or do not, caps 1.0 to 1.3 times the smallest that has a plan): plans found, ratio to the best,
+         stages weighed. Also without the widening of the theorem's interval, and with transfers.
+graphs   8: 500 random graphs with the real cost and memory model, tensors recomputed and offloaded, 2 to 5
+         stages, caps 1.0 to 1.3 times the smallest found; half with transfers that cost time. Planners
+         against the exact one, and PipeDream's programme for the time that it takes.
+growth   20: processor seconds over 100 to 10,000 ops on 8 devices, under a cap that needs residuals freed
+memory   residuals to free in a stage, greedy against the best choice (an integer programme; what it has not
+         found after --limit seconds is the greedy choice, "unproven"), for random stages and those of
+         models, under caps between all kept and the least that the greedy reaches; and the greedy's time
+search   1: planners of whole graphs, on graphs captured and profiled, nothing simulated: MMT on 8 to 32
+         devices, CANDLE-Uno on 8, or --graphs in Piper's JSON format on --devices (--milliseconds for gnmt
+         and resnet, which count in them). Processor seconds, the least of three. All cut at layers, one
+         device per stage, every residual kept: `graphpipe` in branch order, `pipedream-graph` over
+         antichains, `piper` over down-sets. The bottleneck is the slowest stage by compute. The paper
+         (arXiv 2406.17145) has 9 to 21 times for its own implementations of the others.
+auto     3: the step of `auto` beside those of the planners that it asks, with and without branches and
+         room, 16 micro-batches, by roofline
+head     5: Gemma 2 (2B) on 8 x h100, whose head over 256,000 words is one op and takes longer than an eighth
+         of the whole: the step of every schedule beside the bound, by roofline. For one plan: `pipeloom plan
+         bench/planners.py:gemma --cluster "8 x h100" --ranks 8 --microbatches 32 --schedule zb_v`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
+from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent
-sys.path.append(str(ROOT.parent / "tests" / "support"))
+import numpy as np
+from machine import by_roofline, changed, parser_of, print_table, run_parts, tokens
 
-import chains  # noqa: E402
-from layered import layered  # noqa: E402
-from machine import print_stamp  # noqa: E402
-from random_stages import random_model  # noqa: E402
+# isort: split
+import chains
+import random_stages
+import zoo
+from exact_treatments import LIMIT_S, exact
+from graphpipe import PUBLISHED
+from layered import layered
+from piper_graphs import read_piper_graph
 
-from pipeloom.clusters.names import find_cluster  # noqa: E402
-from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
-from pipeloom.planner.infeasible import least_share  # noqa: E402
-from pipeloom.planner.registry import PLANNERS  # noqa: E402
-from pipeloom.planner.search.cut_search import Search  # noqa: E402
-from pipeloom.planner.search.problem import Partition, Problem  # noqa: E402
-from pipeloom.planner.stage_cost.model import CostModel  # noqa: E402
-from pipeloom.planner.stage_cost.peak_memory import CostOptions  # noqa: E402
-from pipeloom.planner.strategies.dawnpiper import binary_partition  # noqa: E402
-from pipeloom.planner.strategies.probe import parametric_search  # noqa: E402
-from pipeloom.profiler.roofline import roofline  # noqa: E402
+from pipeloom import Job, capture, plan_request
+from pipeloom.clusters.names import cpu_cluster, find_cluster
+from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.errors import PipeloomError, PlanError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.profile import Profile
+from pipeloom.planner.ask_planners import planners_asked
+from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.refusals import least_share
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import PlanOptions, Request
+from pipeloom.planner.search.cut_search import Search
+from pipeloom.planner.search.layer_groups import borders, layers
+from pipeloom.planner.search.problem import Partition, Problem
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
+from pipeloom.planner.strategies.dawnpiper import binary_partition
+from pipeloom.planner.strategies.graphpipe import shallow_cuts
+from pipeloom.planner.strategies.probe import parametric_search
+from pipeloom.planner.treatments.choose import treat_interval
+from pipeloom.planner.treatments.greedy import choose_greedily
+from pipeloom.profiler.roofline import roofline
+from pipeloom.schedules import registry
+from pipeloom.train.model import GPT
 
+Table = list[dict[str, Any]]
 BOTH = ("recompute", "offload")
-STAGES = (2, 3, 4, 5, 8)
-EACH = 50
-SEARCHES: dict[str, Callable[[Problem], Partition]] = {
-    "dawnpiper": binary_partition,
-    "probe": parametric_search,
-    "interval only, w=0": lambda problem: binary_partition(problem, width=0, widen=False),
-    "interval only, w=1": lambda problem: binary_partition(problem, width=1, widen=False),
-    "interval only, w=2": lambda problem: binary_partition(problem, width=2, widen=False),
-}
 
 
 def summary(ratios: Sequence[float], weighed: Sequence[int]) -> dict[str, Any]:
@@ -76,30 +92,34 @@ def summary(ratios: Sequence[float], weighed: Sequence[int]) -> dict[str, Any]:
         "cases": len(ratios),
         "found": len(found),
         "within_5_percent": sum(r <= 1.05 for r in found),
-        "mean_ratio": round(mean(found), 6) if found else None,
-        "worst_ratio": round(max(found), 6) if found else None,
-        "weighed_on_average": round(mean(weighed), 1),
+        "mean_ratio": mean(found) if found else None,
+        "worst_ratio": max(found, default=None),
+        "weighed_on_average": mean(weighed),
     }
 
 
 # --- chains ---------------------------------------------------------------------------------------
 
+SEARCHES: dict[str, Callable[[Problem], Partition]] = {
+    "dawnpiper": binary_partition,
+    "probe": parametric_search,
+    **{f"interval only, w={w}": partial(binary_partition, width=w, widen=False) for w in range(3)},
+}
+
 
 def drawn(rng: random.Random, *, transfers: bool) -> Iterator[chains.Chain]:
-    for stages in STAGES:
-        for mixed in (False, True):
-            for _ in range(EACH):
-                nodes = 24 if stages == 2 else 28
-                chain = chains.tight(rng, chains.draw(rng, nodes=nodes, stages=stages, mixed=mixed))
-                if transfers:
-                    average = sum(chain.times) / stages
-                    inner = (rng.uniform(0.0, 3 * average) for _ in chain.times[1:])
-                    chain = replace(chain, crossing_s=(0.0, *inner, 0.0))
-                yield chain
+    for stages, mixed, _ in ((s, m, n) for s in (2, 3, 4, 5, 8) for m in (False, True) for n in range(50)):
+        nodes = 24 if stages == 2 else 28
+        chain = chains.tight(rng, chains.draw(rng, nodes=nodes, stages=stages, mixed=mixed))
+        if transfers:
+            average = sum(chain.times) / stages
+            inner = (rng.uniform(0.0, 3 * average) for _ in chain.times[1:])
+            chain = replace(chain, crossing_s=(0.0, *inner, 0.0))
+        yield chain
 
 
-def on_chains() -> dict[str, Any]:
-    results = {}
+def on_chains() -> Table:
+    rows = []
     for transfers in (False, True):
         ratios: dict[str, list[float]] = {name: [] for name in SEARCHES}
         weighed: dict[str, list[int]] = {name: [] for name in SEARCHES}
@@ -109,46 +129,40 @@ def on_chains() -> dict[str, Any]:
                 problem = chain.problem()
                 ratios[name].append(search(problem).seconds / best)
                 weighed[name].append(problem.evaluate.asked)  # type: ignore[attr-defined]
-        key = "with transfers" if transfers else "without transfers"
-        results[key] = {name: summary(ratios[name], weighed[name]) for name in SEARCHES}
-    return results
+        rows += [
+            {"transfers": transfers, "search": name, **summary(ratios[name], weighed[name])}
+            for name in SEARCHES
+        ]
+    return rows
 
 
 # --- graphs ---------------------------------------------------------------------------------------
 
-GRAPHS, PIECE = 500, 25
 
-
-def random_graph(rng: random.Random) -> Search:
+def random_search(rng: random.Random) -> Search:
     """With no cap: of a graph of ops drawn one by one, or of a small transformer of random sizes."""
     stages, slow = rng.choice((2, 3, 4, 5)), rng.random() < 0.5
     if rng.random() < 0.5:
-        model = random_model(
+        model = random_stages.random_model(
             rng.randrange(10**6), rng.randint(16, 28), host_bytes_per_s=rng.choice((5, 40, 200))
         )
         link = Link(bandwidth_bytes_per_s=10 ** rng.uniform(1, 3) if slow else 1e15)
         graph, profile, options = model.graph, model.profile, model.options
         cluster = Cluster(devices=model.cluster.devices[:stages], within_node=link)
     else:
-        graph = layered(
-            rng.randint(1, 2),
-            hidden=128 * rng.randint(2, 12),
-            length=128 * rng.randint(1, 12),
-            rows=rng.randint(1, 8),
-        )
+        depth, hidden, length = rng.randint(1, 2), 128 * rng.randint(2, 12), 128 * rng.randint(1, 12)
+        graph = layered(depth, hidden=hidden, length=length, rows=rng.randint(1, 8))
         cluster = find_cluster(f"{stages} x a100-40")
         link = Link(bandwidth_bytes_per_s=10 ** rng.uniform(9, 11) if slow else 1e18)
         cluster, profile = replace(cluster, within_node=link), roofline(graph, cluster.devices[0])
         options = CostOptions(microbatches=4 * stages)
+    return free_search(graph, profile, cluster, options)
+
+
+def free_search(graph: OpGraph, profile: Profile, cluster: Cluster, options: CostOptions) -> Search:
+    stages = len(cluster.devices)
     costs = CostModel(graph, [profile] * stages, cluster, options)
     return Search(model=costs, caps=(1 << 50,) * stages, in_flight=tuple(range(stages, 0, -1)))
-
-
-def capped(search: Search, factor: float, treatments: tuple[Any, ...] = BOTH) -> Search:
-    """Under caps of `factor` times the smallest with which a plan is known."""
-    share, _ = least_share(replace(search, treatments=treatments))
-    caps = tuple(int(cap * share * factor) for cap in search.caps)
-    return replace(search, caps=caps, treatments=treatments)
 
 
 class Timing(NamedTuple):
@@ -171,186 +185,322 @@ def timing(search: Search, name: str) -> Timing:
     return Timing(max(stage.seconds for stage in stages), weighed, spent)
 
 
-def on_graphs(first: int) -> list[dict[str, Any]]:
-    """Some cases: whether transfers cost time, and what each planner made of them."""
+PLANNERS_OF_GRAPHS = ("exact", "dawnpiper", "probe", "vpipe", "pipedream")
+
+
+def on_graph(seed: int) -> tuple[bool, dict[str, Timing]]:
+    """Whether transfers cost time, and what each planner made of it."""
+    rng = random.Random(seed)
+    treatments, factor = rng.choice((BOTH, BOTH, BOTH[:1])), rng.uniform(1.0, 1.3)
+    search = random_search(rng)
+    share, _ = least_share(replace(search, treatments=treatments))
+    caps = tuple(int(cap * share * factor) for cap in search.caps)
+    tight = replace(search, caps=caps, treatments=treatments)
+    return search.slowest_link < 1e12, {name: timing(tight, name) for name in PLANNERS_OF_GRAPHS}
+
+
+def on_graphs(count: int) -> Table:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=25) as pool:
+        cases = list(pool.map(on_graph, range(count), chunksize=25))
+    seconds = {name: mean(made[name].cpu_s for _, made in cases) for name in PLANNERS_OF_GRAPHS}
+    print_table([seconds], "Processor seconds of a search")
     rows = []
-    for seed in range(first, first + PIECE):
-        rng = random.Random(seed)
-        treatments = rng.choice((BOTH, BOTH, BOTH[:1]))
-        factor = rng.uniform(1.0, 1.3)
-        search = random_graph(rng)
-        tight = capped(search, factor, treatments)
-        made = {name: timing(tight, name) for name in ("exact", "dawnpiper", "probe", "vpipe", "pipedream")}
-        rows.append({"seed": seed, "transfers": search.slowest_link < 1e12, "made": made})
+    for transfers in (False, True):
+        known = [made for slow, made in cases if slow == transfers and made["exact"].slowest_s < inf]
+        for name in ("dawnpiper", "probe", "vpipe") if known else ():
+            ratios = [made[name].slowest_s / made["exact"].slowest_s for made in known]
+            said = summary(ratios, [made[name].weighed for made in known])
+            rows.append({"transfers": transfers, "planner": name, **said})
     return rows
-
-
-def graphs_summary(pieces: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    rows = [
-        {**row, "made": {name: Timing(*made) for name, made in row["made"].items()}}
-        for piece in pieces
-        for row in piece
-    ]
-    known = [row for row in rows if row["made"]["exact"].slowest_s < inf]
-    result: dict[str, Any] = {"cases": len(rows), "exact_found": len(known)}
-    kinds = {"without transfers": False, "with transfers": True}
-    for kind, transfers in kinds.items():
-        own = [row for row in known if row["transfers"] == transfers]
-        result[kind] = {
-            name: summary(
-                [row["made"][name].slowest_s / row["made"]["exact"].slowest_s for row in own],
-                [row["made"][name].weighed for row in own],
-            )
-            for name in ("dawnpiper", "probe", "vpipe")
-        }
-    result["mean_cpu_s"] = {
-        name: round(mean(row["made"][name].cpu_s for row in rows), 4) for name in rows[0]["made"]
-    }
-    result["off"] = [
-        {"seed": row["seed"], "planner": name, "ratio": round(ratio, 4) if ratio < inf else None}
-        for row in known
-        for name in ("dawnpiper", "probe")
-        if (ratio := row["made"][name].slowest_s / row["made"]["exact"].slowest_s) > 1.01
-    ]
-    return result
 
 
 # --- growth ---------------------------------------------------------------------------------------
 
-
-def search_of(layers: int, stages: int, rows: int = 4) -> Search:
-    """Of a transformer graph on A100 cards, with no cap, every residual kept."""
-    graph = layered(layers, rows=rows)
-    cluster = find_cluster(f"{stages} x a100-40")
-    profile = roofline(graph, cluster.devices[0])
-    model = CostModel(graph, [profile] * stages, cluster, CostOptions(microbatches=4 * stages))
-    return Search(model=model, caps=(1 << 50,) * stages, in_flight=tuple(range(stages, 0, -1)))
+LAYERS = (8, 25, 83, 250, 833)
 
 
-def on_growth(layers: int) -> dict[str, Any]:
-    """One size, in this process."""
-    search = search_of(layers, 8)
+def grown(depth: int) -> dict[str, Any]:
+    """One size, in this process: with no cap every residual is kept."""
+    graph, cluster = layered(depth), find_cluster("8 x a100-40")
+    search = free_search(graph, roofline(graph, cluster.devices[0]), cluster, CostOptions(microbatches=32))
     share = search.smallest()[0]
     freed = least_share(replace(search, treatments=BOTH))[0]
     caps = tuple(int(cap * (share + freed) / 2) for cap in search.caps)
     row: dict[str, Any] = {"ops": len(search.model), "cap_bytes": caps[0]}
-    for name in ("probe", "dawnpiper", "pipedream", "exact, all kept"):
-        planner = name.split(",")[0]
-        freeing = BOTH if planner in ("probe", "dawnpiper") else ()
-        own = replace(search, caps=caps if freeing else search.caps, treatments=freeing)
-        if planner == "exact":
-            own = replace(own, caps=tuple(int(cap * share * 1.1) for cap in search.caps))
-        seconds, weighed, spent = timing(own, planner)
-        row[name] = {"cpu_s": round(spent, 2), "weighed": weighed, "slowest_stage_s": seconds}
-    row["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return row
+    for name in ("probe", "dawnpiper", "pipedream", "exact"):
+        own = search
+        if name in ("probe", "dawnpiper"):
+            own = replace(search, caps=caps, treatments=BOTH)
+        elif name == "exact":
+            own = replace(search, caps=tuple(int(cap * share * 1.1) for cap in search.caps))
+        slowest_s, weighed, cpu_s = timing(own, name)
+        row[name] = {"cpu_s": cpu_s, "weighed": weighed, "slowest_stage_s": slowest_s}
+    return row | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-# --- llama ----------------------------------------------------------------------------------------
+def growth(sizes: Sequence[int]) -> Table:
+    """Each size in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        return list(pool.map(grown, sizes))
 
 
-def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
-    """Capture, profile by roofline, plan."""
-    from llama_70b import job
+# --- memory ---------------------------------------------------------------------------------------
 
-    from pipeloom import capture
-    from pipeloom.planner.make_plan import make_plan
-    from pipeloom.planner.request import PlanOptions
+FAMILIES = ("gpt2", "bert", "llama", "t5", "mixtral", "convnet")
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Where a cap lies between the least that a stage can hold (0) and all (1)."""
 
-    begin = time.perf_counter()
-    graph = capture(job(layers=layers), 1).graph
-    captured = time.perf_counter()
-    nodes = -(-stages // 8)
-    cluster = find_cluster(f"{nodes} nodes of 8 x h100" if nodes > 1 else f"{stages} x h100")
-    profile = roofline(graph, cluster.devices[0])
-    profiled, cpu = time.perf_counter(), time.process_time()
-    plan = make_plan(
-        graph,
-        profile,
-        cluster,
-        ranks=stages,
-        schedule="1f1b",
-        microbatches=2 * stages,
-        planner=planner,
-        options=PlanOptions(),
-    )
+Case = tuple[CostModel, int, int, int]
+"""(model, start, end, micro-batches in flight)"""
+
+
+def random_cases(count: int) -> Iterator[Case]:
+    for seed in range(count):
+        ops = 10 + 5 * (seed % 20)
+        model = random_stages.random_model(seed, ops, host_bytes_per_s=(5.0, 40.0, 200.0)[seed % 3])
+        yield model, 0, ops - 1, 1 + seed % 8
+
+
+def family_cases(families: Sequence[str]) -> Iterator[Case]:
+    """Halves and quarters of small models; the link carries a part of the residuals in time."""
+    device = replace(cpu_cluster(1).devices[0], host_link=Link(bandwidth_bytes_per_s=5e7))
+    cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=2e9))
+    for name in families:
+        graph = capture(zoo.job(name), 2).graph
+        model = CostModel(graph, [roofline(graph, device)] * 8, cluster, CostOptions(microbatches=16))
+        ops = len(model)
+        for start, end in ((0, ops // 2), (ops // 4, ops // 2), (ops // 2, 3 * ops // 4)):
+            for in_flight in (1, 4):
+                yield model, start, end, in_flight
+
+
+def both_choices(case: Case, limit_s: float) -> Iterator[dict[str, Any]]:
+    model, start, end, in_flight = case
+    choose = partial(treat_interval, model, start, end, 0, in_flight=in_flight)
+    free = choose(cap=inf)
+    footprint, _ = model.row(start, np.array([end]))
+    parts = static_memory(footprint, model.options, in_flight).values()
+    static = float(np.sum([np.ravel(part)[0] for part in parts]) + np.ravel(footprint.step)[0])
+    least = choose(cap=static).peak_bytes
+    for share in SHARES:
+        cap = least + share * (free.peak_bytes - least)
+        row: dict[str, Any] = {"free_s": free.seconds}
+        for method, solve in (("greedy", choose_greedily), ("exact", partial(exact, limit_s=limit_s))):
+            began = time.perf_counter()
+            found = choose(cap=cap, solve=solve)
+            row[f"{method}_took_s"] = time.perf_counter() - began
+            row[f"{method}_s"] = found.seconds if found.fits else None
+        yield row | {"proven": row["exact_took_s"] < limit_s}
+
+
+def gaps_of(rows: Table) -> dict[str, Any]:
+    """Gaps in the stage's time, and in what is exposed of it, where both found a choice."""
+    known = [r for r in rows if r["proven"]]
+    both = [r for r in known if r["greedy_s"] is not None and r["exact_s"] is not None]
+    gaps = [r["greedy_s"] / r["exact_s"] - 1 for r in both]
+    exposed = [
+        (r["greedy_s"] - r["exact_s"]) / (r["exact_s"] - r["free_s"])
+        for r in both
+        if r["exact_s"] > r["free_s"] * (1 + 1e-9)
+    ]
     return {
-        "planner": planner,
-        "ops": len(graph.ops),
-        "stages": stages,
-        "parameters": sum(p.bytes for p in graph.parameters) // 4,
-        "capture_s": round(captured - begin, 1),
-        "profile_s": round(profiled - captured, 1),
-        "plan_s": round(time.perf_counter() - profiled, 1),
-        "plan_cpu_s": round(time.process_time() - cpu, 1),
-        "cpu_s": round(time.process_time(), 1),
-        "predicted_step_s": plan.predicted_step_s,
-        "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
-        "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
-        "fullest": max(s.memory.total / cap for s, cap in zip(plan.stages, plan.caps, strict=True)),
+        "cases": len(rows),
+        "unproven": len(rows) - len(known),
+        "both_fit": len(both),
+        "one_fits": sum((r["greedy_s"] is None) != (r["exact_s"] is None) for r in known),
+        "stage_time_gap": {"mean": mean(gaps or [0.0]), "worst": max(gaps, default=0.0)},
+        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps),
+        "exposed_gap": {"mean": mean(exposed or [0.0]), "worst": max(exposed, default=0.0)},
+        "took_s": {way: median(r[f"{way}_took_s"] for r in rows) for way in ("greedy", "exact")},
     }
 
 
-# --- pieces ---------------------------------------------------------------------------------------
+def memory(count: int, families: Sequence[str], limit_s: float) -> Table:
+    seconds = []
+    for ops in (100, 200, 400, 800, 1600, 3200):
+        choose = partial(treat_interval, random_stages.random_model(1, ops), 0, ops - 1, 0, in_flight=8)
+        cap, took = 0.6 * choose(cap=inf).peak_bytes, []
+        for _ in range(5):
+            began = time.perf_counter()
+            choose(cap=cap)
+            took.append(time.perf_counter() - began)
+        seconds.append({"ops": ops, "took_s": min(took)})
+    print_table(seconds, "Seconds of the greedy choice")
+    kinds = {"random": random_cases(count), "models": family_cases(families)}
+    return [
+        {"stages": kind, **gaps_of([row for case in cases for row in both_choices(case, limit_s)])}
+        for kind, cases in kinds.items()
+    ]
 
-LAYERS = (8, 25, 83, 250, 833)
-FRESH = "fresh"
-"""Last argument of a piece that finds no compiled kernels."""
 
-PIECES: dict[str, list[tuple[str, ...]]] = {
-    "chains": [("chains",)],
-    "graphs": [("graphs", str(first)) for first in range(0, GRAPHS, PIECE)],
-    "growth": [("growth", str(layers)) for layers in LAYERS],
-    "llama": [
-        ("llama", "80", "64", "probe"),
-        ("llama", "80", "64", "dawnpiper"),
-        ("llama", "80", "64", "dawnpiper", FRESH),
-    ],
+# --- search ---------------------------------------------------------------------------------------
+
+SEARCHED = {"mmt": (4, (8, 16, 32)), "candle": (64, (8,))}
+"""Model -> its rows, and numbers of devices."""
+
+
+def layer_search(graph: OpGraph, profile: Profile, cluster: Cluster) -> Search:
+    """The search for one stage on each device, with what it needs of the graph made already."""
+    options = PlanOptions(microbatches=4 * len(cluster.devices), planner="graphpipe", treatments=())
+    search = Request(graph, profile, cluster, options, PLANNERS["graphpipe"]).search()
+    search = replace(search, by_depth=True)
+    search.model.row(0, np.array([1]))  # sums over the graph, shared by all planners
+    return search
+
+
+def found_by(planner: str, search: Search) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ops in the order of the search, stage by stage, and where they are cut."""
+    if planner == "graphpipe":
+        places = np.array(borders(layers(search.model.readers.ops), search.model.cut_points.tolist()))
+        cuts = next(shallow_cuts(search, places), ())
+        if not cuts:
+            raise PlanError("no cut fits")
+        return tuple(range(len(search.model))), cuts
+    arrange = PLANNERS[planner].arrange
+    assert arrange is not None, "a planner of whole graphs"
+    arranged = arrange(search)
+    if arranged is None:
+        raise PlanError("no cut fits")
+    order = search.model.readers.order or tuple(range(len(search.model)))
+    place = {op: index for index, op in enumerate(order)}
+    return tuple(place[op] for op in arranged.ops), arranged.cuts
+
+
+def searched(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """Of each planner processor seconds, seconds of the slowest stage and devices, or why it refuses."""
+    row: dict[str, Any] = {"graph": name, "devices": len(cluster.devices)}
+    for planner in ("graphpipe", "pipedream-graph", "piper"):
+        search, took = layer_search(graph, profile, cluster), []
+        try:
+            for _ in range(3):
+                begin = time.process_time()
+                ops, cuts = found_by(planner, search)
+                took.append(time.process_time() - begin)
+        except PlanError as error:
+            row[planner] = {"refused": error.message}
+            continue
+        seconds = np.diff(search.model.prefix_s[0])[list(ops)]
+        slowest_s = max(float(seconds[a:b].sum()) for a, b in pairwise(cuts))
+        row[planner] = {"seconds": min(took), "slowest_s": slowest_s, "used": len(cuts) - 1}
+    return row
+
+
+def search(files: Sequence[Path], devices: Sequence[int], seconds_per_unit: float) -> Table:
+    rows = []
+    for path in files:
+        read = read_piper_graph(path, seconds_per_unit=seconds_per_unit)
+        rows += [searched(path.stem, *read.as_model(count)) for count in devices]
+    for name, (size, counts) in {} if files else SEARCHED.items():
+        graph = capture(PUBLISHED[name](), size).graph
+        clusters = [find_cluster(f"{count} x v100-32") for count in counts]
+        rows += [searched(name, graph, roofline(graph, c.devices[0]), c) for c in clusters]
+    return rows
+
+
+# --- auto -----------------------------------------------------------------------------------------
+
+
+def gpt() -> Job:
+    return Job(model=partial(GPT, layers=8, width=512, heads=8, context=256), batch=tokens(256, 256))
+
+
+TOGETHER: dict[str, tuple[Callable[[], Job], int, str, float]] = {
+    "GPT": (gpt, 8, "4 x a100-40", inf),
+    "GPT, 0.6 of its memory": (gpt, 8, "4 x a100-40", 0.6),
+    "case study": (PUBLISHED["case_study"], 8, "2 nodes of 4 x v100-16", inf),
+    "MMT": (PUBLISHED["mmt"], 2, "2 nodes of 4 x v100-16", inf),
+    "CANDLE-Uno": (PUBLISHED["candle"], 256, "1 nodes of 4 x v100-16", inf),
+    "CLIP": (PUBLISHED["clip"], 8, "1 nodes of 4 x v100-16", inf),
 }
-SUMMARIES: dict[str, Callable[[list[Any]], Any]] = {
-    "chains": lambda pieces: pieces[0],
-    "graphs": graphs_summary,
-    "growth": list,
-    "llama": list,
-}
+"""A model, its rows, devices, and caps as shares of what the fullest rank by `exact` holds without one."""
 
 
-def measured(kind: str, *rest: str) -> Any:
-    """One piece, in this process."""
-    return {
-        "chains": on_chains,
-        "graphs": lambda: on_graphs(int(rest[0])),
-        "growth": lambda: on_growth(int(rest[0])),
-        "llama": lambda: {**on_llama(int(rest[0]), int(rest[1]), rest[2]), "first_use": FRESH in rest},
-    }[kind]()
+def auto(names: Sequence[str]) -> Table:
+    """Seconds of the step of each planner that is asked, of the order that was searched, and of the plan."""
+    rows = []
+    for name in names:
+        job, size, devices, share = TOGETHER[name]
+        cluster = find_cluster(devices)
+        model = by_roofline(capture(job(), size).graph, cluster, size)
+        options = PlanOptions(ranks=len(cluster.devices), microbatches=16)
+        request = plan_request.PlanRequest(cluster=cluster, options=options)
+        if share < inf:
+            free = request.changed(treatments=()).plan(model, explained=False)
+            request = replace(request, cluster=changed(cluster, memory_bytes=round(share * max(free.peaks))))
+        begin = time.process_time()
+        plan = request.changed(planner="auto").plan(model, explained=False)
+        row = {"case": name, "cluster": devices, "asked_s": planners_asked(plan)}
+        row |= {"step_s": plan.predicted_step_s, "peak_bytes": max(plan.peaks), "schedule": plan.schedule}
+        rows.append(row | {"processor_s": time.process_time() - begin})
+    return rows
 
 
-def apart(piece: Sequence[str]) -> Any:
-    """One piece, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, **({"NUMBA_CACHE_DIR": folder} if FRESH in piece else {})}
-        call = [sys.executable, __file__, "--one", *piece]
-        done = subprocess.run(call, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+# --- head -----------------------------------------------------------------------------------------
+
+
+def gemma() -> Job:
+    import transformers as hf
+
+    config = hf.Gemma2Config(use_cache=False, attn_implementation="eager")
+    return Job(model=lambda: hf.Gemma2ForCausalLM(config), batch=tokens(1000, 2048), name="gemma-2")
+
+
+def head(planners: Sequence[str], schedules: Sequence[str]) -> Table:
+    ranks, microbatches = 8, 32
+    graph, cluster = capture(gemma(), 1).graph, find_cluster(f"{ranks} x h100")
+    profile = roofline(graph, cluster.devices[0])
+    seconds = [profile.costs[op.name].forward_s + profile.costs[op.name].backward_s for op in graph.ops]
+    whole, longest = sum(seconds), max(seconds)
+    print(f"{len(graph.ops)} ops, {whole * 1e3:.1f} ms per micro-batch, the longest {longest * 1e3:.1f} ms")
+    rows = []
+    for planner, schedule in ((p, s) for p in planners for s in schedules):
+        begin, row = time.process_time(), {"planner": planner, "schedule": schedule}
+        how = {"ranks": ranks, "schedule": schedule, "microbatches": microbatches, "planner": planner}
+        try:
+            plan = make_plan(graph, profile, cluster, explained=False, **how)
+        except PipeloomError as error:
+            rows.append(row | {"refused": error.message})
+            continue
+        # The longest op is on as many ranks as there are replicas.
+        bound_s = microbatches * max(whole / ranks, longest / plan.replicas)
+        sums = [0.0] * ranks
+        for index, rank in enumerate(plan.placement):
+            part = plan.stages[index % len(plan.stages)]
+            sums[rank] += (part.forward_s + part.input_grad_s + part.weight_grad_s) / plan.replicas
+        row |= {"step_s": plan.predicted_step_s, "bound_s": bound_s, "busiest rank, ms": 1e3 * max(sums)}
+        row["fullest rank, GiB"] = max(plan.peaks) / 2**30
+        rows.append(row | {"planned in s": time.process_time() - begin})
+    return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=tuple(PIECES))
-    parser.add_argument("--one", nargs="+", help="measure one piece in this process and print JSON")
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measured(*options.one)))
-        return 0
-    print_stamp()
-    for part in [options.only] if options.only else PIECES:
-        pieces = []
-        for piece in PIECES[part]:
-            begin = time.perf_counter()
-            pieces.append(apart(piece))
-            print(*piece, f"{time.perf_counter() - begin:.0f} s", flush=True)
-        print(json.dumps(SUMMARIES[part](pieces)), flush=True)
-    return 0
+    trains = [name for name in registry.names() if name not in ("forward_only", "seq1f1b")]
+    run: dict[str, Callable[[], Table]] = {
+        "chains": on_chains,
+        "graphs": lambda: on_graphs(given.count or 500),
+        "growth": lambda: growth(given.layers),
+        "memory": lambda: memory(given.count or 200, given.families, given.limit),
+        "search": lambda: search(given.graphs, given.devices, 1e-3 if given.milliseconds else 1.0),
+        "auto": lambda: auto(given.cases),
+        "head": lambda: head(given.planners, given.schedules),
+    }
+    parser = parser_of(__doc__, run)
+    parser.add_argument(
+        "--count", type=int, help="of graphs, 500; of random stages whose memory is freed, 200"
+    )
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of growth")
+    parser.add_argument("--families", nargs="*", default=FAMILIES, help="whose stages' memory is freed")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="of the exact choice, in seconds")
+    parser.add_argument("--graphs", type=Path, nargs="*", default=[], help="to search, in Piper's format")
+    parser.add_argument("--devices", type=int, nargs="+", default=(4, 8), help="for these graphs")
+    parser.add_argument("--milliseconds", action="store_true", help="their times are in milliseconds")
+    parser.add_argument(
+        "--cases", nargs="+", choices=tuple(TOGETHER), default=tuple(TOGETHER), help="of auto"
+    )
+    parser.add_argument("--planners", nargs="+", default=("exact", "dawnpiper"), help="of head")
+    parser.add_argument("--schedules", nargs="+", default=trains, help="of head")
+    given = parser.parse_args()
+    return run_parts(given.parts, run)
 
 
 if __name__ == "__main__":

@@ -1,76 +1,50 @@
-"""From the command to the first step: GPT-2 small in two ranks of one thread each, and what that time holds.
+"""From a command to the first step or the first plan, and what that time holds.
 
-    python bench/startup.py [--runs 3] [--only train]
+    python bench/startup.py train bench [--runs 3]
+    python bench/startup.py first-plan [--devices 64] [--layers 80] [--planner dawnpiper]      3 minutes
 
-`pipeloom train` as often as asked for: the first time in an empty cache folder, so that the model is compared
-with plain PyTorch and the contention of ranks is measured, then again as everybody's second run; and
-`pipeloom bench --steps 1 --warmup 0`, which is to run one step. Every process notes when it enters and leaves
-some functions: seconds by the clock, and of the processor by that process. What is within another phase is
-counted there, too. The model is Hugging Face's GPT-2 with 124M parameters and random weights, 8 micro-batches
-of 2 rows of 128 tokens. It wants two quiet cores: the load is in the table.
+train       `pipeloom train` of GPT-2 small in two ranks of one thread each: the first time in an empty cache
+            folder, so that the model is compared with plain PyTorch and the contention of ranks is measured,
+            then again as everybody's second run
+bench       `pipeloom bench --steps 1 --warmup 0`, which is to run one step
+first-plan  a 70B-parameter Llama on 64 devices, at op granularity, captured on fake tensors, costs by
+            roofline: where no kernel is compiled yet, and the next. `bench/startup.py:llama_70b` is the job.
+
+Every process of `train` and `bench` notes when it enters and leaves some functions: seconds by the clock, and
+of its processor. What is within another phase is counted there, too. The model is Hugging Face's GPT-2 with
+124M parameters, 8 micro-batches of 2 rows of 128 tokens. It wants two quiet cores: the load is in the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from machine import print_stamp, print_table
+from machine import parser_of, print_table, roofline_plan, run_parts, run_python, tokens
+
+from pipeloom import Job, capture
+from pipeloom.clusters.names import find_cluster
+from pipeloom.kernel_compilation import kernels_compiled_beside
 
 LIMIT_S = 20.0
-JOB = """import torch
-from pipeloom import Job
-from transformers import GPT2Config, GPT2LMHeadModel
-
-
-def job():
-    config = GPT2Config(use_cache=False)
-
-    def batch(seed, size):
-        ids = torch.randint(config.vocab_size, (size, 128), generator=torch.Generator().manual_seed(seed))
-        return {"input_ids": ids, "labels": ids}
-
-    return Job(name="gpt2-small", model=lambda: GPT2LMHeadModel(config), batch=batch)
-"""
-SHAPE = {"microbatches": 8, "microbatch_size": 2}
+JOB = "gpt2_small.py:job"
+SHAPE = ("pipeline.microbatches=8", "pipeline.microbatch_size=2", "validation_batches=1")
 COMMANDS = {
-    "train": [
-        *("train", "--job", "gpt2_small.py:job", "--steps", "1", "--out", "run"),
-        *(word for key, value in SHAPE.items() for word in ("--set", f"pipeline.{key}={value}")),
-        *("--set", "validation_batches=1"),
-    ],
-    "bench": [
-        "bench",
-        "gpt2_small.py:job",
-        "-m",
-        "8",
-        "--microbatch-size",
-        "2",
-        "--steps",
-        "1",
-        "--warmup",
-        "0",
-    ],
+    "train": f"train --job {JOB} --steps 1 --out run {' '.join(f'--set {pair}' for pair in SHAPE)}",
+    "bench": f"bench {JOB} -m 8 --microbatch-size 2 --steps 1 --warmup 0",
 }
 PHASES = {
     "torch": ("",),
     "transformers.models.gpt2.modeling_gpt2": ("",),
-    "pipeloom.pipeline": (
-        "",
-        "Pipeline._build",
-        "Pipeline.predict",
-        "Pipeline.step",
-        "Pipeline.evaluate",
-    ),
+    "pipeloom.pipeline": ("", *(f"Pipeline.{name}" for name in ("__init__", "predict", "step", "evaluate"))),
     "pipeloom.caches": ("contention",),
     "pipeloom.plan_advice": ("plan_with_advice",),
     "pipeloom.verification": ("verify_once",),
@@ -79,7 +53,7 @@ PHASES = {
     "pipeloom.profiler.measure_ops": ("measure",),
     "pipeloom.tracer.blueprint": ("make_blueprint",),
     "pipeloom.tracer.capture": ("capture",),
-    "pipeloom.tracer.export.evaluation": ("capture_evaluation",),
+    "pipeloom.tracer.evaluation": ("capture_evaluation",),
     "pipeloom.tracer.handover": ("hand_over", "take_over"),
     "pipeloom.train.rank_processes": ("get_ready",),
 }
@@ -124,90 +98,116 @@ def exec_module(self, module):
 if RANK == "launcher" or RANK.isdigit():
     importlib.machinery.SourceFileLoader.exec_module = exec_module
 """
+"""A `sitecustomize` module, which every process of the command imports first."""
+
+MODEL = """import torch
+from pipeloom import Job
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
-def notes_code(file: Path) -> str:
-    """A `sitecustomize` module, which every process of the command imports first."""
-    return NOTES.replace("@FILE@", repr(str(file))).replace("@PHASES@", repr(PHASES))
+def job():
+    config = GPT2Config(use_cache=False)
+
+    def batch(seed, size):
+        ids = torch.randint(config.vocab_size, (size, 128), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+
+    return Job(name="gpt2-small", model=lambda: GPT2LMHeadModel(config), batch=batch)
+"""
 
 
-class RunFailed(Exception):
-    """A command ended with another status than 0."""
-
-
-def one_run(name: str, folder: Path, cache: Path) -> dict[str, Any]:
-    """Run a command; seconds until the first step, of the processor for all, and the phases of each process.
-
-    Raises: RunFailed with everything that it printed.
-    """
-    (folder / "gpt2_small.py").write_text(JOB)
-    (folder / "sitecustomize.py").write_text(notes_code(folder / "notes"))
+def one_run(name: str, folder: Path, cache: str) -> dict[str, Any]:
+    """Run a command, print what each process did, and say how long it took until the first step."""
+    (folder / "gpt2_small.py").write_text(MODEL)
+    notes_code = NOTES.replace("@FILE@", repr(str(folder / "notes"))).replace("@PHASES@", repr(PHASES))
+    (folder / "sitecustomize.py").write_text(notes_code)
     path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
-    env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)}
-    env["PYTHONDONTWRITEBYTECODE"] = ""  # byte code is kept, as that of an installed package is
-    command = [sys.executable, "-m", "pipeloom", *COMMANDS[name], "--json"]
+    # Byte code is kept, as that of an installed package is.
+    env = {"PYTHONPATH": path, "XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": ""}
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunFailed(
-            f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}{done.stderr}"
-        )
+    run_python("-m", "pipeloom", *COMMANDS[name].split(), "--json", cwd=folder, env=env)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+    for row in sorted(
+        notes, key=lambda note: (note["process"] != "launcher", note["process"], note["start"])
+    ):
+        if row["s"] >= 0.05 or row["cpu_s"] >= 0.05:
+            print(
+                f"{row['process']:>8} at {row['start'] - start:6.2f} s for {row['s']:6.2f} s, processor "
+                f"{row['cpu_s']:6.2f} s  {row['phase']}"
+            )
     own = [note for note in notes if note["process"] == "0"]
     compared_until = max((n["start"] + n["s"] for n in own if n["phase"] == "verify_once"), default=0.0)
     steps = [note for note in own if note["phase"] == "Pipeline.step" and note["start"] > compared_until]
     return {
-        "command": name,
-        "load": round(load, 2),
-        "first_step_after_s": round(min(note["start"] for note in steps) - start, 2),
-        "steps": len(steps),
-        "step_s": round(steps[0]["s"], 2),
-        "processor_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        "said": [
-            line for line in done.stderr.splitlines() if "compared" in line or "planned to take" in line
-        ],
-        "phases": phases(notes, start),
+        "load": load,
+        "first_step_after_s": min(note["start"] for note in steps) - start,
+        "step_s": steps[0]["s"],
+        "processor_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
     }
 
 
-def phases(notes: list[dict[str, Any]], start: float) -> list[str]:
-    """What each process did, in order, as text: when it began, how long it took, processor seconds."""
-    rows = sorted(notes, key=lambda note: (note["process"] != "launcher", note["process"], note["start"]))
-    return [
-        f"{row['process']:>8} at {row['start'] - start:6.2f} s for {row['s']:6.2f} s, processor "
-        f"{row['cpu_s']:6.2f} s  {row['phase']}"
-        for row in rows
-        if row["s"] >= 0.05 or row["cpu_s"] >= 0.05
-    ]
+def first_step(name: str, runs: int, cache: str) -> bool:
+    rows = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as folder:
+            rows.append(one_run(name, Path(folder), cache))
+    print_table(rows, name)
+    middle = median(row["first_step_after_s"] for row in rows)
+    print(f"{name}: the first step after {middle:.1f} s, the middle of the runs")
+    return middle <= LIMIT_S
 
 
-def main(runs: int, names: list[str]) -> int:
-    rows: list[dict[str, Any]] = []
-    print_stamp()
+def llama_70b(*, layers: int = 80, length: int = 2048) -> Job:
+    import transformers as hf
+
+    config = hf.LlamaConfig(
+        hidden_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=28672,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(1000, length), name="llama-70b")
+
+
+def plan_llama(layers: int, devices: int, planner: str) -> dict[str, Any]:
+    """Capture and plan in this process, with code compiled beside the capture where there is none."""
+    begin = time.perf_counter()
+    with kernels_compiled_beside(planner) as wait_for_code:
+        graph = capture(llama_70b(layers=layers), 1).graph
+        wait_for_code(graph)
+    captured = time.perf_counter()
+    cluster = find_cluster(f"{devices // 8} nodes of 8 x h100")
+    plan = roofline_plan(graph, cluster, schedule="1f1b", microbatches=2 * devices, planner=planner)
+    end = time.perf_counter()
+    seconds = {"capture_s": captured - begin, "search_s": end - captured, "together_s": end - begin}
+    return {"ops": len(graph.ops), **seconds, "predicted_step_s": plan.predicted_step_s}
+
+
+def first_plan(*how: object) -> list[dict[str, Any]]:
+    call = f"import json, startup; print(json.dumps(startup.plan_llama(*{how!r})))"
+    with tempfile.TemporaryDirectory() as folder:
+        env = {"NUMBA_CACHE_DIR": folder, "XDG_CACHE_HOME": folder}
+        plans = [run_python("-c", call, env=env).stdout.splitlines()[-1] for _ in range(2)]
+    return [{"plan": name, **json.loads(text)} for name, text in zip(("first", "next"), plans, strict=True)]
+
+
+def main() -> int:
+    parser = parser_of(__doc__, (*COMMANDS, "first-plan"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--devices", type=int, default=64)
+    parser.add_argument("--planner", default="dawnpiper")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as cache:
-        for number in range(runs):
-            for name in names:
-                with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as folder:
-                    row = one_run(name, Path(folder), Path(cache)) | {"first": not number}
-                print("\n".join(row.pop("phases")), flush=True)
-                rows.append(row)
-    print_table(rows)
-    middle = {
-        name: statistics.median(row["first_step_after_s"] for row in rows if row["command"] == name)
-        for name in names
-    }
-    print_table([middle], "Middle of the runs, seconds to the first step")
-    return 0 if max(middle.values()) <= LIMIT_S else 1
+        parts: dict[str, Any] = {name: partial(first_step, name, given.runs, cache) for name in COMMANDS}
+        parts["first-plan"] = partial(first_plan, given.layers, given.devices, given.planner)
+        return run_parts(given.parts, parts)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", choices=tuple(COMMANDS), action="append")
-    options = parser.parse_args()
-    try:
-        sys.exit(main(options.runs, options.only or list(COMMANDS)))
-    except RunFailed as failed:
-        print(failed, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main())

@@ -5,7 +5,6 @@ processes, started as its users start them (`pipeloom.runtime.launch`, torchrun,
 within one run, so that a machine shared with others disturbs them alike; in an order drawn for each round, as
 what ran before matters. Where a pipeline's tensors come to lie in memory stays as long as it lives, and on
 shared cores the ratio of one round varies by 15 %: ratios are medians over many rounds of several launches.
-Those of each launch are given too, and those of the fastest steps, which other programs have disturbed least.
 "pipeloom" is cut between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner. "two at
 once" are two of "one process": what the cores of this machine take from each other bounds every pipeline
 (`limit_here`).
@@ -27,7 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -40,15 +39,13 @@ from pipeloom import Pipeline, Plan, plan
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.planning import capture
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 PARTIES = ("pipeloom", "planned", "torch", "one process", "two at once")
 BY_TORCHRUN = ("torch", "two at once")
 WARM_UP = 2
 """Rounds of each launch that do not count."""
-
-PARTS = ("busy_s", "waited_s")
 
 
 class Party(Protocol):
@@ -58,10 +55,10 @@ class Party(Protocol):
 
 
 class Launch(TypedDict):
-    """What one launch saw: seconds by name and round; for rounds of pipeloom's, shares of the wall time."""
+    """What one launch saw: seconds by name and round; the runtime's own work as a share of pipeloom's."""
 
     seconds: dict[str, list[float]]
-    own: list[dict[str, Any]]
+    overhead: list[float]
 
 
 def halves(microbatches: int) -> Plan:
@@ -140,17 +137,8 @@ def serve(party: Party, rank: int, microbatches: int, conductor: str) -> None:
         _meet()
         seconds = time.perf_counter() - start
         report = getattr(party, "report", None)
-        shares = (
-            {}
-            if report is None
-            else {
-                part: [s / w for s, w in zip(getattr(report, part), report.wall_s, strict=True)]
-                for part in PARTS
-            }
-            | {"overhead": report.overhead}
-        )
         if line is not None:
-            line.send((seconds, shares))
+            line.send((seconds, report and report.overhead))
 
 
 def _told(line: Connection | None) -> int | None:
@@ -172,30 +160,21 @@ def pipeloom_main(own_plan: Plan, microbatches: int, conductor: str) -> None:
         serve(pipeline, pipeline.rank, microbatches, conductor)
 
 
-def torchrun_main(name: str, microbatches: int, conductor: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    party = TorchPipeline(rank, microbatches) if name == "torch" else OneProcess(microbatches)
-    serve(party, rank, microbatches, conductor)
-    dist.destroy_process_group()
-
-
-def one_main(microbatches: int, conductor: str) -> None:
-    torch.set_num_threads(1)
-    serve(OneProcess(microbatches), 0, microbatches, conductor)
-
-
 def party_main(name: str, microbatches: int, conductor: str) -> None:
     """What a party's first process runs: pipeloom's starts its ranks; torchrun has started its own."""
     os.environ["PARTY"] = name
-    if name in BY_TORCHRUN:
-        torchrun_main(name, microbatches, conductor)
-    elif name == "one process":
-        one_main(microbatches, conductor)
-    else:
+    torch.set_num_threads(1)
+    if name in ("pipeloom", "planned"):
         own_plan = planned(microbatches) if name == "planned" else halves(microbatches)
         launch(pipeloom_main, 2, args=(own_plan, microbatches, conductor))
+    elif name in BY_TORCHRUN:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        party = TorchPipeline(rank, microbatches) if name == "torch" else OneProcess(microbatches)
+        serve(party, rank, microbatches, conductor)
+        dist.destroy_process_group()
+    else:
+        serve(OneProcess(microbatches), 0, microbatches, conductor)
 
 
 def start(name: str, microbatches: int, conductor: str) -> subprocess.Popen[bytes]:
@@ -225,7 +204,7 @@ def measure(microbatches: int, rounds: int, seed: int) -> Launch:
     """Start the parties, one after the other, and let them take turns. seed: of the order of both."""
     draw = Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in PARTIES}
-    own = []
+    overhead = []
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         listener = stack.enter_context(Listener(str(Path(folder) / "conductor")))
@@ -238,55 +217,34 @@ def measure(microbatches: int, rounds: int, seed: int) -> Launch:
         for index in range(rounds + WARM_UP):
             for name in draw.sample(PARTIES, len(PARTIES)):
                 lines[name].send(index)
-                took, shares = lines[name].recv()
+                took, own = lines[name].recv()
                 seconds[name].append(took)
                 if name == "pipeloom":
-                    own.append(shares)
+                    overhead.append(own)
         for line in lines.values():
             line.send(None)
         for party in parties:
             party.wait()
-    return Launch(seconds={n: s[WARM_UP:] for n, s in seconds.items()}, own=own[WARM_UP:])
+    seconds = {name: taken[WARM_UP:] for name, taken in seconds.items()}
+    return Launch(seconds=seconds, overhead=overhead[WARM_UP:])
 
 
 def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
-    def fastest(name: str) -> float:
-        return min(s for launch in launches for s in launch["seconds"][name])
+    def all_of(name: str) -> list[float]:
+        return [s for launch in launches for s in launch["seconds"][name]]
 
-    def ratio(above: str, below: str) -> dict[str, Any]:
-        each = [
-            [a / b for a, b in zip(launch["seconds"][above], launch["seconds"][below], strict=True)]
-            for launch in launches
-        ]
-        return {
-            "median": statistics.median(r for ratios in each for r in ratios),
-            "launches": [statistics.median(ratios) for ratios in each],
-            "of_the_fastest": fastest(above) / fastest(below),
-        }
+    def ratio(above: str, below: str) -> float:
+        return statistics.median(a / b for a, b in zip(all_of(above), all_of(below), strict=True))
 
     limit = 2 * microbatches / (microbatches + 1)
-    shared = ratio("one process", "two at once")
-
-    def share(part: str) -> list[float]:
-        per_rank = zip(*(report[part] for launch in launches for report in launch["own"]), strict=True)
-        return [statistics.median(values) for values in per_rank]
-
     return {
         "microbatches": microbatches,
-        "median_s": {
-            name: statistics.median(s for launch in launches for s in launch["seconds"][name])
-            for name in launches[0]["seconds"]
-        },
-        "pipeloom_over_one_process": ratio("one process", "pipeloom"),
-        "planned_over_one_process": ratio("one process", "planned"),
-        "torch_over_one_process": ratio("one process", "torch"),
-        "pipeloom_over_torch": ratio("torch", "pipeloom"),
-        "planned_over_torch": ratio("torch", "planned"),
+        "median_s": {name: statistics.median(all_of(name)) for name in PARTIES},
+        "over one process": {name: ratio("one process", name) for name in ("pipeloom", "planned", "torch")},
+        "over torch": {name: ratio("torch", name) for name in ("pipeloom", "planned")},
         "limit": limit,
-        "limit_here": limit * shared["median"],
-        "compute_share": share("busy_s"),
-        "wait_share": share("waited_s"),
-        "own_overhead": statistics.median(own["overhead"] for launch in launches for own in launch["own"]),
+        "limit_here": limit * ratio("one process", "two at once"),
+        "own_overhead": statistics.median(own for launch in launches for own in launch["overhead"]),
     }
 
 

@@ -18,29 +18,27 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import save
+from machine import FOLDER, print_stamp
 from trust_zoo import import_torchvision
 
-ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT.parent / "tests" / "support"))
-from odd.case import differences  # noqa: E402
-from runs import Numbers, capture_of, even_plan, pipelined, plain  # noqa: E402
-from zoo import in_double  # noqa: E402
+# isort: split
+from odd.case import differences
+from runs import Numbers, capture_of, even_plan, pipelined, plain
+from zoo import in_double
 
-from pipeloom import Job  # noqa: E402
-from pipeloom.ir.errors import PipeloomError  # noqa: E402
+from pipeloom import Job
+from pipeloom.ir.errors import PipeloomError
 
-PAGE = ROOT.parent / "docs" / "trust.md"
+PAGE = FOLDER.parent / "docs" / "trust.md"
 
 LIBRARIES = {
     "transformers": "trust_zoo.transformers_models",
@@ -193,43 +191,39 @@ def main(libraries: Sequence[str], models: Sequence[str]) -> int:
     took_s = time.perf_counter() - start
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"in {took_s:.0f} s")
     if not models and list(libraries) == list(LIBRARIES):
-        record(verdicts, counts, took_s)
+        record(verdicts)
     return 1 if counts["wrong"] or counts["broken"] else 0
 
 
-def record(verdicts: Sequence[Verdict], counts: Mapping[str, int], took_s: float) -> None:
-    """Write the results, and the table of the page."""
-    table = {
-        "versions": {v.library: version_of(v.library) for v in verdicts if version_of(v.library)},
-        "seconds": round(took_s),
-        "tolerance": TOLERANCE,
-        "counts": counts,
-        "models": [asdict(v) for v in verdicts],
-    }
-    save("trust", table)
+def record(verdicts: Sequence[Verdict]) -> None:
+    """Print the versions of the libraries, and write the tables of the page."""
+    print_stamp()
+    for library in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            print(library, version(library))
     begin, _, rest = PAGE.read_text().partition(MARK)
     _, _, end = rest.partition(MARK)
     PAGE.write_text(f"{begin}{MARK}\n{page_of(verdicts)}\n{MARK}{end}")
 
 
-def version_of(library: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(library)
-    return ""
-
-
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as Markdown."""
-    lines = [
-        "| library | model | verdict | captured | stages | numbers | largest difference | why |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """The equal models as a list by library, then the others with their reasons as a Markdown table."""
+    width = max(len(v.model) for v in verdicts) + 4
+    lines = ["```text", f"{'model':{width}}stages  captured  largest difference"]
+    library = ""
     for v in verdicts:
-        reason = " ".join(v.says.partition("\nhint: ")[0].split()).replace("|", "\\|")
-        largest = f"{v.largest:.1e}" if v.verdict in ("equal", "wrong") else ""
-        stages = str(v.stages) if v.how else ""
-        row = (v.library, v.model, f"**{v.verdict}**", v.how, stages, v.dtype, largest, reason)
-        lines.append(f"| {' | '.join(row)} |")
+        if v.verdict != "equal":
+            continue
+        if v.library != library:
+            lines.append(library := v.library)
+        captured = "graph" if v.how == "one graph" else "modules"
+        largest = f"{v.largest:.1e}{' float32' if v.dtype == 'float32' else ''}"
+        lines.append(f"  {v.model:{width - 2}}{v.stages:<8}{captured:10}{largest}")
+    lines += ["```", "", "| library, model | verdict | why |", "|---|---|---|"]
+    for v in verdicts:
+        if v.verdict != "equal":
+            reason = " ".join(v.says.partition("\nhint: ")[0].split()).replace("|", "\\|")
+            lines.append(f"| {v.library}, {v.model} | {v.verdict} | {reason} |")
     return "\n".join(lines)
 
 

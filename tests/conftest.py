@@ -49,4 +49,4 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that predict a step, and do not look at its times."""
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibrate.ECHOES", 3)

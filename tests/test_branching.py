@@ -1,4 +1,4 @@
-"""The models of `bench/branching.py`: what they compute, how they are captured, and that cuts keep it."""
+"""The models of `bench/graphpipe.py`: what they compute, how they are captured, and that cuts keep it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import branching
+import graphpipe
 import pytest
 import torch
 import zoo
@@ -18,7 +18,7 @@ from runs import capture_of, plain, plan_for, shared_captures
 from pipeloom import Job, Plan, verify
 from pipeloom.ir.graph import OpGraph
 from pipeloom.planning import plan
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 TOLERANCE = 1e-5
 
@@ -66,12 +66,12 @@ def by_hand(job: Job, name: str) -> Plan:
     "name",
     [
         pytest.param(name, marks=() if name == "candle" else pytest.mark.slow)
-        for name in branching.SMALL
+        for name in graphpipe.SMALL
         if name != "unet"
     ],
 )
 def test_towers_side_by_side_give_what_one_process_gives(name: str) -> None:
-    job = branching.SMALL[name]()
+    job = graphpipe.SMALL[name]()
     with shared_captures():
         made = by_hand(job, name)
         assert len(made.stages) == 5
@@ -80,10 +80,10 @@ def test_towers_side_by_side_give_what_one_process_gives(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "stages"), [("exact", 4), *(("graphpipe", n) for n in (3, 4, 5, 6))])
-@pytest.mark.parametrize("name", [*branching.SMALL, "t5"])
+@pytest.mark.parametrize("name", [*graphpipe.SMALL, "t5"])
 def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, stages: int) -> None:
     """The layers of T5's decoder all read what its encoder makes: one block of nearly all ops."""
-    job = zoo.job("t5") if name == "t5" else branching.SMALL[name]()
+    job = zoo.job("t5") if name == "t5" else graphpipe.SMALL[name]()
     with shared_captures():
         made = planned(job, stages, strategy)
         assert len(made.stages) == stages
@@ -101,14 +101,14 @@ def planned(job: Job, stages: int, strategy: str) -> Plan:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of each small model, trained on processes over gloo by a plan of `graphpipe`."""
-    plans = {name: planned(small_job(name), RANKS, "graphpipe") for name in branching.SMALL}
+    plans = {name: planned(small_job(name), RANKS, "graphpipe") for name in graphpipe.SMALL}
     file = tmp_path_factory.mktemp("gloo") / "losses.json"
     assert launch(train_each, RANKS, args=(plans, STEPS, file)) == 0
     return json.loads(file.read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(branching.SMALL))
+@pytest.mark.parametrize("name", list(graphpipe.SMALL))
 def test_planned_stages_on_real_processes_train_as_one_process(
     name: str, trained: dict[str, list[float]]
 ) -> None:
@@ -121,15 +121,15 @@ def test_planned_stages_on_real_processes_train_as_one_process(
 def test_the_order_in_which_towers_run_changes_nothing() -> None:
     losses = []
     for name in ("mmt", "mmt_in_turn"):
-        job = branching.SMALL[name]()
+        job = graphpipe.SMALL[name]()
         torch.manual_seed(0)
         losses.append(job.model()(**job.batch(1, 3))["loss"].item())
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("name", list(branching.SMALL))
+@pytest.mark.parametrize("name", list(graphpipe.SMALL))
 def test_data_follow_the_seed_and_fit_the_model(name: str) -> None:
-    job = branching.SMALL[name]()
+    job = graphpipe.SMALL[name]()
     one, same, other = job.batch(1, 3), job.batch(1, 3), job.batch(2, 3)
     assert all(len(x) == 3 and torch.equal(x, same[key]) for key, x in one.items())
     assert any(not torch.equal(x, other[key]) for key, x in one.items())
@@ -137,9 +137,9 @@ def test_data_follow_the_seed_and_fit_the_model(name: str) -> None:
 
 
 MEASURE = """
-import branching
+import graphpipe
 from pipeloom import capture
-for name, make in branching.PUBLISHED.items():
+for name, make in graphpipe.PUBLISHED.items():
     graph = capture(make(), 1).graph
     print(name, sum(p.bytes for p in graph.parameters), bool(graph.fallback))
 # Not ru_maxrss, which begins with what the process held that started this one.
@@ -150,7 +150,7 @@ print("peak", next(line for line in open("/proc/self/status") if line.startswith
 @pytest.mark.slow
 def test_published_sizes_are_captured_without_their_weights() -> None:
     """In a process of its own, whose peak memory is far below the weights' 5 GB of the largest model."""
-    paths = os.pathsep.join([str(Path(branching.__file__).parent), *sys.path])
+    paths = os.pathsep.join([str(Path(graphpipe.__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
         capture_output=True,
@@ -160,7 +160,7 @@ def test_published_sizes_are_captured_without_their_weights() -> None:
     )
     *models, (_, peak) = [line.split() for line in done.stdout.splitlines()]
     sizes = {name: int(size) for name, size, _ in models}
-    assert set(sizes) == set(branching.PUBLISHED) and all(fallback == "False" for *_, fallback in models)
+    assert set(sizes) == set(graphpipe.PUBLISHED) and all(fallback == "False" for *_, fallback in models)
     assert max(sizes.values()) == sizes["dlrm"] > 5e9 and int(peak) * 1024 < 1e9
     # 12 d^2 + 13 d parameters in a layer: four matrices of attention and two of 4 d, norms and biases.
     assert sizes["mmt"] == 4 * (32 * (12 * 1024**2 + 13 * 1024) + 4096 * 1000 + 1000)

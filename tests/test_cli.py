@@ -21,8 +21,8 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.commands.common import emit
 from pipeloom.commands.plan import stages_table
 from pipeloom.planner.plan_table import PlannedStage
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 
 PLAN = ["plan", "mine.py:job", "--cluster", "cluster.toml", "--microbatches", "2"]
 PROFILE = ["profile", "mine.py:job", "--cluster", "cluster.toml"]
@@ -241,7 +241,7 @@ def test_writing_leaves_links_pipes_and_other_files_alone(folder: Path) -> None:
 
 def test_export_takes_a_run_or_a_checkpoint(folder: Path) -> None:
     state = TrainState(parameters={"w": torch.nn.Parameter(torch.ones(2))})
-    checkpoint.save(folder / "run" / "checkpoint", state, step=3, extra={}, group=None)
+    checkpoint.save(folder / "run" / "checkpoint", state, step=3, extra={})
     for source in ("run", "run/checkpoint", "run/checkpoint/step-00000003"):
         printed = good("export", source, "model.safetensors")
         assert printed == "run/checkpoint/step-00000003 -> model.safetensors\n"

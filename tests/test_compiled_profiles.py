@@ -20,7 +20,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.ir.stages import StageGraph
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_request import times_of
 from pipeloom.planning import plan as plan_job
 from pipeloom.profiler.compiled_pieces import CompiledRatio, piece_signatures

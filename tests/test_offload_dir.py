@@ -23,15 +23,15 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link, MiB
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.machine import disk_speed, with_files
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import make_request
 from pipeloom.profiler.host_copies import file_tier
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.offload.file_tier import FileTier, lies_in_memory
+from pipeloom.runtime.file_tier import FileTier, lies_in_memory
+from pipeloom.runtime.launch import launch
 
 SHM = Path("/dev/shm")
 Disk = Callable[[float], None]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from pipeloom import Job, plan, plan_advice, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import CapturedModel, PlanRequest
-from pipeloom.planner.stage_cost.readers import Readers
+from pipeloom.planner.stage_cost.tensors import Readers
 from pipeloom.planning import captured_model, make_request
 
 SIZE = 4

@@ -23,7 +23,7 @@ from pipeloom.ir.errors import ConfigError, InfeasibleError, PipeloomError, Plan
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import TRIES, CapturedModel, PlanRequest, plan_within_caps, traced_peaks
 from pipeloom.planner.microbatch_sizes import ProfiledModel

@@ -11,9 +11,8 @@ from commands import bad, figures, good, run
 from pipeloom import planning, shapes
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.planner.block_costs import Affine, block_costs
-from pipeloom.planner.shape_search import PipelineShape, memory, throughput
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.planner.shape_search import Affine, PipelineShape, block_costs, memory, throughput
+from pipeloom.tracer.job import load_job
 
 CLUSTER = "4 x v100-16 with 600KiB"
 BY_CLUSTER = ("plan", "mine.py:blocks", "--cluster", CLUSTER, "--global-batch", "32")

@@ -22,12 +22,12 @@ from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import MiB
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.units import format_bytes
+from pipeloom.ir.text import format_bytes
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.placement import stages_for
 from pipeloom.planner.plan_table import limits, plan_rows
 from pipeloom.schedules import registry
-from pipeloom.schedules.formats.csv import program_text
+from pipeloom.schedules.formats import program_text
 
 SKIPS, GPT = zoo.job("skips"), gpt_job()
 

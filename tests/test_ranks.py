@@ -20,7 +20,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import CommunicationError, ConfigError, PlanError
 from pipeloom.rank_stages import RankStages, StageVariants
 from pipeloom.ranks import rank_device, result_of_rank_0
-from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
+from pipeloom.runtime.channel import Channel, local_channels
 
 JOB = plain_net.two_linears()
 
@@ -107,7 +107,7 @@ def test_different_plans_are_refused_on_all_ranks_before_anything_is_built() -> 
     job = zoo.job("gpt")
     plans = [runs.even_plan(job, 2, microbatches=count) for count in (2, 3)]
 
-    def rank(index: int, channel: LocalChannel) -> str:
+    def rank(index: int, channel: Channel) -> str:
         with pytest.raises(PlanError, match="rank 1 has another plan"):
             Pipeline(job, plans[index], channel=channel)
         return "refused"
@@ -166,12 +166,10 @@ def test_the_others_wait_no_longer_when_rank_0_fails(monkeypatch: pytest.MonkeyP
 GATHER = """
 import gc
 import torch.distributed as dist
-from pipeloom.runtime.launch.connect import gather_text, watch_ranks
+from pipeloom.runtime.connect import watch_ranks
 dist.init_process_group("gloo")
 with watch_ranks(dist.group.WORLD) as watch:
-    texts = [
-        gather_text(dist.group.WORLD, f"{time}-{dist.get_rank()}", watch) for time in ("first", "second")
-    ]
+    texts = [watch.gather(f"{time}-{dist.get_rank()}", 300.0) for time in ("first", "second")]
 assert texts == [["first-0", "first-1"], ["second-0", "second-1"]], texts
 dist.barrier()
 dist.destroy_process_group()

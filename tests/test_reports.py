@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import branching
+import graphpipe
 import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, even_plan
@@ -12,7 +12,7 @@ from runs import capture_of, even_plan
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError
-from pipeloom.ir.replicas import widened
+from pipeloom.ir.plan import widened
 from pipeloom.lowering.passes import lower
 from pipeloom.reports import explain_steps, stage_rows
 from pipeloom.simulator.simulate import simulate
@@ -43,7 +43,7 @@ def test_another_models_plan_is_refused() -> None:
 
 @pytest.mark.slow
 def test_rows_of_stages_name_the_layers_within_towers_and_count_replicas() -> None:
-    job = branching.small_mmt(towers=2, layers=8)
+    job = graphpipe.small_mmt(towers=2, layers=8)
     plan, graph = even_plan(job, 3, microbatches=4), capture_of(job).graph
     rows = stage_rows(graph, plan)
     assert rows[0].contents.startswith("towers.0.layers.0 … towers.0.layers.")

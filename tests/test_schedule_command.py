@@ -11,9 +11,9 @@ import commands
 import pytest
 from click.testing import Result
 
-from pipeloom.ir import json_codec
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.ir.text import save_noun
 from pipeloom.schedules import registry
 from pipeloom.schedules.scenario import Scenario, simulate_schedule
 from pipeloom.schedules.tuning import why
@@ -50,7 +50,7 @@ def folder(folder: Path) -> Path:
     Plan(graph="g", planner="exact", stages=stages, **how).save(folder / "plan.json")  # type: ignore[arg-type]
     cost = OpCost(forward_s=2.0, input_grad_s=1.0, weight_grad_s=0.5)
     profile = Profile(device="d", source="measured", graph="g", batch=(), costs={"a": cost, "b": cost})
-    json_codec.save(profile, folder / "profile.json")
+    save_noun(profile, folder / "profile.json")
     (folder / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (folder / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
@@ -345,9 +345,7 @@ def test_why_of_a_stage_on_several_ranks(folder: Path) -> None:
     """Rank 1 is free, but its part of the last stage begins when that of rank 0 can."""
     file = folder / "wide.py"
     file.write_text(
-        "from pipeloom.schedules.language.recipe import Recipe\n"
-        "from pipeloom.schedules.language.repeating import repeating\n"
-        "from pipeloom.schedules.library_entry import Entry\n"
+        "from pipeloom.schedule_language import Entry, Recipe, repeating\n"
         "wide = Entry(recipe=lambda s: Recipe(rows=repeating(s, ['0F 1F 1B 0B', '2F 2B'])),\n"
         "             place='table', table=lambda ranks: (0, (0, 1)))\n"
     )

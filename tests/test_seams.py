@@ -29,18 +29,17 @@ from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
+from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.registry import PLANNERS, Planner, register_planner
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.problem import Cuts
 from pipeloom.planning import estimate
-from pipeloom.runtime.offload.file_tier import FileTier
-from pipeloom.runtime.offload.open_tier import TIERS
-from pipeloom.runtime.offload.tier import TierOptions
+from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.open_tier import TIERS
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.schedules import registry
-from pipeloom.schedules.formats import csv
+from pipeloom.runtime.tier import TierOptions
+from pipeloom.schedules import formats, registry
 from pipeloom.simulator.simulate import simulate as simulate_simulate
 from pipeloom.tracer.stage.trace import stage_residuals
 from pipeloom.viewer import labels, terminal
@@ -107,7 +106,7 @@ def test_a_kind_of_action() -> None:
     with pytest.raises(ScheduleError, match="rank 0 runs 0NAP0 before 0F0, which it needs"):
         check(early, chain(STAGES))
     with pytest.raises(ScheduleError, match="CSV files have no action 0NAP0"):
-        csv.schedule_text(napping)
+        formats.schedule_text(napping)
 
     costs = tuple(replace(cost, other_s={kind: 0.5}) for cost in equal_costs(STAGES))
     program = lower(napping, chain(STAGES))

@@ -25,7 +25,7 @@ from pipeloom.clusters.files import save_cluster
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError
 from pipeloom.plan_request import PlanRequest
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.tracer.job import load_job
 
 ROWS = 4
 STAGES = {"stage": [{"F": 1, "B": 2, "ranks": rank} for rank in range(2)]}

@@ -107,10 +107,10 @@ def test_a_finished_run_goes_on_if_asked_unless_its_checkpoint_is_corrupt(folder
     assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again.stdout
     longer = run(folder, "--set", "name=tiny", "--resume", "--steps", "8")
     assert longer.returncode == 0 and list(losses(out)) == list(range(1, 9)), longer.stderr
-    os.truncate(out / "checkpoint" / "step-00000008" / "__0_0.distcp", 100)
+    os.truncate(out / "checkpoint" / "step-00000008" / "rank-0.safetensors", 100)
     broken = run(folder, "--resume", "--out", "runs/tiny-1", "--steps", "9")
     assert broken.returncode == 1 and broken.stdout == ""
-    assert "step-00000008 is corrupt: __0_0.distcp has 100 bytes instead of" in broken.stderr
+    assert "step-00000008 is corrupt: rank-0.safetensors has 100 bytes instead of" in broken.stderr
     assert len(broken.stderr.splitlines()) == 2
 
 

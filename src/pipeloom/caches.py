@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 from platformdirs import user_cache_path
 
 from . import __version__
-from .ir import json_codec
 from .ir.errors import ConfigError
 from .ir.graph import OpGraph
 from .ir.profile import Profile, batch_text
-from .ir.text_files import write_whole
+from .ir.text import from_json, to_json, write_whole
 
 if TYPE_CHECKING:
     from .profiler.contention import Contention
@@ -75,7 +74,7 @@ def daily(
     known = None
     if age_s(path) < A_DAY_S:
         try:
-            known = json_codec.from_json(path.read_bytes(), kind, what=str(path))
+            known = from_json(path.read_bytes(), kind, what=str(path))
         except (OSError, ConfigError):
             known = None
     if known is not None and is_whole(known):
@@ -84,7 +83,7 @@ def daily(
     for old in path.parent.glob("*.json"):
         if age_s(old) >= A_DAY_S:
             old.unlink(missing_ok=True)
-    keep(path, json_codec.to_json(measured, indent=0) + "\n")
+    keep(path, to_json(measured, indent=0) + "\n")
     return measured
 
 

@@ -19,7 +19,7 @@ from .ir.graph import OpGraph
 from .ir.profile import Profile
 from .ir.stages import StageGraph, cut
 from .planner.search.layer_groups import borders, layer_names, layers
-from .planner.stage_cost.readers import Readers
+from .planner.stage_cost.tensors import Readers
 
 if TYPE_CHECKING:
     from .profiler.compiled_pieces import CompiledRatio

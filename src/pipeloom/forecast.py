@@ -18,18 +18,18 @@ from .ir.costs import StageCost
 from .ir.errors import InfeasibleError
 from .ir.plan import Plan
 from .ir.schedule import Program
-from .ir.tied_gradients import names_for_owners
+from .ir.text import format_bytes
 from .ir.timeline import Event, Timeline
-from .ir.units import format_bytes
-from .runtime.calibration.calibrate import stage_memory, time_clipping, time_optimizer
-from .runtime.calibration.link import measure_link
-from .runtime.calibration.rehearsal import ActionTimes, Rehearsal, with_times
-from .runtime.failure.watch import Watch
+from .ir.weights import names_for_owners
+from .runtime.calibrate import measure_link, stage_memory, time_clipping, time_optimizer
+from .runtime.channel import Channel
 from .runtime.ledger import table
-from .runtime.offload.tier import Tier
-from .runtime.posted_channel import SMALL_BYTES, PostedChannel
+from .runtime.rank import Variant
 from .runtime.recorder import Clock
-from .runtime.step_state import Variant
+from .runtime.rehearsal import ActionTimes, Rehearsal, with_times
+from .runtime.tier import Tier
+from .runtime.transport import SMALL_BYTES
+from .runtime.watch import Watch
 from .runtime.weights import Weights
 from .simulator.all_reduce import all_gather_s
 from .simulator.simulate import simulate
@@ -61,7 +61,7 @@ class Forecast:
     weights: Weights
     rounds: int
     clips: bool
-    channel: PostedChannel
+    channel: Channel
     watch: Watch
     clock: Clock
     device: torch.device

@@ -57,7 +57,7 @@ def _processes(count: int, directory: Path | None, progress: Callable[[str], Non
 
     from .profiler.detect import detect_device
     from .runtime.allocator import keep_freed_memory
-    from .runtime.calibration.link import local_links
+    from .runtime.calibrate import local_links
 
     progress("messages between two processes")
     links = local_links()

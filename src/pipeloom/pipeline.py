@@ -20,32 +20,30 @@ from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
 from .ir.plan import Plan, load_plan
+from .ir.text import format_bytes
 from .ir.timeline import Timeline
-from .ir.units import format_bytes
 from .lowering.passes import lower
 from .options import Options
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
+from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
-from .runtime.batches import agree_on_shapes
-from .runtime.checkpoint import checkpoint
-from .runtime.checkpoint.state import TrainState
-from .runtime.ledger import Ledger
-from .runtime.loss_scaling import read_loss
-from .runtime.offload.open_tier import open_tier
-from .runtime.offload.tier import Tier
+from .runtime.batches import agree_on_shapes, read_loss
+from .runtime.channel import Channel
+from .runtime.checkpoint import TrainState
+from .runtime.ledger import Ledger, out_of_memory_told
+from .runtime.open_tier import open_tier
 from .runtime.optimizer_bytes import optimizers_of
-from .runtime.out_of_memory import out_of_memory_told
+from .runtime.rank import Rank
 from .runtime.recorder import CudaClock, HostClock, Recorder
-from .runtime.transports.local_channel import LocalChannel
-from .runtime.worker import Worker
+from .runtime.tier import Tier
 from .steady_run import SteadyRun, steady_rows
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
-from .tracer.attributes import attributes_kept
 from .tracer.capture import capture
 from .tracer.captured import Captured
+from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .verification import verify_once
@@ -92,7 +90,7 @@ class Pipeline:
         *,
         options: Options | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
-        channel: LocalChannel | None = None,
+        channel: Channel | None = None,
         captured: Captured | None = None,
     ) -> None:
         self.job, self.options = job, options or Options()
@@ -155,7 +153,7 @@ class Pipeline:
 
     def _make_weights(self, rank_stages: RankStages) -> None:
         """Make the rank's weights and their optimizer, and foresee what a step holds."""
-        self.captured.traced.clear()
+        self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
@@ -177,7 +175,7 @@ class Pipeline:
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
         if self.tier is not None:
             self.watch.on_exit(self.tier.close)
-        self.worker = Worker(
+        self.worker = Rank(
             rank=self.rank,
             program=self.program,
             weights=self.weights,
@@ -354,16 +352,13 @@ class Pipeline:
             states = [scheduler.state_dict() for scheduler in self.schedulers]
             state["scheduler"] = states[0] if len(states) == 1 else {"schedulers": states}
         with self._call("saving a checkpoint"):
-            return self.watch.wait_for_all(
-                "all ranks to save a checkpoint",
-                lambda: checkpoint.save(
-                    Path(directory),
-                    self._train_state(self.weights.previous),
-                    step=self.steps_done,
-                    extra=state,
-                    group=self.joined.group,
-                    keep=keep,
-                ),
+            return checkpoint.save(
+                Path(directory),
+                self._train_state(self.weights.previous),
+                step=self.steps_done,
+                extra=state,
+                channel=self.channel,
+                keep=keep,
             )
 
     def load(self, directory: Path | str) -> dict[str, Any]:
@@ -376,12 +371,8 @@ class Pipeline:
         """
         previous: dict[str, Tensor] = {}
         with self._call("loading a checkpoint", heals=True):
-            step, state = self.watch.wait_for_all(
-                "all ranks to load a checkpoint",
-                lambda: checkpoint.load(
-                    Path(directory), self._train_state(previous), group=self.joined.group
-                ),
-            )
+            part = self._train_state(previous)
+            step, state = checkpoint.load(Path(directory), part, channel=self.channel)
             self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
             if self.schedulers and "scheduler" in state:
                 states = state["scheduler"].get("schedulers", [state["scheduler"]])

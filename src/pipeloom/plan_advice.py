@@ -11,10 +11,10 @@ from .ir.cluster import MOST_BYTES, Cluster, Device
 from .ir.errors import InfeasibleError, PlanError, ScheduleError
 from .ir.memory_policy import Treatment
 from .ir.plan import Plan
-from .ir.units import enough_bytes, parse_bytes
+from .ir.text import enough_bytes, parse_bytes
 from .plan_request import PlanRequest, fitting
-from .planner.infeasible import NoCutFits
 from .planner.microbatch_sizes import ProfiledModel
+from .planner.refusals import NoCutFits
 from .planner.registry import planner
 from .schedules import registry
 

@@ -10,23 +10,20 @@ from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.costs import StageCost
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
-from .ir.plan import Plan
-from .ir.replicas import widened
-from .ir.units import format_bytes
-from .ir.weight_policy import FLUSH
+from .ir.plan import Plan, widened
+from .ir.text import format_bytes
+from .ir.weights import FLUSH
 from .lowering.passes import lower
-from .planner.ask_planners import FOUND_BY, fastest_named
-from .planner.choose_schedule import plain_of
+from .planner.ask_planners import FOUND_BY, ORDER_OF, fastest_named
 from .planner.make_plan import first_way, make_plan
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
+from .planner.plan_table import Change, what_if
 from .planner.registry import planner
-from .planner.request import PlanOptions
-from .planner.search_order import ORDER_OF
-from .planner.search_watch import SearchWatch
+from .planner.request import PlanOptions, SearchWatch
 from .planner.shape_search import divisors
-from .planner.what_if import Change, what_if
 from .schedules import registry
+from .schedules.language.names import parse_name
 from .settings import PlanSettings
 from .simulator.simulate import simulate
 
@@ -159,8 +156,8 @@ def traced_peaks(
     compiled: by the graphs that are compiled, whose backwards return the gradients of parameters.
     """
     from .rank_stages import make_variant  # only now: tracing needs torch
-    from .runtime.calibration.calibrate import graph_memory
-    from .runtime.posted_channel import SMALL_BYTES
+    from .runtime.calibrate import graph_memory
+    from .runtime.transport import SMALL_BYTES
 
     stages = plan.stage_graph(captured.graph)
     every = range(len(plan.stages))
@@ -405,7 +402,7 @@ class PlanRequest:
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
         names = {schedule: None}
         if planner(found_by or self.options.planner).chooses_schedule:
-            names[plain_of(schedule, self.options.ranks)] = None
+            names[parse_name(schedule).plain(self.options.ranks)] = None
         same = self.changed(schedules=tuple(names), planners=(found_by,) if found_by else ())
         return what_if(
             plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)

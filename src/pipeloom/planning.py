@@ -20,8 +20,8 @@ from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
 from .ir.profile import Profile
+from .ir.text import parse_bytes
 from .ir.timeline import Timeline
-from .ir.units import parse_bytes
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
@@ -29,10 +29,9 @@ from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.registry import planner
-from .planner.request import PlanOptions
-from .planner.search_watch import SearchWatch
+from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
-from .schedules.chunks import with_chunks
+from .schedules.registry import with_chunks
 from .settings import PlanSettings
 
 if TYPE_CHECKING:

@@ -14,23 +14,22 @@ from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
 from .ir.errors import BatchError, CaptureError, CutError, PlanError
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
-from .ir.optimizer_shares import OptimizerShares, optimizer_shares
 from .ir.plan import Plan
 from .ir.schedule import Program
 from .ir.stages import StageGraph
-from .ir.weight_policy import Updates
+from .ir.weights import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
 from .options import Options
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
+from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
-from .runtime.posted_channel import PostedChannel
+from .runtime.rank import Variant
 from .runtime.reduce_and_step import shared_by
-from .runtime.step_state import Variant
 from .runtime.weights import Weights
 from .schedules import registry
 from .tracer.capture import capture
 from .tracer.captured import Captured
-from .tracer.export.evaluation import capture_evaluation, cut_alike, cut_evaluation
+from .tracer.evaluation import capture_evaluation, cut_alike, cut_evaluation
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .tracer.stage.trace import stage_functions, stage_residuals
@@ -53,7 +52,7 @@ class RankStages:
     indices: tuple[int, ...]
     options: Options
     device: torch.device
-    channel: PostedChannel
+    channel: Channel
 
     @cached_property
     def planned_signature(self) -> tuple[str, ...]:

@@ -15,16 +15,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .ir.errors import CommunicationError, ConfigError, PipeloomError, PlanError
-from .ir.json_codec import to_json
 from .ir.plan import Plan
 from .ir.schedule import Program
+from .ir.text import to_json
 from .options import Options
-from .runtime.checkpoint.files import newest, read_index, verify_sizes
-from .runtime.failure.watch import Watch
-from .runtime.launch.connect import close_at_exit, connect, gather_text, watch_ranks
-from .runtime.posted_channel import PostedChannel
-from .runtime.transports.dist_channel import DistChannel
-from .runtime.transports.local_channel import LocalChannel, local_channels
+from .runtime.channel import Channel, dist_channel, local_channels
+from .runtime.checkpoint_files import newest, read_index, verify_sizes
+from .runtime.connect import close_at_exit, connect, watch_ranks
+from .runtime.watch import Watch
 
 
 def usable_device(name: str) -> torch.device:
@@ -106,15 +104,15 @@ class JoinedRanks:
 
     watch: Watch
     group: dist.ProcessGroup | None = None
-    local: LocalChannel | None = None
+    local: Channel | None = None
     timeout_s: float = 300.0
 
-    def channel(self, program: Program, device: torch.device, options: Options) -> PostedChannel:
+    def channel(self, program: Program, device: torch.device, options: Options) -> Channel:
         """This rank's channel to the others for the messages of a program."""
         if self.group is None:
             assert self.local is not None, "without a group there is a channel"
             return self.local
-        return DistChannel(
+        return dist_channel(
             self.group, self.watch, device=device, timeout_s=options.timeout_s, pairs=program.messages
         )
 
@@ -124,10 +122,7 @@ class JoinedRanks:
         Raises: PlanError that names a rank with another plan than rank 0.
         """
         mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
-        if self.group is not None:
-            digests = gather_text(self.group, mine, self.watch, self.timeout_s)
-        else:
-            digests = [mine] if self.local is None else self.local.all_gather_object(mine)
+        digests = self.watch.gather(mine, self.timeout_s)
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise PlanError(
@@ -142,7 +137,7 @@ def join_ranks(
     options: Options,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    channel: LocalChannel | None = None,
+    channel: Channel | None = None,
 ) -> JoinedRanks:
     """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():

@@ -10,7 +10,7 @@ from .ir.errors import PlanError, ScheduleError, shown
 from .ir.plan import Plan
 from .planner.registry import planner
 from .schedules import registry
-from .schedules.language import user_files
+from .schedules.language.names import parse_name
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured
@@ -22,7 +22,7 @@ def imports_file(schedule: str) -> bool:
     >>> imports_file("mine.py:zigzag"), imports_file("mine.csv"), imports_file("1f1b")
     (True, False, False)
     """
-    return user_files.names_user_file(schedule) and not schedule.endswith(user_files.LISTED)
+    return parse_name(schedule).in_python
 
 
 def require_runnable(schedule: str) -> None:
@@ -74,7 +74,7 @@ def names_to_plan_by(plan: Plan) -> dict[str, str]:
     if imports_file(plan.schedule):
         return names
     with suppress(ScheduleError):
-        if not user_files.names_user_file(plan.schedule):  # a list of actions is read when it is used
+        if not parse_name(plan.schedule).in_file:  # a list of actions is read when it is used
             registry.entry(plan.schedule)
         names["schedule"] = plan.schedule
     return names

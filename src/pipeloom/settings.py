@@ -11,8 +11,8 @@ from typing import Any, Self, get_args
 from .ir.cluster import MOST_DEVICES, Cluster
 from .ir.errors import ConfigError, shown
 from .ir.memory_policy import TREATMENTS, Treatment
-from .ir.units import parse_bytes
-from .ir.weight_policy import WEIGHT_POLICIES
+from .ir.text import parse_bytes
+from .ir.weights import WEIGHT_POLICIES
 
 LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""

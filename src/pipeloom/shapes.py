@@ -13,15 +13,16 @@ from .ir.cluster import Cluster, Link
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.plan import Plan
-from .ir.weight_policy import FLUSH, WEIGHT_POLICIES
+from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
-from .planner.block_costs import block_costs, even_costs
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
 from .planner.registry import planner
 from .planner.shape_search import (
     PipelineShape,
     RankedShape,
     ShapeRequest,
+    block_costs,
+    even_costs,
     rank_shapes,
     refuse_unlike_devices,
     throughput,

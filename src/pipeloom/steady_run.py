@@ -22,12 +22,11 @@ from .ir.plan import Plan
 from .ir.stages import StageGraph
 from .lowering.steady import SteadyRow, SteadyRows
 from .options import Options
-from .runtime.batches import shapes_digest
-from .runtime.loss_scaling import read_scalars
-from .runtime.posted import PendingSum
+from .runtime.batches import read_scalars, shapes_digest
+from .runtime.channel import PendingSum
+from .runtime.rank import Microbatch
 from .runtime.reduce_and_step import norm_group
-from .runtime.step_state import Microbatch
-from .runtime.transports.transport import SumGroup
+from .runtime.transport import SumGroup
 from .step_reports import report_of
 from .step_run import Run
 

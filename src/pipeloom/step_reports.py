@@ -15,9 +15,9 @@ from .ir.action import Action, Instruction, StageAction, Transfer, parse_instruc
 from .ir.errors import ScheduleError
 from .ir.steady import SteadyStep
 from .ir.timeline import Event, MemoryCurve, Timeline
+from .runtime.batches import Round, read_loss
+from .runtime.channel import Channel
 from .runtime.ledger import Ledger
-from .runtime.loss_scaling import Round, read_loss
-from .runtime.posted_channel import PostedChannel
 from .runtime.recorder import Recorder
 
 FIRST_STEP = 2
@@ -148,7 +148,7 @@ class StepReport:
 class StepRecord:
     """What one rank has recorded of its steps. Every rank calls the same methods."""
 
-    channel: PostedChannel
+    channel: Channel
     recorder: Recorder
     ledger: Ledger
     device: torch.device
@@ -170,12 +170,9 @@ class StepRecord:
     def figures(self, start_s: float, agreeing_s: float = 0.0) -> Tensor:
         """Of this rank's last step: seconds until its last action ended, of the whole call, computing and
         waiting; and its peak bytes."""
-        events = self.recorder.events_of_last_step()
-        busy = sum(e.duration_s for e in events if e.stream == "compute")
-        waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
-        ended = max((e.end_s for e in events), default=0.0)
-        called = time.perf_counter() - start_s
-        return torch.tensor([ended, called, busy, waited, self.ledger.peak], dtype=torch.float64)
+        ended_s, busy_s, waited_s = self.recorder.totals_s()
+        figures = ended_s, time.perf_counter() - start_s, busy_s, waited_s + agreeing_s, self.ledger.peak
+        return torch.tensor(figures, dtype=torch.float64)
 
     def of_all_ranks(self, figures: Tensor, loss: float) -> Tensor:
         """What the ranks sum so that each has the figures of all, and the loss; see `report_of`."""

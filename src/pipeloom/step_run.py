@@ -15,13 +15,11 @@ from .ir.errors import BatchError, PeerError, PipeloomError
 from .ir.plan import Plan
 from .ir.stages import StageGraph
 from .rank_stages import StageVariants
-from .runtime.batches import agree_on_shapes, signature_of, split_batch
-from .runtime.failure.watch import Watch
-from .runtime.loss_scaling import loss_shares
-from .runtime.out_of_memory import out_of_memory_told
-from .runtime.step_state import Microbatch
-from .runtime.transports.transport import SumGroup
-from .runtime.worker import Worker
+from .runtime.batches import agree_on_shapes, loss_shares, signature_of, split_batch
+from .runtime.ledger import out_of_memory_told
+from .runtime.rank import Microbatch, Rank
+from .runtime.transport import SumGroup
+from .runtime.watch import Watch
 from .step_reports import StepRecord, StepReport
 from .tracer.job import Job
 from .tracer.random import microbatch_seed
@@ -114,7 +112,7 @@ class Run(ABC):
     """
 
     batches: StepBatches
-    worker: Worker
+    worker: Rank
     record: StepRecord
     watch: Watch
     reports: list[StepReport] = field(default_factory=list)

@@ -30,19 +30,18 @@ from .ir.flow import flow_of
 from .ir.graph import OpGraph, storages
 from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
-from .ir.units import format_bytes
-from .ir.weight_policy import FLUSH
+from .ir.text import format_bytes
+from .ir.weights import FLUSH
 from .options import Options
 from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
 from .runnable import require_runnable_plan, require_training
-from .runtime.batches import split_batch
-from .runtime.loss_scaling import loss_shares
-from .runtime.transports.local_channel import LocalChannel, run_threads
+from .runtime.batches import loss_shares, split_batch
+from .runtime.channel import Channel, run_threads
 from .tracer.captured import Captured
-from .tracer.draws import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.job import Job
 from .tracer.job_calls import scalar_loss
+from .tracer.random import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.user_code import is_user_file
 
 _log = logging.getLogger("pipeloom")
@@ -176,7 +175,7 @@ class StepNumbers:
     """What one step gave.
 
     gradients: before clipping.  initial, parameters: before and after the update.  buffers: afterwards.
-    draws: the random numbers that a pipeline of one rank has drawn, see `tracer.draws`.
+    draws: the random numbers that a pipeline of one rank has drawn, see `tracer.random`.
     random, python_random: whether a forward draws any, of PyTorch's or of Python's.
     """
 
@@ -240,7 +239,7 @@ def pipelined_step(
 
     ranks = len(set(plan.placement))
 
-    def run(rank: int, channel: LocalChannel) -> StepNumbers:
+    def run(rank: int, channel: Channel) -> StepNumbers:
         with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
             random = any(op.random for op in pipeline.captured.graph.ops)
             python_random = pipeline.captured.draws_python_random

@@ -18,7 +18,7 @@ TORCH_FREE = (
     "planner",
     "viewer",
     "cli.py",
-    "runtime/launch/launch.py",
+    "runtime/launch.py",
 )
 
 PROBE = """

@@ -14,7 +14,7 @@ from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
-from pipeloom.schedules.placements import spread
+from pipeloom.schedules.language.placements import spread
 
 
 def test_advice_against_a_deadlock_names_an_action_that_could_run() -> None:

@@ -15,8 +15,8 @@ from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.schedule import Program, Schedule, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.schedules import registry
-from pipeloom.schedules.formats.csv import parse_schedule
-from pipeloom.schedules.placements import spread
+from pipeloom.schedules.formats import parse_schedule
+from pipeloom.schedules.language.placements import spread
 
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 

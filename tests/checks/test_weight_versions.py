@@ -10,7 +10,7 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.schedules import registry
 
 STASH = Updates(policy="stash")

@@ -15,7 +15,7 @@ from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import ConfigError, PlanError
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.machine import detect
 
 MANY = 10**10

@@ -27,15 +27,15 @@ from torch import nn
 from pipeloom.checks.schedules import check
 from pipeloom.clusters.files import load_cluster, save_cluster
 from pipeloom.clusters.names import cpu_cluster
-from pipeloom.ir import json_codec
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
+from pipeloom.ir.text import load_noun, save_noun
 from pipeloom.ranks import checkpoint_step
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
-from pipeloom.schedules.formats.csv import read_schedule
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.schedules.formats import read_schedule
 from pipeloom.train.config import Config, read_config, write_config
 from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.run_directory import Metrics, find_run, has_report
@@ -74,12 +74,12 @@ def a_state() -> TrainState:
 def write_checkpoint(folder: Path) -> None:
     for step in (1, 2):
         extra = {"user": {"step": step}, "rates": [0.5, None]}
-        checkpoint.save(folder, a_state(), step=step, extra=extra, group=None)
+        checkpoint.save(folder, a_state(), step=step, extra=extra)
 
 
 def read_checkpoint(folder: Path) -> None:
     ours(lambda: checkpoint_step(folder))
-    ours(lambda: checkpoint.load(folder, a_state(), group=None))
+    ours(lambda: checkpoint.load(folder, a_state()))
     ours(lambda: checkpoint.export_safetensors(folder, folder / "out.safetensors"))
 
 
@@ -129,13 +129,13 @@ KINDS = {
     "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
     "profile": Kind(
         ("p.json",),
-        lambda f: json_codec.save(PROFILE, f / "p.json"),
-        lambda f: ours(lambda: json_codec.load(f / "p.json", Profile)),
+        lambda f: save_noun(PROFILE, f / "p.json"),
+        lambda f: ours(lambda: load_noun(f / "p.json", Profile)),
     ),
     "graph": Kind(
         ("g.json",),
-        lambda f: json_codec.save(GRAPH, f / "g.json"),
-        lambda f: ours(lambda: json_codec.load(f / "g.json", OpGraph).fingerprint),
+        lambda f: save_noun(GRAPH, f / "g.json"),
+        lambda f: ours(lambda: load_noun(f / "g.json", OpGraph).fingerprint),
     ),
     "cluster": Kind(
         ("c.toml",),
@@ -162,7 +162,7 @@ KINDS = {
         read_run,
     ),
     "checkpoint": Kind(
-        ("latest", *(f"step-00000002/{n}" for n in ("index.json", "tensors.json", "__0_0.distcp"))),
+        ("latest", *(f"step-00000002/{n}" for n in ("index.json", "rank-0.safetensors"))),
         write_checkpoint,
         read_checkpoint,
     ),

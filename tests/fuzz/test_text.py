@@ -12,13 +12,13 @@ from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pipeloom.checks.schedules import check, check_program
-from pipeloom.ir import json_codec
 from pipeloom.ir.action import parse_action, parse_actions, parse_instruction
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.formats.csv import parse_schedule, read_schedule
+from pipeloom.ir.text import from_json, load_noun, to_json
+from pipeloom.schedules.formats import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
@@ -94,7 +94,7 @@ def csv(text: str) -> None:
 
 
 def cluster(text: str) -> None:
-    ours(lambda: json_codec.from_json(text, Cluster, what="cluster.json"))
+    ours(lambda: from_json(text, Cluster, what="cluster.json"))
 
 
 @QUICK
@@ -104,7 +104,7 @@ def test_files(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     ours(lambda: read_schedule(file))
     ours(lambda: load_plan(file))
-    ours(lambda: json_codec.load(file, Cluster))
+    ours(lambda: load_noun(file, Cluster))
 
 
 SCALARS = LINES | GOOD
@@ -112,7 +112,7 @@ SCALARS = LINES | GOOD
 
 @st.composite
 def plans(draw: st.DrawFn) -> str:
-    plain = json.loads(json_codec.to_json(PLAN))
+    plain = json.loads(to_json(PLAN))
     for _ in range(draw(st.integers(1, 3))):
         plain = changed(draw, plain, SCALARS)
     return json.dumps(plain)

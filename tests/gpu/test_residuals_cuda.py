@@ -12,7 +12,7 @@ import torch
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.timeline import Event
-from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""

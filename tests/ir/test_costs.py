@@ -7,7 +7,7 @@ import pytest
 from pipeloom.ir.action import B, F, I, Kind, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.json_codec import from_json, to_json
+from pipeloom.ir.text import from_json, to_json
 
 
 def cost(**more: object) -> StageCost:

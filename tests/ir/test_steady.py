@@ -10,10 +10,10 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.steady import parse_steady, steady_step
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build_steady
 from pipeloom.simulator.simulate import simulate
 
 

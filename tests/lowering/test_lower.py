@@ -14,7 +14,7 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.tied_gradients import reductions
+from pipeloom.ir.weights import reductions
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 

@@ -10,11 +10,10 @@ from branching_graphs import plan_of, random_graph, request_for, step_s
 
 from pipeloom.ir.action import F
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner.ask_planners import planners_asked
+from pipeloom.planner.ask_planners import planners_asked, with_searched_order
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import limits
 from pipeloom.planner.registry import PLANNERS
-from pipeloom.planner.search_order import with_searched_order
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])

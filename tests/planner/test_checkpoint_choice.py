@@ -6,7 +6,7 @@ import pytest
 from exact_treatments import exact
 from random_stages import chain_model, random_model
 
-from pipeloom.planner.stage_cost.residuals import KEEP
+from pipeloom.planner.stage_cost.recompute_liveness import KEEP
 from pipeloom.planner.treatments.checkpoints import choose_checkpoints
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.planner.treatments.greedy import choose_greedily

@@ -27,7 +27,7 @@ LIMITED = ("1f1b:limit=1.5", *(f"po:v={v},limit={share * (v + 1)}" for v in (2, 
 @pytest.fixture(autouse=True)
 def small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """The random models have no tensor of over 40 elements."""
-    monkeypatch.setattr("pipeloom.planner.stage_cost.treated_stage.SMALL", 0)
+    monkeypatch.setattr("pipeloom.planner.stage_cost.stage_estimate.SMALL_RESIDUAL", 0)
 
 
 def plans(seed: int, share: float | None, **host: float):

@@ -12,12 +12,12 @@ from random_ops import cluster_of, op_chain, op_graph, profile_of, search_for
 
 from pipeloom.ir.graph import Buffer, OpGraph
 from pipeloom.ir.stages import cut
-from pipeloom.planner.infeasible import stage_needs
+from pipeloom.planner.refusals import stage_needs
 from pipeloom.planner.search.cut_search import Search, best_cuts
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.strategies.balanced import balanced
+from pipeloom.planner.strategies.simple import balanced
 
 
 def every_cut(ops: int, stages: int):

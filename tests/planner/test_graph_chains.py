@@ -11,11 +11,11 @@ import networkx as nx
 import pytest
 import search as bench_search
 from hypothesis import given, settings, strategies as st
+from piper_graphs import PiperGraph, read_piper_graph
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.make_plan import make_plan
-from pipeloom.planner.piper_graphs import PiperGraph, read_piper_graph
 from pipeloom.planner.search.down_sets import DownSets, PieceGraph, count_down_sets
 from pipeloom.planner.strategies.graph_chains import Machine, pipedream_graph, piper
 
@@ -190,7 +190,8 @@ def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=said):
             read_piper_graph(file_of(tmp_path, **changed))
     (tmp_path / "no.json").write_bytes(b"\xff{")
-    for name in ("no.json", "missing.json"):
+    (tmp_path / "nested.json").write_text("[" * 200_000)
+    for name in ("no.json", "nested.json", "missing.json"):
         with pytest.raises(PlanError, match=name):
             read_piper_graph(tmp_path / name)
 

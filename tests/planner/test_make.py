@@ -8,15 +8,15 @@ import pytest
 from random_ops import op_chain
 from small import alike
 
-from pipeloom.ir import json_codec
 from pipeloom.ir.cluster import Cluster, Device, GiB
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner.infeasible import NoCutFits, stage_needs
+from pipeloom.ir.text import to_json
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_table import plan_rows
+from pipeloom.planner.refusals import NoCutFits, stage_needs
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.stage_cost.model import CostModel
@@ -61,7 +61,7 @@ def test_explain_has_one_row_per_stage():
     assert first.last_op < second.first_op
     assert first.peak_bytes == plan.stages[0].memory.total
     assert first.filled == plan.peaks[0] / GiB
-    assert json_codec.to_json([first, second])
+    assert to_json([first, second])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.planner.offload_ratio import copy_loads, transformer_ratio
-from pipeloom.planner.plan_table import plan_rows
+from pipeloom.planner.plan_table import copy_loads, plan_rows, transformer_ratio
 
 PAPER = {  # PipeOffload, arXiv 2503.01328, figure 1: hidden -> k at 4k, 8k, 16k, 32k tokens
     4096: (1.70, 1.46, 1.15, 0.80),

@@ -7,8 +7,9 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+from pipedream_formulas import PartitionRules, noam, partition, stage_s
 
-from pipeloom.planner.strategies.pipedream import Layer, PartitionRules, noam, partition, stage_s
+from pipeloom.planner.strategies.pipedream import Layer, partition as straight
 
 
 def chain(seconds, activations=None, parameters=None) -> list[Layer]:
@@ -68,6 +69,19 @@ def test_memory_is_counted_differently():
         rules = PartitionRules(mode=mode, bandwidth=1e9, memory_bytes=memory)
         assert partition(layers, 2, rules).stages == stages
     assert noam(4, 3) == 2
+
+
+@pytest.mark.parametrize(("mode", "bandwidth"), [("paper", 10.0), ("repo", np.inf)])
+def test_the_planner_is_the_formula_for_one_worker_per_stage(mode, bandwidth):
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        layers = chain(rng.uniform(1, 5, 6), [*rng.uniform(0, 40, 5), 0.0], list(rng.uniform(0, 30, 6)))
+        memory = float(rng.uniform(20, 200)) if mode == "paper" else np.inf
+        rules = PartitionRules(mode=mode, bandwidth=10.0, memory_bytes=memory if memory < np.inf else None)
+        found = partition(layers, 3, rules)
+        seconds, cuts = straight(layers, 3, bandwidth, memory)
+        assert seconds == pytest.approx(found.seconds)
+        assert cuts[1:] == tuple(end for _, end, _ in found.stages)
 
 
 @pytest.mark.parametrize("mode", ["paper", "repo"])

@@ -17,13 +17,13 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering.passes import lower
 from pipeloom.planner import plan_table
-from pipeloom.planner.infeasible import NoCutFits
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.plan_table import what_if
+from pipeloom.planner.refusals import NoCutFits
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions, Request
-from pipeloom.planner.what_if import what_if
 from pipeloom.profiler.roofline import roofline
 
 GiB = 2**30

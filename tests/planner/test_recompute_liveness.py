@@ -12,14 +12,26 @@ from random_stages import chain_model, random_model
 from slow_levels import SlowStage
 
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import recompute_liveness as again
+from pipeloom.planner.stage_cost import recompute_liveness
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import peak_terms
-from pipeloom.planner.stage_cost.recompute_liveness import RecomputeLiveness
-from pipeloom.planner.stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE, find_residuals
+from pipeloom.planner.stage_cost.recompute_liveness import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RecomputeLiveness,
+    find_residuals,
+)
 from pipeloom.planner.treatments.choose import treat_interval
-from pipeloom.planner.treatments.greedy import TreatmentProblem, greedy_state
-from pipeloom.planner.treatments.greedy_kernels import LEAST, OPTION, PEAK, least_peaks, treat
+from pipeloom.planner.treatments.greedy import (
+    LEAST,
+    OPTION,
+    PEAK,
+    TreatmentProblem,
+    greedy_state,
+    least_peaks,
+    treat,
+)
 
 
 def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> RecomputeLiveness:
@@ -68,22 +80,23 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     plain, slow = SlowStage(model, end, frozenset()), SlowStage(model, end, dropped)
     most = found.highest_levels(choice)
     levels = found.stage.levels[:, :end]
-    assert levels[again.FORWARD].tolist() == slow.forward()
-    assert levels[again.KEPT_FORWARD].tolist() == plain.forward()
+    assert levels[recompute_liveness.FORWARD].tolist() == slow.forward()
+    assert levels[recompute_liveness.KEPT_FORWARD].tolist() == plain.forward()
     before = {step.at: (held, after) for step, held, after in plain.backward()}
     expected = np.zeros(end)
     for step, held, after in slow.backward():
         place = step.at
         kept, later = before[place]
         if step.kind == "again":
-            here = levels[again.KEPT_BEFORE, place] - kept + held
+            here = levels[recompute_liveness.KEPT_BEFORE, place] - kept + held
         else:
-            until = levels[again.KEPT_WHOLE if slow.stays(place) else again.KEPT_UNTIL, place]
-            here = max(until - kept + held, levels[again.KEPT_AFTER, place] - later + after)
+            whole = recompute_liveness.KEPT_WHOLE if slow.stays(place) else recompute_liveness.KEPT_UNTIL
+            until = levels[whole, place]
+            here = max(until - kept + held, levels[recompute_liveness.KEPT_AFTER, place] - later + after)
         expected[place] = max(expected[place], here)
-    assert levels[again.BACKWARD].tolist() == expected.tolist()
+    assert levels[recompute_liveness.BACKWARD].tolist() == expected.tolist()
     assert most == (max(slow.forward()), expected.max())
-    assert [op for op in range(end) if found.stage.marks[again.AT, op] >= 0] == sorted(
+    assert [op for op in range(end) if found.stage.marks[recompute_liveness.AT, op] >= 0] == sorted(
         model.readers.position[step.op] for step in slow.steps if step.kind == "again"
     )
 
@@ -110,7 +123,7 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
     for k, kind in enumerate(kinds):
         numbers[OPTION, k] = kind
         treat(k, found.stage, plan)
-    limits[PEAK] = again.peak_of(found.stage, sums)
+    limits[PEAK] = recompute_liveness.peak_of(found.stage, sums)
     least_peaks(found.stage, plan)
     for k in np.flatnonzero(kinds):
         fewer = np.array(kinds)

@@ -11,8 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner.block_costs import Affine, BlockCosts, PieceCost
 from pipeloom.planner.shape_search import (
+    Affine,
+    BlockCosts,
+    PieceCost,
     PipelineShape,
     ShapeRequest,
     best_shape_closed_form,

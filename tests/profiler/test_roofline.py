@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.ir import json_codec
 from pipeloom.ir.cluster import Device
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.ir.text import load_noun, save_noun
 from pipeloom.profiler.roofline import roofline
 from pipeloom.profiler.rules import RULES
 
@@ -188,5 +188,5 @@ def test_a_profile_is_read_back_as_it_was(tmp_path):
         warnings.simplefilter("error")
         made = roofline(graph, DEVICE)
     assert (made.source, made.batch, made.graph) == ("roofline", ("x[2,3]float32",), graph.fingerprint)
-    json_codec.save(made, tmp_path / "profile.json")
-    assert json_codec.load(tmp_path / "profile.json", Profile) == made
+    save_noun(made, tmp_path / "profile.json")
+    assert load_noun(tmp_path / "profile.json", Profile) == made

@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,14 +26,14 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.planning import plan
-from pipeloom.runtime.checkpoint import files
-from pipeloom.runtime.launch.connect import connect, watch_ranks
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime import checkpoint_files as files
+from pipeloom.runtime.channel import Channel, dist_channel, meeting
+from pipeloom.runtime.connect import connect, watch_ranks
+from pipeloom.runtime.launch import launch
 from pipeloom.runtime.messages import Message
-from pipeloom.runtime.posted_channel import PostedChannel
-from pipeloom.runtime.transports.dist_channel import DistChannel
-from pipeloom.runtime.transports.nccl import NcclTransport
-from pipeloom.runtime.transports.transport import SumGroup
+from pipeloom.runtime.nccl import NcclTransport
+from pipeloom.runtime.transport import SumGroup, gloo_group
+from pipeloom.runtime.watch import Watch
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "bool", "int64", "float64")
@@ -48,9 +49,9 @@ def number(source: int, target: int) -> Message:
 
 
 @contextmanager
-def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[DistChannel]:
+def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[Channel]:
     with watch_ranks(group) as watch:
-        yield DistChannel(group, watch, device=CPU, timeout_s=timeout_s)
+        yield dist_channel(group, watch, device=CPU, timeout_s=timeout_s)
 
 
 def exchange(folder: str) -> None:
@@ -72,7 +73,7 @@ def exchange(folder: str) -> None:
     print("all well")
 
 
-def _all_to_all(channel: PostedChannel) -> None:
+def _all_to_all(channel: Channel) -> None:
     """Every rank to every other: all dtypes and shapes, packed and not, waited for in reverse."""
     shapes = ((), (3,), (2, 0), (4, 5))
     messages = []
@@ -103,7 +104,7 @@ def _all_to_all(channel: PostedChannel) -> None:
         assert channel.used_bytes == channel.sending_bytes == 0
 
 
-def _large_messages(channel: PostedChannel) -> None:
+def _large_messages(channel: Channel) -> None:
     """Rank 0 to rank 1; the sender's memory is free once it is received, before the step ends."""
     value = Value(name="x", shape=(1 << 18,), dtype="float32")
     messages = [message(f"0SEND_F{k}>1", 0, 1, value) for k in range(4)]
@@ -123,7 +124,7 @@ def _large_messages(channel: PostedChannel) -> None:
     assert channel.sending_bytes == 0
 
 
-def _finished_when_asked(channel: PostedChannel) -> None:
+def _finished_when_asked(channel: Channel) -> None:
     """Small and large messages from rank 0 to rank 1, waited for before the step ends."""
     sizes = (4, 1 << 18, 4)
     values = [Value(name="x", shape=(size,), dtype="float32") for size in sizes]
@@ -142,15 +143,16 @@ def _finished_when_asked(channel: PostedChannel) -> None:
     channel.end()
 
 
-def _is_free(channel: PostedChannel) -> bool:
+def _is_free(channel: Channel) -> bool:
     channel.begin([])  # every call looks for finished sends
     return channel.sending_bytes == 0
 
 
-def _sums_and_objects(channel: PostedChannel) -> None:
+def _sums_and_objects(channel: Channel) -> None:
     whole = torch.full((5,), float(channel.rank))
     channel.all_reduce(whole)
     assert (whole == 3).all()
+    channel.open_groups([meeting((0, 2))])
     if channel.rank != 1:
         part = torch.full((2, 3), 1.5 + channel.rank, dtype=torch.float64).T
         channel.all_reduce(part, [2, 0])
@@ -171,7 +173,7 @@ def _sums_and_objects(channel: PostedChannel) -> None:
     assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
 
 
-def _refusals(channel: PostedChannel) -> None:
+def _refusals(channel: Channel) -> None:
     other = (channel.rank + 1) % 3
     channel.begin([])
     for wrong in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
@@ -211,33 +213,33 @@ def _meshes(world: dist.ProcessGroup) -> None:
         connect(CPU, group=init_device_mesh("cpu", (3,), mesh_dim_names=("dp",)))
 
 
+def _nccl_transport(world: dist.ProcessGroup, watch: Watch, name: str, **how: Any) -> NcclTransport:
+    """As for NCCL, but gloo makes the groups."""
+    store = dist.PrefixStore(name, world.get_group_store())
+    make = partial(gloo_group, store, timedelta(seconds=1000))
+    return NcclTransport(world, watch, make=make, make_control=make, timeout_s=1000.0, **how)
+
+
 def _directed_groups(world: dist.ProcessGroup) -> None:
     """What is done for NCCL, done with gloo: one group per direction, sums beside them."""
     with watch_ranks(world) as watch:
-        transport = NcclTransport(world, watch, device=CPU, timeout_s=1000.0, backend="gloo")
-        channel = PostedChannel(transport, watch, device=CPU)
+        channel = Channel(_nccl_transport(world, watch, "directed", device=CPU), watch, device=CPU)
         _all_to_all(channel)
         _sums_and_objects(channel)
 
 
 def _control_data(world: dist.ProcessGroup) -> None:
     """What the ranks tell each other lies on the host: it does not go over the devices' group."""
-    over: list[object] = []
-    summed = dist.all_reduce
-
-    def noted(tensor: torch.Tensor, group: dist.ProcessGroup, **how: Any) -> dist.Work | None:
-        over.append(group)
-        return summed(tensor, group=group, **how)
-
-    with watch_ranks(world) as watch, patch.object(dist, "all_reduce", noted):
-        nowhere = torch.device("meta")
-        transport = NcclTransport(world, watch, device=nowhere, timeout_s=1000.0, pairs=[], backend="gloo")
-        channel = PostedChannel(transport, watch, device=nowhere)
+    nowhere = torch.device("meta")
+    with watch_ranks(world) as watch:
+        transport = _nccl_transport(world, watch, "control", device=nowhere, pairs=[])
+        transport._group = None  # type: ignore[assignment]
+        channel = Channel(transport, watch, device=nowhere)
         told = torch.ones(2, dtype=torch.float64)
         channel.all_reduce(told)
         everybody = SumGroup("figures", tuple(range(channel.ranks)))
         channel.begin_sum(told, everybody).wait()
-        assert told.tolist() == [channel.ranks**2] * 2 and len(over) == 2 and world not in over
+        assert told.tolist() == [channel.ranks**2] * 2
 
 
 def fail_while_others_wait() -> None:
@@ -304,7 +306,7 @@ def frozen() -> None:
     stopped, lost_s = int(os.environ["FROZEN"]), float(os.environ["LOST_S"])
     world = connect(CPU)
     with watch_ranks(world, lost_s=lost_s) as watch:
-        channel = DistChannel(world, watch, device=CPU, timeout_s=1000.0)
+        channel = dist_channel(world, watch, device=CPU, timeout_s=1000.0)
         channel.all_gather_object(None)
         watch.status = f"{watch.rank}F0"
         if watch.rank == stopped:
@@ -330,7 +332,7 @@ def wait() -> None:
 def deadlock() -> None:
     """Ranks 0 and 1 wait for each other, rank 2 for rank 0."""
     with watch_ranks(connect(CPU)) as watch:
-        channel = DistChannel(connect(CPU), watch, device=CPU, timeout_s=2.0 if watch.rank == 0 else 1000.0)
+        channel = dist_channel(connect(CPU), watch, device=CPU, timeout_s=2.0 if watch.rank == 0 else 1000.0)
         wanted = number([1, 0, 0][channel.rank], channel.rank)
         channel.begin([wanted])
         watch.status = f"{channel.rank}F0"

@@ -13,7 +13,7 @@ from runs import assert_same, even_plan, pipelined, plain, shared_captures, thre
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import BatchError, CaptureError, PeerError, PipeloomError
 from pipeloom.runtime.batches import agree_on_shapes
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.channel import Channel
 
 
 def sliced(seed: int, size: int) -> zoo.Batch:
@@ -60,7 +60,7 @@ def after_refusals(job: Any, refused: Sequence[Refused]) -> list[list[str]]:
     plan = even_plan(job, 2, microbatches=4)
     batches = [job.batch(seed, 8) for seed in range(2)]
 
-    def rank(index: int, channel: LocalChannel) -> tuple[list[str], list[float]]:
+    def rank(index: int, channel: Channel) -> tuple[list[str], list[float]]:
         said = []
         with Pipeline(job, plan, channel=channel, options=Options()) as pipeline:
             numbers = []
@@ -104,7 +104,7 @@ def test_without_a_flush_all_ranks_refuse_a_batch_or_none_goes_on() -> None:
     job = job_of()
     plan = steady_plan(job, 2, 4)
 
-    def rank(index: int, channel: LocalChannel) -> list[float]:
+    def rank(index: int, channel: Channel) -> list[float]:
         with Pipeline(job, plan, channel=channel) as pipeline:
             losses = [pipeline.step(job.batch(0, 8))]
             with pytest.raises(BatchError, match="cannot be split"):

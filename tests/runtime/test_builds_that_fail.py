@@ -14,7 +14,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import PeerError
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.channel import Channel
 
 SCRIPT = textwrap.dedent(
     """
@@ -23,7 +23,7 @@ SCRIPT = textwrap.dedent(
     import runs, zoo
     from pipeloom import Pipeline
     from pipeloom.ir.errors import PipeloomError
-    from pipeloom.runtime.launch.launch import launch
+    from pipeloom.runtime.launch import launch
 
     def work(caps):
         job = zoo.job("skips")
@@ -67,7 +67,7 @@ def test_the_other_ranks_are_told_why() -> None:
     job = zoo.job("skips")
     plan = runs.even_plan(job, 2, microbatches=2)
 
-    def rank(index: int, channel: LocalChannel) -> str:
+    def rank(index: int, channel: Channel) -> str:
         def scheduler(optimizer: object) -> None:
             raise ValueError("the user's own mistake")
 

@@ -21,12 +21,10 @@ from pipeloom.forecast import by_stage
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime import posted_channel
-from pipeloom.runtime.calibration.rehearsal import ActionTimes, Rehearsal
-from pipeloom.runtime.offload.file_tier import FileTier
-from pipeloom.runtime.offload.tier import AsyncCopy
-from pipeloom.runtime.transports.local_channel import LocalTransport
-from pipeloom.runtime.transports.transport import PendingTransfer
+from pipeloom.runtime import channel, transport
+from pipeloom.runtime.file_tier import FileCopy, FileTier
+from pipeloom.runtime.rehearsal import ActionTimes, Rehearsal
+from pipeloom.runtime.transport import GlooTransport, PendingTransfer
 from pipeloom.simulator.simulate import simulate
 from pipeloom.tracer.stage.trace import stage_residuals
 
@@ -36,35 +34,31 @@ COUNT = 6
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch, quick_rehearsals: None) -> None:
     """Copies follow each other: the end of one is the end of those before it."""
-    order: dict[int, list[AsyncCopy]] = {}
+    order: dict[int, list[FileCopy]] = {}
     ended: set[int] = set()
-    start_offload, offload_done = FileTier.start_offload, FileTier.offload_done
-    finish_leaving, wait_reload = FileTier.finish_leaving, FileTier.wait_reload
+    offload, gone, leave, take = FileTier.offload, FileCopy.gone, FileCopy.leave, FileCopy.take
 
-    def begin(self: FileTier, action: str, residuals: Any) -> Any:
-        copy = start_offload(self, action, residuals)
+    def begin(self: FileTier, action: str, residuals: Any) -> FileCopy:
+        copy = offload(self, action, residuals)
         order.setdefault(id(self), []).append(copy)
         return copy
 
-    def end(self: FileTier, copy: AsyncCopy) -> None:
-        mine = order[id(self)]
+    def end(copy: FileCopy) -> None:
+        mine = order[id(copy.tier)]
         ended.update(id(each) for each in mine[: mine.index(copy) + 1])
 
-    def wait(self: FileTier, copy: AsyncCopy, check: Callable[[], None]) -> None:
-        end(self, copy)
-        finish_leaving(self, copy, check)
+    def wait(copy: FileCopy, check: Callable[[], None]) -> None:
+        end(copy)
+        leave(copy, check)
 
-    def come(self: FileTier, copy: AsyncCopy, check: Callable[[], None]) -> Any:
-        end(self, copy)
-        return wait_reload(self, copy, check)
+    def come(copy: FileCopy, check: Callable[[], None]) -> Any:
+        end(copy)
+        return take(copy, check)
 
-    def done(self: FileTier, copy: AsyncCopy) -> bool:
-        return id(copy) in ended and offload_done(self, copy)
-
-    monkeypatch.setattr(FileTier, "start_offload", begin)
-    monkeypatch.setattr(FileTier, "offload_done", done)
-    monkeypatch.setattr(FileTier, "finish_leaving", wait)
-    monkeypatch.setattr(FileTier, "wait_reload", come)
+    monkeypatch.setattr(FileTier, "offload", begin)
+    monkeypatch.setattr(FileCopy, "gone", lambda copy: id(copy) in ended and gone(copy))
+    monkeypatch.setattr(FileCopy, "leave", wait)
+    monkeypatch.setattr(FileCopy, "take", come)
 
 
 def offloading(stages: int) -> tuple[Plan, int]:
@@ -172,7 +166,7 @@ class OnStream:
 def test_each_send_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver takes nothing before the sender has waited long."""
     looked = threading.Event()
-    send, receive = LocalTransport.send, LocalTransport.receive
+    send, receive = GlooTransport.send, GlooTransport.receive
     plan = runs.even_plan(TANH, 2, microbatches=COUNT, microbatch_size=ROWS, schedule="gpipe")
     batches = [TANH.batch(step, ROWS * COUNT) for step in range(2)]
 
@@ -181,24 +175,25 @@ def test_each_send_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             pipeline.step(batch)
         return pipeline.ledger.peak
 
-    def late(self: LocalTransport, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
+    def late(self: GlooTransport, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         assert self.rank == 0 or looked.wait(300)
         return receive(self, buffer, source, index)
 
-    def on_stream(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
+    def on_stream(self: GlooTransport, buffer: Tensor, target: int, index: int) -> PendingTransfer:
         return OnStream(send(self, buffer, target, index), looked)
 
     def tight(pipeline: Pipeline) -> int:
         pipeline.step(batches[0])
         if pipeline.rank == 0:
             pipeline.ledger.cap_bytes = cap
-            monkeypatch.setattr(LocalTransport, "receive", late)
-            monkeypatch.setattr(LocalTransport, "send", on_stream)
+            monkeypatch.setattr(GlooTransport, "receive", late)
+            monkeypatch.setattr(GlooTransport, "send", on_stream)
         pipeline.channel.all_gather_object(None)
         pipeline.step(batches[1])
-        return [action for _, action, *_ in pipeline.recorder.marks].count("ROOM")
+        return [event.action for event in pipeline.recorder.events()].count("ROOM")
 
-    monkeypatch.setattr(posted_channel, "SMALL_BYTES", 0)
+    for module in (channel, transport):
+        monkeypatch.setattr(module, "SMALL_BYTES", 0)
     with sends_are_through_at_once():
         cap = runs.each_rank(TANH, plan, lowest)[0] + ACTIVATION // 2
     waits = runs.each_rank(TANH, plan, tight)[0]

@@ -15,9 +15,9 @@ from safetensors.torch import load_model
 from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.files import complete, newest
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.runtime.checkpoint_files import complete, newest
 
 
 def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:
@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def save(directory: Path, state: TrainState, step: int = 1, **extra: object) -> Path:
-    return checkpoint.save(directory, state, step=step, extra=extra, group=None)
+    return checkpoint.save(directory, state, step=step, extra=extra)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, momentum, lambda m: torch.optim.Adagrad(m.parameters())])
@@ -66,7 +66,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, make_optimize
 
     other = make_model(seed=1)
     fresh = make_optimizer(other)
-    step, found = checkpoint.load(tmp_path, state_of(other, fresh), group=None)
+    step, found = checkpoint.load(tmp_path, state_of(other, fresh))
     assert (step, found) == (3, extra)
     assert train(other, fresh, range(3, 6)) == expected
     for mine, theirs in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
@@ -84,14 +84,14 @@ def test_hyper_parameters_come_back_per_parameter(tmp_path: Path) -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
     save(tmp_path, state_of(model, optimizer))
     fresh = grouped(model, 0.0)
-    checkpoint.load(tmp_path, state_of(model, fresh), group=None)
+    checkpoint.load(tmp_path, state_of(model, fresh))
     assert [(g["weight_decay"], g["lr"], g["initial_lr"]) for g in fresh.param_groups] == [
         (0.3, 0.5, 1.0),
         (0.01, 0.5, 1.0),
     ]
     assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
 
-    said = refused(checkpoint.load, tmp_path, state_of(model, adamw(model)), group=None)
+    said = refused(checkpoint.load, tmp_path, state_of(model, adamw(model)))
     assert "0.weight and 0.bias" in said and "weight_decay 0.3 and 0.01" in said
 
 
@@ -100,7 +100,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
     rate = torch.tensor(0.25)
     save(tmp_path, state_of(model, torch.optim.AdamW(model.parameters(), lr=rate)))
     fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(9.0))
-    checkpoint.load(tmp_path, state_of(model, fresh), group=None)
+    checkpoint.load(tmp_path, state_of(model, fresh))
     assert torch.equal(fresh.param_groups[0]["lr"], rate)
 
 
@@ -109,7 +109,7 @@ def test_parameters_alone_can_be_loaded(tmp_path: Path) -> None:
     optimizer = adamw(model)
     train(model, optimizer, range(1))
     save(tmp_path, state_of(model, optimizer))
-    checkpoint.load(tmp_path, state_of(other), group=None)
+    checkpoint.load(tmp_path, state_of(other))
     assert torch.equal(other[0].weight, model[0].weight)
 
 
@@ -119,8 +119,8 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
         save(tmp_path, state_of(model), step=step)
     # Step 10 belongs to a run that somebody went back from: it is not touched, and no longer the newest.
     assert [p.name for p in complete(tmp_path)] == ["step-00000002", "step-00000003", "step-00000010"]
-    assert checkpoint.load(tmp_path, state_of(model), group=None)[0] == 3
-    assert checkpoint.load(tmp_path / "step-00000010", state_of(model), group=None)[0] == 10
+    assert checkpoint.load(tmp_path, state_of(model))[0] == 3
+    assert checkpoint.load(tmp_path / "step-00000010", state_of(model))[0] == 10
     (tmp_path / "latest").unlink()
     assert newest(tmp_path).name == "step-00000010"
 
@@ -128,15 +128,15 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
 CRASH = """
 import os, signal, sys, pathlib, torch
 from torch import nn
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 
 folder, first, second = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 def save(step):
     parameters = {"w": nn.Parameter(torch.full((1000,), float(step)))}
     optimizer = torch.optim.SGD(parameters.values())
     state = TrainState(parameters=parameters, optimizers=(optimizer,))
-    checkpoint.save(folder, state, step=min(step, second), extra={"value": step}, group=None, keep=1)
+    checkpoint.save(folder, state, step=min(step, second), extra={"value": step}, keep=1)
 
 def deadly(calls, function):
     "SIGKILL instead of the n-th system call that changes the disk."
@@ -165,7 +165,7 @@ for moment in range(100):
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, -signal.SIGKILL), code
     found = {"w": nn.Parameter(torch.zeros(1000))}
-    step, extra = checkpoint.load(folder, TrainState(parameters=found), group=None)
+    step, extra = checkpoint.load(folder, TrainState(parameters=found))
     assert bool((found["w"] == extra["value"]).all()), (moment, step, extra)
     print(moment, extra["value"], code, flush=True)
     if status == 0:
@@ -193,17 +193,17 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_previous(tmp_path: Path) -> N
 import resource, sys, pathlib, torch
 from torch import nn
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 folder = pathlib.Path(sys.argv[1])
 state = TrainState(parameters={"w": nn.Parameter(torch.ones(100_000))})
-checkpoint.save(folder, state, step=1, extra={}, group=None)
+checkpoint.save(folder, state, step=1, extra={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:
-    checkpoint.save(folder, state, step=2, extra={}, group=None)
+    checkpoint.save(folder, state, step=2, extra={})
 except CheckpointError as error:
     print(error)
-print(checkpoint.load(folder, state, group=None)[0], sorted(p.name for p in folder.iterdir()))
+print(checkpoint.load(folder, state)[0], sorted(p.name for p in folder.iterdir()))
 """
     message, hint, then = output("-c", code, tmp_path).splitlines()
     assert f"{tmp_path}/step-00000002" in message and "disk full" in hint
@@ -221,10 +221,9 @@ def other_schema(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "word"),
     [
-        ("__0_0.distcp", cut_short, "corrupt"),
-        ("__0_0.distcp", flip_a_bit, "corrupt"),
-        ("__0_0.distcp", Path.unlink, "incomplete"),
-        ("tensors.json", flip_a_bit, "corrupt"),
+        ("rank-0.safetensors", cut_short, "corrupt"),
+        ("rank-0.safetensors", flip_a_bit, "corrupt"),
+        ("rank-0.safetensors", Path.unlink, "incomplete"),
         ("index.json", cut_short, "corrupt"),
         ("index.json", other_schema, "schema 99"),
     ],
@@ -237,7 +236,7 @@ def test_damage_is_named_and_nothing_is_overwritten(
     harm(path / name)
     before = {name: tensor.clone() for name, tensor in state.model.items()}
     with pytest.raises(CheckpointError, match=word) as caught:
-        checkpoint.load(tmp_path, state, group=None)
+        checkpoint.load(tmp_path, state)
     assert caught.value.message.startswith(f"checkpoint {path} ") and caught.value.hint
     assert "\n" not in caught.value.message and (name in caught.value.message or word == "schema 99")
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.items())
@@ -251,8 +250,8 @@ def refused(call: Callable[..., object], *given: object, **how: object) -> str:
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     state = state_of(make_model())
-    assert "nowhere does not exist" in refused(checkpoint.load, tmp_path / "nowhere", state, group=None)
-    assert "no complete checkpoint" in refused(checkpoint.load, tmp_path, state, group=None)
+    assert "nowhere does not exist" in refused(checkpoint.load, tmp_path / "nowhere", state)
+    assert "no complete checkpoint" in refused(checkpoint.load, tmp_path, state)
 
 
 @pytest.mark.parametrize(
@@ -266,14 +265,14 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 )
 def test_another_model_is_refused(tmp_path: Path, model: Callable[[], nn.Module], words: str) -> None:
     save(tmp_path, state_of(make_model()))
-    assert words in refused(checkpoint.load, tmp_path, state_of(model()), group=None)
+    assert words in refused(checkpoint.load, tmp_path, state_of(model()))
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = make_model()
     for folder, optimizers, word in (("sgd", [momentum(model)], "AdamW"), ("none", [], "no optimizer")):
         save(tmp_path / folder, state_of(model, *optimizers))
-        assert word in refused(checkpoint.load, tmp_path / folder, state_of(model, adamw(model)), group=None)
+        assert word in refused(checkpoint.load, tmp_path / folder, state_of(model, adamw(model)))
 
 
 def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
@@ -294,8 +293,23 @@ def test_plain_optimizer_state_comes_back(tmp_path: Path) -> None:
     optimizer.state[model[0].weight]["count"] = 7
     save(tmp_path, state_of(model, optimizer))
     fresh = momentum(model)
-    checkpoint.load(tmp_path, state_of(model, fresh), group=None)
+    checkpoint.load(tmp_path, state_of(model, fresh))
     assert fresh.state[model[0].weight]["count"] == 7
+
+
+def test_numbers_of_every_kind_and_layout_come_back(tmp_path: Path) -> None:
+    whole = torch.randn(4, 6, dtype=torch.complex128)
+    tensors = {
+        "turned": whole.T,
+        "row": whole[1],
+        "none": torch.zeros(0, 3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "count": torch.tensor(5, dtype=torch.uint8),
+    }
+    save(tmp_path, TrainState(parameters={}, buffers=tensors))
+    filled = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    checkpoint.load(tmp_path, TrainState(parameters={}, buffers=filled))
+    assert all(torch.equal(tensor, filled[name]) for name, tensor in tensors.items())
 
 
 class Tied(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeloom.runtime.offload import cuda_tier
-from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime import cuda_tier
+from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
 from pipeloom.tracer.stage.functions import Slot
 
 
@@ -46,10 +46,10 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
     transposed = torch.arange(12.0).reshape(3, 4).T
     sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("residual", "view"): transposed}
     expected = {slot: t.clone() for slot, t in sent.items()}
-    copy = tier.start_offload("0OFFLOAD0", sent)
+    copy = tier.offload("0OFFLOAD0", sent)
     assert not sent and tier.used_bytes == copy.bytes
-    tier.start_reload(copy)
-    found = tier.wait_reload(copy, lambda: None)
+    copy.reload()
+    found = copy.take(lambda: None)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[slot], t) for slot, t in expected.items())
     assert found[Slot("residual", "view")].stride() == transposed.stride()
@@ -59,33 +59,33 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
 def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
     """The host would write to a chunk at once, though a copy from it may be pending."""
     seed = torch.tensor(7)
-    copy = tier.start_offload("0OFFLOAD0", {Slot("residual", "seed"): seed, **residuals(10)})
+    copy = tier.offload("0OFFLOAD0", {Slot("residual", "seed"): seed, **residuals(10)})
     assert copy.bytes == 40
-    tier.start_reload(copy)
-    assert tier.wait_reload(copy, lambda: None)[Slot("residual", "seed")] is seed
+    copy.reload()
+    assert copy.take(lambda: None)[Slot("residual", "seed")] is seed
 
 
 def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:
     for length in (CHUNK, CHUNK // 2, 3, 3 * CHUNK // 4):
-        copies = [tier.start_offload(f"0OFFLOAD{m}", residuals(length)) for m in range(2)]
+        copies = [tier.offload(f"0OFFLOAD{m}", residuals(length)) for m in range(2)]
         for copy in copies:
-            tier.start_reload(copy)
-            tier.wait_reload(copy, lambda: None)
+            copy.reload()
+            copy.take(lambda: None)
     assert tier.pinned_bytes == 2 * 4 * CHUNK
     assert tier.peak_bytes == 2 * 4 * CHUNK
 
 
 def test_little_more_is_pinned_than_is_held(tier: CudaTier) -> None:
-    copy = tier.start_offload("0OFFLOAD0", residuals(17 * CHUNK // 16))
+    copy = tier.offload("0OFFLOAD0", residuals(17 * CHUNK // 16))
     assert copy.bytes <= tier.pinned_bytes < copy.bytes + CHUNK
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_given_up_leaves_its_place_to_others(tier: CudaTier, asked: bool) -> None:
-    copy = tier.start_offload("0OFFLOAD0", residuals(CHUNK // 4))
+    copy = tier.offload("0OFFLOAD0", residuals(CHUNK // 4))
     if asked:
-        tier.start_reload(copy)
-    tier.discard(copy)
+        copy.reload()
+    copy.discard()
     assert tier.used_bytes == 0 and not tier._reloading and not copy.reloading
-    tier.start_offload("0OFFLOAD0", residuals(CHUNK // 4))
+    tier.offload("0OFFLOAD0", residuals(CHUNK // 4))
     assert tier.pinned_bytes == CHUNK

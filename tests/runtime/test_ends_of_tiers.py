@@ -21,10 +21,10 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.failure.noticeboard import Failure
-from pipeloom.runtime.offload import cuda_tier
-from pipeloom.runtime.offload.cuda_tier import CudaTier
-from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime import cuda_tier
+from pipeloom.runtime.board import Failure
+from pipeloom.runtime.cuda_tier import CudaTier
+from pipeloom.runtime.file_tier import FileTier
 from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
@@ -68,7 +68,7 @@ def test_what_fails_behind_the_tier_leaves_none(tmp_path: Path, monkeypatch: pyt
     def fails(**_: object) -> None:
         raise ValueError("no worker")
 
-    monkeypatch.setattr("pipeloom.pipeline.Worker", fails)
+    monkeypatch.setattr("pipeloom.pipeline.Rank", fails)
     plan, folder = offloading(), tmp_path / "away"
     with nothing_left(folder), pytest.raises(ValueError, match="no worker"):
         Pipeline(JOB, plan, options=Options(offload_dir=folder))
@@ -135,7 +135,7 @@ def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(cuda_tier, "_stream", Broken)
     tier = CudaTier(0)
-    tier._reloading.add(cuda_tier.CudaCopy(()))
+    tier._reloading.add(cuda_tier.CudaCopy(tier, ()))
     tier._idle_chunks.append(torch.empty(1))
     tier.close()
     assert not tier._reloading and not tier._idle_chunks

@@ -13,14 +13,13 @@ from weakref import WeakSet
 import pytest
 import runs
 import zoo
+from boards import local_boards
 from processes import ends_of, start_ranks
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import CommunicationError
-from pipeloom.runtime.failure.ctrl_c import CtrlC
-from pipeloom.runtime.failure.noticeboard import local_boards
-from pipeloom.runtime.failure.watch import Watch, shorten_peer_errors
-from pipeloom.runtime.launch import connect
+from pipeloom.runtime import connect
+from pipeloom.runtime.watch import CtrlC, Watch, shorten_peer_errors
 
 SCRIPT = textwrap.dedent(
     """
@@ -77,7 +76,7 @@ def test_what_it_ends_with_is_told_to_the_others() -> None:
 def nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the start of a script."""
     monkeypatch.setattr(connect, "_OPEN", WeakSet())
-    monkeypatch.setattr("pipeloom.runtime.failure.watch.UNCAUGHT", uncaught := [])
+    monkeypatch.setattr("pipeloom.runtime.watch.UNCAUGHT", uncaught := [])
     monkeypatch.setattr(connect, "UNCAUGHT", uncaught)
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from pipeloom.runtime.offload.file_allocator import FileAllocator
+from pipeloom.runtime.file_tier import FileAllocator
 
 SIZES = st.integers(0, 12)
 MOVES = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)

@@ -18,7 +18,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import OffloadError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload.file_tier import PAGE, FileCopy, FileTier
+from pipeloom.runtime.file_tier import PAGE, FileCopy, FileTier
 from pipeloom.tracer.stage.functions import Slot
 from pipeloom.tracer.stage.trace import stage_residuals
 
@@ -38,13 +38,13 @@ def never() -> None:
 
 
 def offload(tier: FileTier) -> FileCopy:
-    return tier.start_offload("0OFFLOAD0", {SLOT: torch.zeros(PAGE // 4)})
+    return tier.offload("0OFFLOAD0", {SLOT: torch.zeros(PAGE // 4)})
 
 
 def there_and_back(tier: FileTier) -> None:
     copy = offload(tier)
-    tier.start_reload(copy)
-    tier.wait_reload(copy, never)
+    copy.reload()
+    copy.take(never)
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -74,10 +74,10 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
         broken.setattr(os, call, failing(error))
         copy = offload(tier)
         if asked:
-            tier.start_reload(copy)
+            copy.reload()
         with pytest.raises(kind):
-            (tier.wait_reload if asked else tier.finish_leaving)(copy, never)
-    tier.discard(copy)
+            (copy.take if asked else copy.leave)(never)
+    copy.discard()
     there_and_back(tier)  # copies back follow each other, so the place is given back now
     assert tier.used_bytes == 0
     assert {offload(tier).file_offset, offload(tier).file_offset} == {0, PAGE}
@@ -109,10 +109,10 @@ def lengths(tier: FileTier, pages: list[int]) -> list[int]:
     found = []
     for size in pages:
         given = [torch.full((size * PAGE // 4,), float(size + number)) for number in range(4)]
-        copies = [tier.start_offload("0OFFLOAD0", {SLOT: tensor.clone()}) for tensor in given]
+        copies = [tier.offload("0OFFLOAD0", {SLOT: tensor.clone()}) for tensor in given]
         for copy, tensor in zip(copies, given, strict=True):
-            tier.start_reload(copy)
-            assert torch.equal(tier.wait_reload(copy, never)[SLOT], tensor)
+            copy.reload()
+            assert torch.equal(copy.take(never)[SLOT], tensor)
         found.append(os.fstat(tier._file.fileno()).st_size // PAGE)
     return found
 

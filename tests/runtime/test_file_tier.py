@@ -17,9 +17,9 @@ from torch import Tensor
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.runtime.offload.file_tier import FileTier, lies_in_memory
-from pipeloom.runtime.offload.open_tier import open_tier
-from pipeloom.runtime.offload.tier import AsyncCopy
+from pipeloom.runtime.file_tier import FileTier, lies_in_memory
+from pipeloom.runtime.open_tier import open_tier
+from pipeloom.runtime.tier import Copy
 from pipeloom.tracer.stage.functions import Slot, Tensors
 
 
@@ -52,9 +52,9 @@ def residuals() -> Tensors:
 
 
 def there_and_back(tier: FileTier, tensors: Tensors) -> Tensors:
-    copy = tier.start_offload("1OFFLOAD2", tensors)
-    tier.start_reload(copy)
-    return tier.wait_reload(copy, never)
+    copy = tier.offload("1OFFLOAD2", tensors)
+    copy.reload()
+    return copy.take(never)
 
 
 def test_everything_comes_back_as_it_was(tier: FileTier) -> None:
@@ -72,19 +72,19 @@ def test_places_are_used_again(tier: FileTier) -> None:
     for _ in range(3):
         there_and_back(tier, residuals())
     size = os.fstat(tier._file.fileno()).st_size
-    copies = [tier.start_offload("0OFFLOAD0", residuals()) for _ in range(2)]
+    copies = [tier.offload("0OFFLOAD0", residuals()) for _ in range(2)]
     for copy in copies:
-        tier.start_reload(copy)
-        tier.wait_reload(copy, never)
+        copy.reload()
+        copy.take(never)
     assert os.fstat(tier._file.fileno()).st_size == 2 * size
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool) -> None:
-    copy = tier.start_offload("0OFFLOAD0", one())
+    copy = tier.offload("0OFFLOAD0", one())
     if asked:
-        tier.start_reload(copy)
-    tier.discard(copy)
+        copy.reload()
+    copy.discard()
     assert copy.reloaded.wait(60)
     assert (tier.used_bytes, tier.peak_bytes) == (0, 4000)
     there_and_back(tier, one())
@@ -92,26 +92,26 @@ def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool
 
 
 def test_what_is_there_is_counted(tier: FileTier) -> None:
-    copies: list[AsyncCopy] = [tier.start_offload(f"0OFFLOAD{m}", one()) for m in range(2)]
+    copies: list[Copy] = [tier.offload(f"0OFFLOAD{m}", one()) for m in range(2)]
     assert (tier.used_bytes, tier.peak_bytes) == (8000, 8000)
     for copy in copies:
-        tier.start_reload(copy)
-        tier.wait_reload(copy, never)
-        assert tier.offload_done(copy) and copy.offload_span is not None and copy.reload_span is not None
+        copy.reload()
+        copy.take(never)
+        assert copy.gone() and copy.offload_span is not None and copy.reload_span is not None
     assert (tier.used_bytes, tier.peak_bytes) == (0, 8000)
 
 
 def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
     tensors = one()
     alive = weakref.ref(tensors[Slot("residual", "a")].untyped_storage())
-    copy = tier.start_offload("0OFFLOAD0", tensors)
+    copy = tier.offload("0OFFLOAD0", tensors)
     copy.offloaded.wait(10)  # type: ignore[attr-defined]
     assert alive() is None
 
 
 def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     tier = FileTier(tmp_path / "new" / "one", 0)
-    tier.start_offload("0OFFLOAD0", residuals())
+    tier.offload("0OFFLOAD0", residuals())
     assert not list((tmp_path / "new" / "one").iterdir())
     tier.close()
     tier.close()
@@ -142,7 +142,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
     monkeypatch.setattr(os, "posix_fallocate", full)
     tensors = residuals()
     with pytest.raises(OffloadError) as caught:
-        tier.start_offload("1OFFLOAD2", tensors)
+        tier.offload("1OFFLOAD2", tensors)
     said = str(caught.value)
     assert all(part in said for part in ("rank 3", "24.0 KiB at 1OFFLOAD2", "No space left", str(tmp_path)))
     assert len(tensors) == 7  # they are where they were
@@ -155,21 +155,21 @@ def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", broken)
-    copy = tier.start_offload("1OFFLOAD2", one())
-    tier.start_reload(copy)
+    copy = tier.offload("1OFFLOAD2", one())
+    copy.reload()
     with pytest.raises(OffloadError, match="rank 3 .* 3.9 KiB at 1OFFLOAD2: Input/output error"):
-        tier.wait_reload(copy, never)
+        copy.take(never)
     with pytest.raises(OffloadError):
-        tier.offload_done(copy)
+        copy.gone()
 
 
 def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
-    copy = tier.start_offload("1OFFLOAD2", one(3000))
+    copy = tier.offload("1OFFLOAD2", one(3000))
     copy.offloaded.wait(10)
     os.ftruncate(tier._file.fileno(), 5000)
-    tier.start_reload(copy)
+    copy.reload()
     with pytest.raises(OffloadError, match="11.7 KiB at 1OFFLOAD2, .* 4.9 KiB are left"):
-        tier.wait_reload(copy, never)
+        copy.take(never)
 
 
 OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
@@ -185,12 +185,12 @@ def test_no_memory_to_read_into_is_said(
     def full(*_: object, **__: object) -> Tensor:
         raise error
 
-    copy = tier.start_offload("1OFFLOAD2", one())
-    tier.finish_leaving(copy, never)
+    copy = tier.offload("1OFFLOAD2", one())
+    copy.leave(never)
     monkeypatch.setattr(torch, "empty", full)
-    tier.start_reload(copy)
+    copy.reload()
     with pytest.raises(OffloadError) as caught:
-        tier.wait_reload(copy, never)
+        copy.take(never)
     assert all(part in caught.value.message for part in ("rank 3", "3.9 KiB offloaded at 1OFFLOAD2", words))
     assert "resume from the last checkpoint" in str(caught.value.hint)
 
@@ -222,9 +222,9 @@ def test_a_wait_ends_when_another_rank_fails(tier: FileTier) -> None:
         raise PeerError("rank 1 failed")
 
     # Nobody asks for it back.
-    copy = tier.start_offload("1OFFLOAD2", one(10))
+    copy = tier.offload("1OFFLOAD2", one(10))
     with pytest.raises(PeerError):
-        tier.wait_reload(copy, check)
+        copy.take(check)
 
 
 LIMITED = """
@@ -232,15 +232,15 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from pipeloom.ir.errors import OffloadError
-from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.file_tier import FileTier
 from pipeloom.tracer.stage.functions import Slot
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 tier = FileTier(Path(sys.argv[1]), 0)
-tier.start_offload("0OFFLOAD0", {Slot("residual", "a"): torch.zeros(1 << 17)})
+tier.offload("0OFFLOAD0", {Slot("residual", "a"): torch.zeros(1 << 17)})
 try:
-    tier.start_offload("0OFFLOAD1", {Slot("residual", "a"): torch.zeros(1 << 18)})
+    tier.offload("0OFFLOAD1", {Slot("residual", "a"): torch.zeros(1 << 18)})
 except OffloadError as error:
     print(error)
 tier.close()
@@ -270,7 +270,7 @@ PLAN = Plan(
 def test_the_first_rank_that_offloads_to_a_folder_in_memory_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ) -> None:
-    monkeypatch.setattr("pipeloom.runtime.offload.file_tier.lies_in_memory", lambda folder: in_memory)
+    monkeypatch.setattr("pipeloom.runtime.file_tier.lies_in_memory", lambda folder: in_memory)
     warned = []
     for rank in range(3):
         with warnings.catch_warnings(record=True) as seen:

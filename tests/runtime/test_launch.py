@@ -14,14 +14,13 @@ import pytest
 from processes import run, start, until
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.launch.launch import StartedRanks, launch
-from pipeloom.runtime.launch.processes import GRACE_S, POLL_S, TERM_S
+from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, StartedRanks, launch
 
 HERE = Path(__file__).parent
 
 LAUNCHER = """
 import json, sys
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 import launch_targets
 sys.exit(launch(getattr(launch_targets, sys.argv[1]), **json.loads(sys.argv[2])))
 """
@@ -103,7 +102,7 @@ def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
         "import sys\n"
-        "from pipeloom.runtime.launch.launch import launch\n"
+        "from pipeloom.runtime.launch import launch\n"
         "class Mine: pass\n"
         "def work(mine): print(type(mine) is Mine, __name__)\n"
         "if __name__ == '__main__': sys.exit(launch(work, 2, args=(Mine(),)))\n"
@@ -135,8 +134,8 @@ def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal, sys, time\n"
-        "from pipeloom.runtime.launch import processes\n"
-        "from pipeloom.runtime.launch.launch import launch\n"
+        "from pipeloom.runtime import launch as processes\n"
+        "from pipeloom.runtime.launch import launch\n"
         "def work():\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
         "if __name__ == '__main__':\n"

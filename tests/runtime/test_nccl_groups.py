@@ -3,21 +3,21 @@ makes the groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from boards import local_boards
 
-from pipeloom.runtime.failure.noticeboard import local_boards
-from pipeloom.runtime.failure.watch import Watch
-from pipeloom.runtime.launch.connect import connect
-from pipeloom.runtime.transports.gloo import GlooTransport
-from pipeloom.runtime.transports.nccl import NcclTransport
-from pipeloom.runtime.transports.transport import SumGroup
+from pipeloom.runtime.channel import Channel, meeting, run_threads
+from pipeloom.runtime.connect import connect
+from pipeloom.runtime.nccl import NcclTransport, nccl_group
+from pipeloom.runtime.transport import SumGroup
+from pipeloom.runtime.watch import Watch
 
 LIMIT_S = 20.0
 
@@ -38,36 +38,38 @@ class Group(dist.ProcessGroup):
         self.aborted.append(self.called)
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `new_group` was "asked" for, and the groups that were "aborted"."""
-    asked: list[dict[str, Any]] = []
-    aborted: list[str] = []
+def transport(aborted: list[str]) -> NcclTransport:
+    def make(name: str, rank: int, ranks: int) -> Group:
+        return Group(name, aborted)
 
-    def new_group(ranks: list[int], **how: Any) -> Group:
-        asked.append(how)
-        return Group(f"{how['backend']} {len(asked)}", aborted)
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    return {"asked": asked, "aborted": aborted}
-
-
-def transport(made: dict[str, Any]) -> NcclTransport:
-    world = Group("world", made["aborted"])
     watch = Watch(local_boards(2)[0])
-    found = NcclTransport(world, watch, device=torch.device("cpu"), timeout_s=LIMIT_S, pairs=())
-    found.open_groups([SumGroup("tied", (0, 1))])
-    found._lookout.close()
-    return found
+    made = NcclTransport(
+        Group("world", aborted),
+        watch,
+        make=make,
+        make_control=make,
+        device=torch.device("cpu"),
+        timeout_s=LIMIT_S,
+        pairs=(),
+    )
+    made.open_groups([SumGroup("tied", (0, 1))])
+    made._lookout.close()
+    return made
 
 
-def test_our_own_limit_passes_first(made: dict[str, Any]) -> None:
+def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's watchdog counts from when an operation is posted, and says less."""
-    transport(made)
-    limits = [how["timeout"] for how in made["asked"] if how["backend"] == "nccl"]
-    assert len(limits) == 3 and min(limits) >= 3 * timedelta(seconds=LIMIT_S)
+    limits: list[timedelta] = []
+
+    class Made:
+        Options = SimpleNamespace
+
+        def __init__(self, store: dist.Store, rank: int, ranks: int, options: SimpleNamespace) -> None:
+            limits.append(options._timeout)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
+    nccl_group(dist.HashStore(), LIMIT_S, "tied", 0, 2)
+    assert min(limits) >= 3 * timedelta(seconds=LIMIT_S)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -75,7 +77,7 @@ def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch, launched: boo
     def init_process_group(backend: str, *, timeout: timedelta, **_: object) -> None:
         raise NotStarted(backend, timeout)
 
-    module = import_module("pipeloom.runtime.launch.connect")  # the room has a function of this name
+    module = import_module("pipeloom.runtime.connect")  # the room has a function of this name
     monkeypatch.setattr(module, "_launcher_store", lambda _: dist.HashStore() if launched else None)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
@@ -87,70 +89,40 @@ def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch, launched: boo
     assert backend == "nccl" and limit >= 3 * timedelta(seconds=LIMIT_S)
 
 
-def test_a_failure_ends_sums_too(made: dict[str, Any]) -> None:
-    found = transport(made)
-    found._control.interrupt = lambda: None  # type: ignore[method-assign]  # over gloo: it has tests of its own
-    found.interrupt()
-    assert sorted(made["aborted"]) == ["nccl 1", "nccl 2", "nccl 4", "world"]
+def test_a_failure_ends_sums_too() -> None:
+    """And no group waits for its operations then: some may never end."""
+    aborted: list[str] = []
+    made = transport(aborted)
+    made._control.interrupt = lambda: None  # type: ignore[method-assign]  # over gloo: it has tests of its own
+    made.interrupt()
+    made.close()
+    assert sorted(aborted) == ["tied (0, 1)", "to higher ranks", "to lower ranks", "world"]
 
 
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    """As a script has made it, of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def test_closing_shuts_down_the_groups_that_were_made_and_no_others() -> None:
+    ended: list[str] = []
+    made = transport([])
+    for group in (made._group, made._to_higher, made._to_lower, *made._open.all()):
+        group.shutdown = lambda name=group.called: ended.append(name)
+    made.close()
+    made.close()
+    assert sorted(ended) == ["tied (0, 1)", "to higher ranks", "to lower ranks"]
 
 
-def transports(world: dist.ProcessGroup) -> list[GlooTransport | NcclTransport]:
-    """Of both kinds, with the groups that they open."""
-    watch = Watch(local_boards(1)[0])
-    made = [
-        GlooTransport(world),
-        NcclTransport(world, watch, device=torch.device("cpu"), timeout_s=LIMIT_S, pairs=(), backend="gloo"),
-    ]
-    for one in made:
-        one.open_groups([SumGroup("tied", (0,))])
-    return made
+def open_sockets() -> int:
+    links = Path("/proc/self/fd").iterdir()
+    return sum(link.is_symlink() and str(link.readlink()).startswith("socket") for link in links)
 
 
-def group_names() -> list[str]:
-    return sorted(dist.distributed_c10d._world.pg_names.values())
+def test_groups_of_threads_leave_nothing_open() -> None:
+    before = open_sockets()
 
+    def rank(_: int, channel: Channel) -> None:
+        with channel.watch:
+            channel.open_groups([meeting((0, 1))])
+            if channel.rank < 2:
+                channel.all_reduce(torch.ones(1), (0, 1))
+            channel.all_reduce(torch.ones(1))
 
-def test_closing_destroys_the_groups_that_were_opened_and_no_others(world: dist.ProcessGroup) -> None:
-    dist.new_group([0])
-    own = group_names()
-    made = transports(world)
-    assert len(group_names()) == len(own) + 5
-    for one in [*made, *made]:
-        one.close()
-    assert group_names() == own
-
-
-def test_groups_stay_where_their_end_would_let_a_name_come_back(world: dist.ProcessGroup) -> None:
-    made = transports(world)
-    dist.new_group([0], use_local_synchronization=True)
-    open_names = group_names()
-    for one in made:
-        one.close()
-    assert group_names() == open_names
-
-
-def test_groups_stay_after_a_failure(world: dist.ProcessGroup) -> None:
-    """To destroy one waits for its operations, and some may never end."""
-    made = transports(world)
-    open_names = group_names()
-    for one in made:
-        one.interrupt()
-        one.close()
-    assert group_names() == open_names
-
-
-def test_a_script_may_have_ended_all_groups(world: dist.ProcessGroup) -> None:
-    made = transports(world)
-    dist.destroy_process_group()
-    for one in made:
-        one.close()
+    run_threads(3, rank)
+    assert open_sockets() == before

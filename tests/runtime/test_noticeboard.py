@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from boards import local_boards
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure.noticeboard import Failure, Noticeboard, StoreBoard, local_boards
-from pipeloom.runtime.failure.rank_status import FINISHED, RankStatus, who_waits
-from pipeloom.runtime.failure.watch import Watch
-from pipeloom.runtime.transports.nccl import StreamWatchdog
+from pipeloom.runtime.board import FINISHED, Board, Failure, RankStatus, who_waits
+from pipeloom.runtime.nccl import StreamWatchdog
+from pipeloom.runtime.watch import Watch
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
@@ -26,15 +26,15 @@ def store() -> dist.TCPStore:
 
 
 @pytest.fixture
-def boards(store: dist.TCPStore) -> Iterator[list[StoreBoard]]:
+def boards(store: dist.TCPStore) -> Iterator[list[Board]]:
     """Three boards with connections of their own."""
-    made = [StoreBoard(dist.PrefixStore("x", store), r, 3, interval_s=0.05, lost_s=0.5) for r in range(3)]
+    made = [Board(dist.PrefixStore("x", store), r, 3, interval_s=0.05, lost_s=0.5) for r in range(3)]
     yield made
     for board in made:
         board.stop()
 
 
-def test_all_ranks_see_what_each_posted(boards: list[StoreBoard]) -> None:
+def test_all_ranks_see_what_each_posted(boards: list[Board]) -> None:
     boards[0].start(lambda: RankStatus(doing="0F1"), print)
     boards[2].start(
         lambda: RankStatus(waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=1.5), print
@@ -45,7 +45,7 @@ def test_all_ranks_see_what_each_posted(boards: list[StoreBoard]) -> None:
     assert third is not None and (third.waits_on, third.waiting_s) == ((1,), 1.5)
 
 
-def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBoard]) -> None:
+def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[Board]) -> None:
     heard: list[Failure] = []
     told = threading.Event()
 
@@ -61,13 +61,13 @@ def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBo
     assert boards[0].failure == BOOM
 
 
-def test_waiting_for_a_failure_asks_the_store_itself(boards: list[StoreBoard]) -> None:
+def test_waiting_for_a_failure_asks_the_store_itself(boards: list[Board]) -> None:
     assert boards[0].wait_for_failure(0.01) is None
     boards[1].announce(BOOM)
     assert boards[0].wait_for_failure(300) == BOOM
 
 
-def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
+def test_a_rank_that_falls_silent_has_failed(boards: list[Board]) -> None:
     boards[1].start(RankStatus, print)
     boards[1].stop()  # it no longer posts, and has not said that it finished
     boards[0].start(RankStatus, print)
@@ -77,7 +77,7 @@ def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
     assert [line.split()[0] for line in failure.table.splitlines()] == ["rank", "0", "1", "2"]
 
 
-def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
+def test_a_rank_that_finished_may_fall_silent(boards: list[Board]) -> None:
     boards[1].start(lambda: RankStatus(doing=FINISHED), print)
     boards[1].stop()
     boards[0].start(RankStatus, print)
@@ -87,7 +87,7 @@ def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
 def test_a_store_that_goes_away_is_a_failure() -> None:
     limit = timedelta(seconds=300)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
-    board = StoreBoard(store, 0, 2, interval_s=0.05)
+    board = Board(store, 0, 2, interval_s=0.05)
     del store
     failure = board.wait_for_failure(300)
     assert failure is not None and failure.rank is None
@@ -113,7 +113,7 @@ class FrozenStore:
 def test_a_store_that_freezes_is_known_within_the_limit() -> None:
     """The side thread waited for it for ever, and whoever asked the board waited for the side thread."""
     store = FrozenStore()
-    board = StoreBoard(store, 1, 2, interval_s=0.02, lost_s=0.3, server=0)
+    board = Board(store, 1, 2, interval_s=0.02, lost_s=0.3, server=0)
     known = threading.Event()
     board.start(RankStatus, lambda _: known.set())
     store.frozen.set()
@@ -131,7 +131,7 @@ def test_a_store_that_freezes_is_known_within_the_limit() -> None:
 def test_a_store_that_does_not_answer_is_a_failure_and_holds_up_nobody() -> None:
     """Who serves it may be frozen. What was last heard of the others is told."""
     store = FrozenStore()
-    boards = [StoreBoard(store, r, 3, interval_s=0.02, lost_s=1.0, server=0) for r in range(3)]
+    boards = [Board(store, r, 3, interval_s=0.02, lost_s=1.0, server=0) for r in range(3)]
     known = threading.Event()
     for rank, board in enumerate(boards):
         board.start(lambda rank=rank: RankStatus(doing=f"{rank}F1"), lambda _: known.set())  # type: ignore[misc]
@@ -164,7 +164,7 @@ def test_a_store_that_does_not_answer_is_a_failure_and_holds_up_nobody() -> None
 def test_who_was_frozen_itself_blames_nobody() -> None:
     """After Ctrl-Z of a whole run every rank finds that none has posted for long."""
     store = FrozenStore()
-    board, other = (StoreBoard(store, r, 2, lost_s=5.0) for r in range(2))
+    board, other = (Board(store, r, 2, lost_s=5.0) for r in range(2))
     other.start(RankStatus, print)
     other.stop()
     for own_pause_s, blames in ((100, False), (0, True)):
@@ -176,7 +176,7 @@ def test_who_was_frozen_itself_blames_nobody() -> None:
     board.stop()
 
 
-def test_a_broken_wait_names_the_rank_that_failed(boards: list[StoreBoard]) -> None:
+def test_a_broken_wait_names_the_rank_that_failed(boards: list[Board]) -> None:
     watch = Watch(boards[0])
     boards[1].announce(BOOM)
 
@@ -188,7 +188,7 @@ def test_a_broken_wait_names_the_rank_that_failed(boards: list[StoreBoard]) -> N
     assert str(found.value) == "rank 1 failed: ValueError: boom\nTraceback ..."
 
 
-def test_a_broken_wait_that_nobody_explains_says_so(boards: list[StoreBoard]) -> None:
+def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None:
     def block() -> None:
         raise ConnectionError("closed by peer")
 
@@ -201,7 +201,7 @@ def test_a_broken_wait_that_nobody_explains_says_so(boards: list[StoreBoard]) ->
     assert boards[2].wait_for_failure(300) is not None, "the others are told"
 
 
-def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[StoreBoard]) -> None:
+def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[Board]) -> None:
     """A rank that is blocked learns of a failure elsewhere, as the watch calls its interrupt."""
     watch = Watch(boards[0])
     released = threading.Event()
@@ -221,7 +221,7 @@ def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, waits_for: dict[int, int]
 ) -> None:
     """As where the script of the rank that serves the store ends early; or for who waits for that one."""
-    monkeypatch.setattr("pipeloom.runtime.failure.watch.STUCK_S", 0.0)
+    monkeypatch.setattr("pipeloom.runtime.watch.STUCK_S", 0.0)
     first, *others = local_boards(1 + len(waits_for))
     waits, told, ended = threading.Semaphore(0), threading.Event(), []
 
@@ -229,7 +229,7 @@ def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(
         waits.release()
         raise ConnectionError if told.wait(20) else TimeoutError
 
-    def wait(board: Noticeboard) -> None:
+    def wait(board: Board) -> None:
         with pytest.raises((PeerError, CommunicationError)) as caught, Watch(board) as watch:
             watch.on_failure(told.set)
             watch.wait("a sum over all ranks", (waits_for[board.rank],), block)
@@ -304,8 +304,9 @@ def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixtur
     assert known.wait(300)
     lookout._thread.join(300)  # it prints once the failure is known
     lookout.close()
-    assert other.failure is not None and other.failure.rank == 0
-    assert other.failure.summary.endswith("s for message 7 from rank 1")
+    failure = other.wait_for_failure(300)
+    assert failure is not None and failure.rank == 0
+    assert failure.summary.endswith("s for message 7 from rank 1")
     assert "rank  does  waits for" in capfd.readouterr().err
 
 

@@ -19,10 +19,11 @@ CHILD = textwrap.dedent(
     from pathlib import Path
     import torch
     from torch import nn
-    from pipeloom import Job, Options, Pipeline, schedules
+    from pipeloom import Job, Options, Pipeline
     from pipeloom.ir.memory_policy import MemoryPolicy
     from pipeloom.ir.plan import Plan, StagePlan
     from pipeloom.ir.stages import cut
+    from pipeloom.schedules.registry import build
     from pipeloom.tracer.capture import capture
     from pipeloom.tracer.stage.trace import stage_residuals
 
@@ -52,7 +53,7 @@ CHILD = textwrap.dedent(
     stage_of = {op.name: 0 for op in captured.graph.ops if not op.cheap}
     stages = cut(captured.graph, stage_of)
     residuals = stage_residuals(captured, stages, 0)
-    made = schedules.build("gpipe", stages, (0,), MICROBATCHES)
+    made = build("gpipe", stages, (0,), MICROBATCHES)
     plan = Plan(
         graph=captured.graph.fingerprint, planner="test", placement=(0,), schedule="gpipe",
         stages=(StagePlan(ops=stages.stages[0].ops),), schedule_rows=tuple(str(made).splitlines()),

@@ -14,7 +14,7 @@ import torch
 import zoo
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.runtime.calibration import calibrate
+from pipeloom.runtime import calibrate
 from pipeloom.runtime.recorder import HostClock
 from pipeloom.runtime.weights import Weights
 
@@ -37,7 +37,7 @@ class Restless(torch.optim.AdamW):
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibrate.ECHOES", 3)
     return replace(zoo.job("skips"), optimizer=lambda params: Restless(params, lr=1e-2))
 
 

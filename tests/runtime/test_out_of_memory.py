@@ -14,7 +14,7 @@ from runs import each_rank, even_plan
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import MemoryCapError, PeerError
-from pipeloom.ir.units import format_bytes
+from pipeloom.ir.text import format_bytes
 
 CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
 
@@ -75,7 +75,7 @@ def test_parameters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         Pipeline(TANH, plan_of(1), options=Options(compare=False))
 
 
-@pytest.mark.parametrize("called", ["runtime.checkpoint.checkpoint.load", "step_run.StepBatches.take"])
+@pytest.mark.parametrize("called", ["runtime.checkpoint.load", "step_run.StepBatches.take"])
 def test_what_is_no_action(monkeypatch: pytest.MonkeyPatch, called: str, tmp_path: Any) -> None:
     """Afterwards one rank goes on, as after any call that was broken off."""
     batch = TANH.batch(0, 4 * ROWS)

@@ -11,15 +11,15 @@ from runs import threads
 
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.timeline import Timeline
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.channel import Channel
+from pipeloom.runtime.launch import launch
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v", "interleaved_1f1b", "dualpipe"])
 def test_ranks_as_threads(name: str) -> None:
     program, stages = program_of(name)
 
-    def work(rank: int, channel: LocalChannel) -> Timeline:
+    def work(rank: int, channel: Channel) -> Timeline:
         with channel.watch as watch:
             paced = PacedRank(program, stages, costs_of(stages), channel, watch)
             paced.step()
@@ -35,7 +35,7 @@ def test_a_stage_that_recomputes_ahead(name: str) -> None:
     program, stages = program_of(name, policy)
     costs = tuple(replace(cost, recompute_s=SECONDS) for cost in costs_of(stages))
 
-    def work(rank: int, channel: LocalChannel) -> Timeline:
+    def work(rank: int, channel: Channel) -> Timeline:
         with channel.watch as watch:
             return PacedRank(program, stages, costs, channel, watch).step()
 

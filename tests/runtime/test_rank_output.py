@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.runtime.launch import processes
-from pipeloom.runtime.launch.processes import Processes
+from pipeloom.runtime import launch as processes
+from pipeloom.runtime.launch import Processes
 
 SCRIPT = """
 import os, sys
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 def work():
     if os.environ["RANK"] == "1":

@@ -12,10 +12,10 @@ from runs import capture_of, each_rank, even, plan_for
 
 from pipeloom import Pipeline
 from pipeloom.ir.action import RECOMPUTE
-from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
+from pipeloom.ir.text import from_json, to_json
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering.passes import lower
 from pipeloom.tracer.stage.trace import stage_residuals

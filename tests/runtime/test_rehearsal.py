@@ -18,12 +18,11 @@ from pipeloom.forecast import Forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.calibration.rehearsal import Rehearsal
 from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.rehearsal import Rehearsal
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.library_entry import Entry
-from pipeloom.schedules.registry import shape_of
+from pipeloom.schedules.registry import Entry, shape_of
 
 pytestmark = pytest.mark.usefixtures("quick_rehearsals")
 
@@ -84,10 +83,8 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
             dict(pipeline.weights.newest_state),
             pipeline.weights.last_gradients,
             copy.deepcopy(optimizer.state_dict()) if optimizer else None,
-            pipeline.ledger.peak,
-            pipeline.ledger.at_peak,
             # Without a flush steps overlap: whether a message still counts depends on the others' pace.
-            pipeline.report.peak_bytes if plan.weights == "flush" else None,
+            (pipeline.ledger.at_peak, pipeline.report.peak_bytes) if plan.weights == "flush" else None,
         )
 
     return runs.each_rank(job, plan, rank, clip_norm=0.5, keep_gradients=True, **options)

@@ -8,7 +8,7 @@ import textwrap
 LAUNCHER = textwrap.dedent(
     """
     import os, signal, time
-    from pipeloom.runtime.launch.launch import StartedRanks
+    from pipeloom.runtime.launch import StartedRanks
 
     with StartedRanks(2) as started:
         os.kill(started._processes._ranks[1].process.pid, signal.SIGKILL)

@@ -24,9 +24,10 @@ from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.channel import Channel
+from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.rank import RankWork
 from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
@@ -35,20 +36,20 @@ JOB = zoo.job("skips")
 @contextmanager
 def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
     """Ctrl-C, as in a notebook, in front of the action of a kind that comes after `at` others."""
-    handlers, seen = dict(pipeline.worker.handlers), [0]
+    verbs, seen = dict(pipeline.worker.verbs), [0]
 
-    def stop(step: object, action: object) -> None:
+    def stop(work: RankWork) -> None:
         seen[0] += 1
         if seen[0] > at:
             raise KeyboardInterrupt
-        handlers[kind](step, action)
+        verbs[kind](work)
 
-    pipeline.worker.handlers[kind] = stop
+    pipeline.worker.verbs[kind] = stop
     try:
         with pytest.raises(KeyboardInterrupt):
             yield
     finally:
-        pipeline.worker.handlers = handlers
+        pipeline.worker.verbs = verbs
 
 
 @pytest.mark.parametrize("kind", [RELOAD, B])
@@ -180,7 +181,7 @@ def test_two_ranks_refuse_to_go_on() -> None:
     """Each has stopped somewhere else, so there is no place to start from; and nobody waits for anybody."""
     plan = runs.even_plan(JOB, 2, microbatches=2)
 
-    def rank(index: int, channel: LocalChannel) -> list[str]:
+    def rank(index: int, channel: Channel) -> list[str]:
         said = []
         pipeline = Pipeline(JOB, plan, channel=channel)
         pipeline.step(JOB.batch(0, 4))
@@ -223,16 +224,16 @@ CHILD = textwrap.dedent(
         with runs.shared_captures(), Pipeline(job, plan) as pipeline:
             losses.append([pipeline.step(job.batch(0, 8))])
             if breaks:
-                backward = pipeline.worker.handlers[B]
-                def after(step, action):
-                    backward(step, action)
+                backward = pipeline.worker.verbs[B]
+                def after(work):
+                    backward(work)
                     signal.raise_signal(signal.SIGINT)
-                pipeline.worker.handlers[B] = after
+                pipeline.worker.verbs[B] = after
                 try:
                     pipeline.step(job.batch(1, 8))
                 except KeyboardInterrupt:
                     losses.append("interrupted")
-                pipeline.worker.handlers[B] = backward
+                pipeline.worker.verbs[B] = backward
             losses[0 if breaks else -1] += [pipeline.step(job.batch(n, 8)) for n in (2, 3)]
     print(json.dumps(losses))
     """

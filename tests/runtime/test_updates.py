@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import MemoryCapError
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.weights import Weights
 
 RANKS, COUNT, WIDTH = 2, 8, 32
@@ -37,7 +37,7 @@ def peaks(caps: tuple[int, ...]) -> list[int]:
     """The most bytes of each rank over two updates. Raises: MemoryCapError."""
     plan = runs.even_plan(JOB, RANKS, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
 
-    def rank(index: int, channel: LocalChannel) -> int:
+    def rank(index: int, channel: Channel) -> int:
         capped = replace(plan, caps=caps)
         with Pipeline(JOB, capped, options=Options(compare=False), channel=channel) as pipeline:
             for step in range(2):

@@ -18,7 +18,7 @@ from pipeloom.ir.action import F
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.problem import ScheduledRecipe
+from pipeloom.schedules.list_scheduler.engine import ScheduledRecipe
 
 
 @dataclass(frozen=True)

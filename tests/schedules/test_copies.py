@@ -14,9 +14,8 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import registry
-from pipeloom.schedules.copies import uplinks
-from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.schedules.formats import parse_schedule
+from pipeloom.schedules.language import uplinks
 from pipeloom.schedules.scenario import Scenario, csv_text, simulate_schedule
 from pipeloom.simulator.memory_limit import check_memory_limit
 
@@ -107,8 +106,8 @@ def test_each_rank_copies_what_it_has_no_room_for(dropped: int) -> None:
 
     def fitted(*room: int) -> tuple[Schedule, list[int]]:
         """In bytes, a multiple of a residual; and how many copies each rank has."""
-        times = registry.Times(costs=(cost,) * 4, room_bytes=tuple(float(SIZE * n) for n in room))
-        made = built("1f1b:fit=1", 4, 16, times=times)
+        bytes_ = tuple(float(SIZE * n) for n in room)
+        made = built("1f1b:fit=1", 4, 16, costs=(cost,) * 4, room_bytes=bytes_)
         return made, [sum(action.kind == OFFLOAD for action in row) for row in made.rows]
 
     assert fitted(4, 4, 4, 4)[0].rows == built("1f1b", 4, 16).rows

@@ -16,10 +16,8 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
-from pipeloom.schedules import registry
-from pipeloom.schedules.formats import csv
-from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
-from pipeloom.schedules.formats.plain import parse_plain
+from pipeloom.schedules import formats, registry
+from pipeloom.schedules.formats import parse_plain, parse_schedule, schedule_text
 
 NAMES = """gpipe 1f1b eager_1f1b interleaved_1f1b looped_bfs zb_h1 zb_2p zb_v v_half v_min 1f1b_v dualpipev
 hanayo gis gis_h po""".split()
@@ -37,7 +35,7 @@ def torch_loader(ranks: int, stages: int, microbatches: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: Path) -> None:
     ours = built(name, 4, 8)
-    csv.write_schedule(ours, tmp_path / "ours.csv")
+    formats.write_schedule(ours, tmp_path / "ours.csv")
     loader = torch_loader(4, ours.stages, 8)
     loader._load_csv(str(tmp_path / "ours.csv"), format="compute_only")
     read = [
@@ -51,7 +49,7 @@ def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: P
     assert read == [[str(a) for a in row] for row in ours.rows]
 
     loader._dump_csv(str(tmp_path / "torch.csv"), format="compute_comms")
-    back = csv.read_schedule(tmp_path / "torch.csv")
+    back = formats.read_schedule(tmp_path / "torch.csv")
     assert (back.placement, back.microbatches) == (ours.placement, 8)
     assert set(back.rows[0]) == set(ours.rows[0]) and set(back.pairs) == set(ours.pairs)
     lower(back, registry.default_placement(name, 4)[0])
@@ -59,13 +57,13 @@ def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: P
 
 def test_torch_loads_our_transfers(tmp_path: Path) -> None:
     made, file = built("zb_v", 2, 4), tmp_path / "comms.csv"
-    file.write_text(csv.program_text(lower(made, chain(4))))
+    file.write_text(formats.program_text(lower(made, chain(4))))
     loader = torch_loader(2, 4, 4)
     loader._validate_and_set_stage_mapping = lambda actions: None
     loader._load_csv(str(file), format="compute_comms")
     cells = sum(len(line.split(",")) for line in file.read_text().splitlines())
     assert sum(map(len, loader.pipeline_order_with_comms.values())) == cells
-    assert csv.read_schedule(file).rows == made.rows
+    assert formats.read_schedule(file).rows == made.rows
 
 
 @pytest.mark.parametrize(
@@ -82,14 +80,14 @@ def test_it_is_strict(text: str | None, word: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "file.csv").write_text(text)
     with pytest.raises(ScheduleError, match=word):
-        csv.read_schedule(tmp_path / "file.csv")
+        formats.read_schedule(tmp_path / "file.csv")
 
 
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
 def test_a_file_is_a_schedules_name(ending: str, tmp_path: Path) -> None:
     """Pairs included; its shape is the only one that it is for."""
     ours, file = built("dualpipev", 2, 4), tmp_path / f"mine{ending}"
-    file.write_text(f"{ours}\n" if ending == ".txt" else csv.schedule_text(ours))
+    file.write_text(f"{ours}\n" if ending == ".txt" else formats.schedule_text(ours))
     read = built(str(file), 2, 4)
     assert (read.rows, read.placement) == (ours.rows, ours.placement)
     assert set(read.pairs) == set(ours.pairs) != set()
@@ -101,13 +99,13 @@ def test_a_file_is_a_schedules_name(ending: str, tmp_path: Path) -> None:
 
 def test_what_torch_writes_besides_is_passed_over() -> None:
     text = "0UNSHARD,0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2,0REDUCE_GRAD,0RESHARD\n"
-    assert str(csv.parse_schedule(text)) == "0F0 0F1 0F2&0B0 0B1 0B2"
+    assert str(formats.parse_schedule(text)) == "0F0 0F1 0F2&0B0 0B1 0B2"
 
 
 def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
     skip = dag(3, [(0, 1), (1, 2), (0, 2)])
     with pytest.raises(ScheduleError, match="neighbour"):
-        csv.program_text(lower(registry.build("1f1b", skip, (0, 1, 2), 2), skip))
+        formats.program_text(lower(registry.build("1f1b", skip, (0, 1, 2), 2), skip))
 
 
 @pytest.mark.parametrize("name", ["zb_v", "gis", "hanayo"])
@@ -115,7 +113,7 @@ def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
     """torch matches messages by order; in a V a rank may wait for its neighbour's second message first."""
     made = built(name, 2, 4)
     program = lower(made, chain(made.stages))
-    posted = [cell for cell in csv.program_text(program).splitlines()[1].split(",") if "RECV" in cell]
+    posted = [cell for cell in formats.program_text(program).splitlines()[1].split(",") if "RECV" in cell]
     assert posted == [f"{s.peer}{s.other_end.kind}{s.microbatch}" for s in program.messages[0, 1]]
     waited = [f"{s.stage}{s.kind}{s.microbatch}" for s in program.rows[1] if str(s.kind).startswith("RECV")]
     assert posted != waited and sorted(posted) == sorted(waited)
@@ -132,7 +130,7 @@ def test_plain_files_read_as_any_other(text: str, ends: bool) -> None:
     """With an object for each action or without: both say the same, or the first says what is wrong."""
     text += "\n" * ends
     plain = parse_plain(text, name="x")
-    with patch("pipeloom.schedules.formats.csv.parse_plain", return_value=None):
+    with patch("pipeloom.schedules.formats.parse_plain", return_value=None):
         try:
             slow = parse_schedule(text, name="x")
         except ScheduleError:

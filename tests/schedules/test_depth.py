@@ -11,7 +11,7 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain, replicate
 from pipeloom.schedules import registry
 from pipeloom.schedules.language import shape
-from pipeloom.schedules.placements import both_ways, loop, wave
+from pipeloom.schedules.language.placements import both_ways, loop, wave
 from pipeloom.schedules.registry import shape_of
 
 FOUR_TOWERS = dag(9, [(0, 1), (2, 3), (4, 5), (6, 7), (1, 8), (3, 8), (5, 8), (7, 8)])

@@ -18,7 +18,7 @@ from pipeloom.ir.costs import StageCost, equal_costs, pair_seconds
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
 from pipeloom.schedules import registry
-from pipeloom.schedules.registry import Times, build, in_flight
+from pipeloom.schedules.registry import build, in_flight
 
 Made = tuple[Schedule, tuple[StageCost, ...], StageGraph]
 EQUAL = equal_costs(1)[0]
@@ -28,8 +28,8 @@ every_name = pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 def made_with(name: str, ranks: int, microbatches: int, cost: StageCost, limit: float | None = None) -> Made:
     stages, placement = registry.default_placement(name, ranks)
     costs = (cost,) * len(placement)
-    times = Times(costs=costs, limit_bytes=limit)
-    return build(name, stages, placement, microbatches, times=times), costs, stages
+    made = build(name, stages, placement, microbatches, costs=costs, limit_bytes=limit)
+    return made, costs, stages
 
 
 def bubbles(made: Schedule, costs: tuple[StageCost, ...], stages: StageGraph) -> list[float]:

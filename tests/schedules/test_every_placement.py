@@ -6,6 +6,7 @@ Never a deadlock: nobody who writes a placement can mend one.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,7 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import StageGraph, chain, replicate
 from pipeloom.schedules import registry
-from pipeloom.schedules.placements import both_ways, loop, spread, wave
-from pipeloom.schedules.registry import Times
+from pipeloom.schedules.language.placements import both_ways, loop, spread, wave
 
 DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 
@@ -49,15 +49,15 @@ PLACED: dict[str, tuple[StageGraph, tuple[int, ...]]] = {
 }
 
 
-def times(stages: int, *, even: bool) -> Times:
+def times(stages: int, *, even: bool) -> dict[str, Any]:
     """Equal times and no messages; or stages of three lengths, with messages."""
     if even:
-        return Times(costs=equal_costs(stages))
+        return {"costs": equal_costs(stages)}
     costs = tuple(
         StageCost(forward_s=(1.0, 0.7, 1.2)[s % 3], backward_s=1.5, input_grad_s=0.9, weight_grad_s=0.6)
         for s in range(stages)
     )
-    return Times(costs=costs, transfer_s=0.3)
+    return {"costs": costs, "transfer_s": 0.3}
 
 
 ANY = {"gpipe", "1f1b", "zb_h1", "zb_2p", "eager_1f1b"}
@@ -79,7 +79,7 @@ def test_all_run_or_say_why_not(where: str, even: bool) -> None:
     for name, microbatches in product(registry.names(), (1, 4)):
         try:
             each = times(len(placement), even=even)
-            made = registry.build(name, graph, placement, microbatches, times=each)
+            made = registry.build(name, graph, placement, microbatches, **each)
         except ScheduleError as error:
             assert not isinstance(error, DeadlockError), f"{name}: {error}"
             assert error.message and error.hint and name not in ON_DAGS.get(where, ()), name

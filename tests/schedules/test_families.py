@@ -14,8 +14,8 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.schedules import chunks, registry
-from pipeloom.schedules.aliases import ALIASES
+from pipeloom.schedules import registry
+from pipeloom.schedules.language.names import ALIASES
 from pipeloom.schedules.registry import build, in_flight, names, register
 from pipeloom.simulator.summary import summarise
 
@@ -161,7 +161,7 @@ def test_a_schedule_is_built_under_its_own_name() -> None:
     made = built("Interleaved:v=3", 2, 4)
     assert made.name == "interleaved_1f1b:v=3" and made.stages == 6
     assert build("forward-only", chain(1), (0,), 1).name == "forward_only"
-    assert chunks.with_chunks("interleaved:v=3", 3) == "interleaved:v=3"
+    assert registry.with_chunks("interleaved:v=3", 3) == "interleaved:v=3"
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_a_schedule_is_built_under_its_own_name() -> None:
         (lambda: registry.default_placement("zb_h1:v=2", 2), "one stage on each rank"),
         (lambda: registry.default_placement("dualpipe:v=2", 2), "`-v`"),
         (lambda: registry.default_placement("interleaved:v=0.5", 2), "0.5 stages per rank"),
-        (lambda: chunks.with_chunks("interleaved:v=3", 4), "4 stages per rank"),
-        (lambda: chunks.with_chunks("1f1b", 2), "one stage on each rank"),
+        (lambda: registry.with_chunks("interleaved:v=3", 4), "4 stages per rank"),
+        (lambda: registry.with_chunks("1f1b", 2), "one stage on each rank"),
     ],
 )
 def test_stages_per_rank_where_there_is_no_choice(call: Callable[[], object], words: str) -> None:

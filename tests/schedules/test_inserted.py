@@ -21,7 +21,7 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler.choose import make
 from pipeloom.schedules.registry import shape_of
 from pipeloom.viewer.labels import label
 
@@ -209,7 +209,7 @@ def test_wrong_declarations(fields: dict[str, object], problem: str) -> None:
 
 OWN = """
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.library_entry import Entry
+from pipeloom.schedules.registry import Entry
 
 def order(s):
     return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch % s.option('k', 1)))

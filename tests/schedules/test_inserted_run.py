@@ -25,7 +25,7 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.library_entry import Entry
+from pipeloom.schedules.registry import Entry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

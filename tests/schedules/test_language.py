@@ -18,12 +18,13 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import chain, replicate
 from pipeloom.lowering.passes import lower
-from pipeloom.schedules import placements, registry
+from pipeloom.schedules import registry
+from pipeloom.schedules.language import placements
 from pipeloom.schedules.language.patterns import phases, turns
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
-from pipeloom.schedules.list_scheduler import choose_recipe
-from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler import choose
+from pipeloom.schedules.list_scheduler.choose import make
 
 
 # Whole schedules in at most five lines each.
@@ -132,8 +133,8 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
     assert len(inspect.getsource(recipe).splitlines()) <= lines
     stages, placement = registry.default_placement(name, ranks)
     s = replace(shape(placement, 2 * ranks), stages=stages)
-    made = choose_recipe.best(s, recipe(s)).outcome  # type: ignore[operator]
-    built = registry.build(name, stages, placement, 2 * ranks, times=registry.Times(costs=s.costs))
+    made = choose.best(s, recipe(s)).outcome  # type: ignore[operator]
+    built = registry.build(name, stages, placement, 2 * ranks, costs=s.costs)
     found = {a.kind for row in built.rows for a in row}
     kinds = "".join(kind for kind in "FBIW" if kind in found)
     pairs = {*built.pairs}
@@ -173,7 +174,7 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
         )
         recipe = registry.entry("zb_v").recipe
         assert recipe is not None
-        steps = make(s, greedy).outcome.step_s, choose_recipe.best(s, recipe(s)).outcome.step_s
+        steps = make(s, greedy).outcome.step_s, choose.best(s, recipe(s)).outcome.step_s
         greed, ours = (1 - 32 * s.period_s / step_s for step_s in steps)
         return greed, ours
 
@@ -248,7 +249,7 @@ def test_two_directions_tie_their_parameters() -> None:
 def test_bytes_limit_what_a_rank_holds(limit: int) -> None:
     """Residuals of 34h + 5as and 32h kept until W: the published sizes, arXiv 2401.10241."""
     cost = replace(equal_costs(1, residual_bytes=3)[0], carried_bytes=1)
-    made = built("zb_2p", 4, 16, times=registry.Times(costs=(cost,) * 4, limit_bytes=limit))
+    made = built("zb_2p", 4, 16, costs=(cost,) * 4, limit_bytes=limit)
     for row in made.rows:
         assert max(accumulate({F: 3, I: -2, W: -1}[a.kind] for a in row)) <= limit
 
@@ -268,7 +269,7 @@ def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject)
     costs = tuple(
         StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for f, i, w in times
     )
-    built(name, ranks, m, times=registry.Times(costs=costs))
+    built(name, ranks, m, costs=costs)
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
@@ -277,5 +278,5 @@ def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
     costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
     s, recipe = replace(shape(placement, 8), costs=costs), registry.entry(name).recipe
     assert recipe is not None
-    made = built(name, 4, 8, times=registry.Times(costs=costs))
-    assert simulated(made, costs).step_s == choose_recipe.best(s, recipe(s)).outcome.step_s
+    made = built(name, 4, 8, costs=costs)
+    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).outcome.step_s

@@ -18,10 +18,10 @@ from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import placements
+from pipeloom.schedules.language import placements
 from pipeloom.schedules.language.recipe import Recipe, per_rank
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler.choose import make
 
 P, M = 4, 8
 

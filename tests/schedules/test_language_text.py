@@ -11,7 +11,7 @@ from pipeloom.cli import main
 from pipeloom.ir.action import B, parse_action, parse_instruction
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.operation import Operation, declare
-from pipeloom.schedules.formats.text import parse_text
+from pipeloom.schedules.formats import parse_text
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
 

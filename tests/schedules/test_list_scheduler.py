@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 import pytest
@@ -12,17 +11,17 @@ from small import alike, simulated
 from timed import shape
 
 from pipeloom.checks.schedules import check
+from pipeloom.ir import heap
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
-from pipeloom.schedules.list_scheduler import engine, event_heap, inner_loop
-from pipeloom.schedules.list_scheduler.choose_recipe import make
-from pipeloom.schedules.list_scheduler.posted_receives import step_with_posted_receives
-from pipeloom.schedules.list_scheduler.recipe_problem import make_problem
+from pipeloom.schedules.list_scheduler import engine, loop
+from pipeloom.schedules.list_scheduler.choose import make, simulated_cost
 from pipeloom.schedules.list_scheduler.stretch import stretched
-from pipeloom.schedules.list_scheduler.tables import as_lists, columns_in, tables_of
+from pipeloom.schedules.list_scheduler.tables import as_lists, tables_of
+from pipeloom.simulator.summary import summarise
 
 
 def recipes_of(name: str, s: Shape) -> list[Recipe]:
@@ -37,17 +36,15 @@ def recipes_of(name: str, s: Shape) -> list[Recipe]:
 def test_compiled_and_interpreted_make_the_same(name: str, times: tuple[float, float, float]) -> None:
     s = shape(name, 4, 12, times=times, transfer_s=0.1)
     for recipe in recipes_of(name, s):
-        task, _ = make_problem(s, recipe)
         found = []
-        for form in (inner_loop.order_all.compiled, inner_loop.order_all.interpreted):
-            t, state = tables_of(task, inf)
-            if form is inner_loop.order_all.interpreted:
+        for form in (loop.order_all.compiled, loop.order_all.interpreted):
+            problem = tables_of(s, recipe)
+            t, state = problem.tables, problem.new_state()
+            if form is loop.order_all.interpreted:
                 t, state = as_lists(t), as_lists(state)
-            for index in range(len(task.streams)):
-                inner_loop.look.interpreted(t, state, index)
-            found.append(
-                (form(t, state, task.ranks), columns_in(task, t, state), list(map(float, state.start)))
-            )
+            for index in range(len(problem.streams.kinds)):
+                loop.look.interpreted(t, state, index)
+            found.append((form(t, state, s.ranks), problem.columns(state), list(map(float, state.start))))
         (one, rows, starts), (two, other_rows, other_starts) = found
         assert one == two and starts == other_starts and rows.same(other_rows)
 
@@ -55,20 +52,23 @@ def test_compiled_and_interpreted_make_the_same(name: str, times: tuple[float, f
 @pytest.mark.parametrize("within", [0.0, 20.0, 80.0])
 def test_a_run_ends_once_it_is_certain_to_take_too_long(within: float) -> None:
     s = shape("v_half", 4, 12)
-    task, _ = make_problem(s, recipes_of("v_half", s)[0])
-    full = engine.run(task)
-    assert full is not None and engine.run(task, full.step_s) == full
-    assert (engine.run(task, within) is None) == (full.step_s > within)
+    problem = tables_of(s, recipes_of("v_half", s)[0])
+    full = engine.run(problem)
+    assert full is not None and engine.run(problem, full.step_s) == full
+    assert (engine.run(problem, within) is None) == (full.step_s > within)
 
 
 def test_the_heap_gives_ranks_by_time_and_then_by_number() -> None:
-    rng, s = np.random.default_rng(0), shape("zb_h1", 4, 8)
-    task, _ = make_problem(s, recipes_of("zb_h1", s)[0])
-    state = as_lists(tables_of(task, inf)[1])
+    rng, times, numbers, size = (
+        np.random.default_rng(0),
+        np.zeros(60),
+        np.zeros(60, np.int64),
+        np.zeros(1, int),
+    )
     wanted = sorted(zip(rng.integers(0, 9, 60) / 2, rng.integers(0, 5, 60).tolist(), strict=True))
     for at in rng.permutation(60):
-        event_heap.push.interpreted(state, *wanted[at])
-    assert [(state.event[0], event_heap.pop.interpreted(state)) for _ in wanted] == wanted
+        heap.push(times, numbers, size, *wanted[at])
+    assert [(times[0], heap.pop(times, numbers, size)) for _ in wanted] == wanted
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])
@@ -112,9 +112,12 @@ def test_any_clock_that_repeats_gives_rows_that_can_run_in_the_time_it_says(data
 def test_what_is_not_the_same_for_all_micro_batches_is_not_repeated() -> None:
     s = shape("v_half", 4, 8)
     clock = path_clock(s)
-    late = Recipe(kinds="FIW", clock=lambda stage, kind, b: clock(stage, kind, b) + (b > 20), memory=4)
+    late, last = (
+        Recipe(kinds="FIW", clock=lambda stage, kind, b, m=m: clock(stage, kind, b) + (b >= m), memory=4)
+        for m in (21, 31)
+    )
     rows = Recipe(kinds="FIW", rows=make(s, late).outcome.rows, memory=4)
-    for recipe in (late, rows, replace(late, clock=clock, before=lambda a, b: False)):
+    for recipe in (late, last, rows, replace(late, clock=clock, before=lambda a, b: False)):
         assert stretched(make(s, recipe), s, recipe, 32) is None
     tight = Recipe(kinds="FIW", clock=clock, memory=3)
     assert stretched(make(s, replace(tight, memory=4)), s, tight, 32) is None
@@ -127,21 +130,19 @@ def test_what_is_not_the_same_for_all_micro_batches_is_not_repeated() -> None:
     times=st.tuples(*[st.floats(0.2, 2.0)] * 3),
     transfer_s=st.floats(0.01, 3.0),
 )
-def test_rows_timed_with_few_receives_posted_take_what_the_simulator_says(
+def test_orders_are_compared_by_what_the_simulator_says(
     name: str, ranks: int, rounds: int, times: tuple[float, float, float], transfer_s: float
 ) -> None:
-    """The simulator knows all of a program."""
     s = shape(name, ranks, rounds * ranks, times=times, transfer_s=transfer_s)
-    recipe = recipes_of(name, s)[0]
-    outcome = make(s, recipe).outcome
-    timed = step_with_posted_receives(make_problem(s, recipe)[0], outcome)
-    made = Schedule(name="", microbatches=rounds * ranks, placement=s.placement, rows=outcome.rows)
-    step_s = simulated(made, s.costs, s.stages, alike(ranks, latency_s=transfer_s)).step_s
-    assert timed is not None and timed[0] == pytest.approx(step_s, rel=1e-9)
-    assert timed[0] >= outcome.step_s * (1 - 1e-12) and timed[1] <= timed[0]
+    scheduled = make(s, recipes_of(name, s)[0])
+    cost, rows = simulated_cost(s, scheduled), scheduled.outcome.rows
+    made = Schedule(name="", microbatches=rounds * ranks, placement=s.placement, rows=rows)
+    timeline = simulated(made, s.costs, s.stages, alike(ranks, latency_s=transfer_s))
+    assert cost is not None and cost[0] == pytest.approx(timeline.step_s, rel=1e-8)
+    assert cost[1] == pytest.approx(summarise(timeline).span_s, rel=1e-8)
 
 
-def test_where_messages_take_no_time_there_is_nothing_to_look_at() -> None:
+def test_where_messages_take_no_time_there_is_nothing_to_simulate() -> None:
     s = shape("looped_bfs", 3, 6)
     (recipe,) = recipes_of("looped_bfs", s)
-    assert step_with_posted_receives(make_problem(s, recipe)[0], make(s, recipe).outcome) is None
+    assert simulated_cost(s, make(s, recipe)) is None

@@ -22,13 +22,13 @@ from pipeloom.ir.errors import ConfigError, DeadlockError, ScheduleError
 from pipeloom.ir.schedule import Pair, Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
-from pipeloom.schedules import library_entry, placements, registry
-from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
-from pipeloom.schedules.language import shape
+from pipeloom.schedules import registry
+from pipeloom.schedules.formats import parse_schedule, schedule_text
+from pipeloom.schedules.language import placements, shape
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.choose_recipe import make
+from pipeloom.schedules.list_scheduler.choose import make
 from pipeloom.schedules.registry import shape_of
 
 
@@ -205,7 +205,7 @@ def test_pairs_in_files_of_torch() -> None:
 
 def test_a_split_backward_would_tear_pairs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
-    registry.register("paired", library_entry.Entry(recipe=in_rows))
+    registry.register("paired", registry.Entry(recipe=in_rows))
     assert built("paired", 3, 8).pairs
     with pytest.raises(ScheduleError, match="tear apart"):
         built("paired", 3, 8, split_backward=True)

@@ -16,11 +16,11 @@ import pytest
 from timed import half, made_for, one, shape, third
 
 from pipeloom.ir.costs import equal_costs
+from pipeloom.schedules.language.placements import loop
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.choose_recipe import fastest
-from pipeloom.schedules.list_scheduler.problem import ScheduledRecipe
-from pipeloom.schedules.placements import loop
-from pipeloom.schedules.registry import Times, entry, shape_of
+from pipeloom.schedules.list_scheduler.choose import fastest
+from pipeloom.schedules.list_scheduler.engine import ScheduledRecipe
+from pipeloom.schedules.registry import entry, shape_of
 from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
 
 LONG_CONTEXT = (1.0, 1.4, 0.6)
@@ -237,7 +237,7 @@ def test_gis_is_no_longer_than_its_published_variant(
 def test_messages_of_a_link_follow_each_other() -> None:
     """What a family chooses among knows that: its figures are those of the simulator."""
     costs = equal_costs(8, forward_s=0.25, input_grad_s=0.25, weight_grad_s=0.25)
-    s = shape_of(2, microbatches=8, placement=loop(2, 4), times=Times(costs=costs, transfer_s=0.6))
+    s = shape_of(2, microbatches=8, placement=loop(2, 4), costs=costs, transfer_s=0.6)
     recipe = entry("looped_bfs").recipe
     assert recipe is not None
     expected = fastest(s, recipe).outcome.step_s

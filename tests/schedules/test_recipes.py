@@ -12,10 +12,10 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.schedules import registry
-from pipeloom.schedules.language.build import order
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.registry import Times, shape_of
+from pipeloom.schedules.list_scheduler.choose import order
+from pipeloom.schedules.registry import shape_of
 
 LAST = "1F0 1B0 1F1 1B1"
 
@@ -80,6 +80,6 @@ def test_kinds_that_have_no_phases(kinds: str) -> None:
 def test_forwards_that_take_no_time(name: str, free: tuple[int, ...]) -> None:
     """They divided by zero. Besides being there the order must keep its memory."""
     costs = [replace(c, forward_s=0.0) if s in free else c for s, c in enumerate(equal_costs(3))]
-    made = registry.build(name, chain(3), (0, 1, 2), 8, times=Times(costs=tuple(costs)))
+    made = registry.build(name, chain(3), (0, 1, 2), 8, costs=tuple(costs))
     assert [row.count(Action(s, I, 7)) for s, row in enumerate(made.rows)] == [1, 1, 1]
     assert max(registry.in_flight(made)) <= (3 if name in ("zb_h1", "zb_1p") else 6)

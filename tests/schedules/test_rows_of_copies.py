@@ -8,11 +8,10 @@ import pytest
 
 from pipeloom.ir.flow import dag
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.steady import SteadyRows
-from pipeloom.schedules.placements import spread
-from pipeloom.schedules.registry import build
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.language.placements import spread
+from pipeloom.schedules.registry import build, build_steady
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])

@@ -20,17 +20,17 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain, replicate
 from pipeloom.planner.placement import stages_for
+from pipeloom.schedules.language.placements import spread
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
-from pipeloom.schedules.library_entry import Entry
-from pipeloom.schedules.list_scheduler.choose_recipe import make
-from pipeloom.schedules.placements import spread
+from pipeloom.schedules.list_scheduler.choose import make
+from pipeloom.schedules.registry import Entry
 
 TABLE = (0, 1, (2, 3), 4)
 
 
 ENTRY = """
-from pipeloom.schedules.library_entry import Entry
+from pipeloom.schedules.registry import Entry
 from pipeloom.schedules.language.recipe import Recipe
 
 def order(s):

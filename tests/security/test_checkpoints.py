@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.files import newest
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.runtime.checkpoint_files import newest
 
 
 class Evil:
@@ -46,7 +46,7 @@ def a_state(optimizer_of: Any = WITH_MOMENTUM) -> TrainState:
 
 
 def save(folder: Path, state: TrainState) -> Path:
-    return checkpoint.save(folder, state, step=1, extra={}, group=None)
+    return checkpoint.save(folder, state, step=1, extra={})
 
 
 def put(path: Path, name: str, content: bytes, *, listed: bool = True) -> None:
@@ -61,7 +61,7 @@ def put(path: Path, name: str, content: bytes, *, listed: bool = True) -> None:
 def refused(path: Path, match: str) -> None:
     """By whoever loads it, and by whoever exports it."""
     with pytest.raises(CheckpointError, match=match) as caught:
-        checkpoint.load(path, a_state(), group=None)
+        checkpoint.load(path, a_state())
     assert "\n" not in caught.value.message and caught.value.hint
     with pytest.raises(CheckpointError, match=match):
         checkpoint.export_safetensors(path, path.parent / "out.safetensors")
@@ -69,14 +69,14 @@ def refused(path: Path, match: str) -> None:
 
 def test_no_file_of_a_checkpoint_is_a_pickle_of_objects(tmp_path: Path) -> None:
     path = save(tmp_path, a_state())
-    assert sorted(p.name for p in path.iterdir()) == ["__0_0.distcp", "index.json", "tensors.json"]
+    assert sorted(p.name for p in path.iterdir()) == ["index.json", "rank-0.safetensors"]
 
 
 def test_a_pickle_beside_a_checkpoint_is_left_alone(tmp_path: Path, ran: Path) -> None:
     path = save(tmp_path, a_state())
     for listed in (False, True):
         put(path, ".metadata", pickle.dumps(Evil(ran)), listed=listed)
-        assert checkpoint.load(path, a_state(), group=None)[0] == 1
+        assert checkpoint.load(path, a_state())[0] == 1
         checkpoint.export_safetensors(path, tmp_path / "out.safetensors")
     assert not ran.exists()
 
@@ -87,42 +87,51 @@ def test_tensors_that_are_something_else_do_not_run(tmp_path: Path, ran: Path, a
     stream = io.BytesIO()
     torch.save(Evil(ran), stream, _use_new_zipfile_serialization=archive)
     evil = stream.getvalue().ljust(1000, b"\0") if not archive else stream.getvalue()
-    table = json.loads((path / "tensors.json").read_text())
-    for entry in table.values():
-        entry |= {"offset": 0, "bytes": len(evil)}
-    put(path, "__0_0.distcp", evil)
-    put(path, "tensors.json", json.dumps(table).encode())
-    refused(path, "cannot read checkpoint")
+    put(path, "rank-0.safetensors", evil)
+    refused(path, "corrupt: rank-0.safetensors: ")
     assert not ran.exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("field", "key", "value", "message"),
     [
-        ({"file": "../../secret"}, "said to lie in '../../secret', no file of the checkpoint"),
-        ({"offset": -1}, "said to lie outside of .__0_0.distcp."),
-        ({"bytes": 1 << 60}, "said to lie outside of .__0_0.distcp."),
-        ({"shape": [1 << 40, 1 << 40]}, "and it has not|is said to be"),
-        ({"dtype": "save"}, "is of 'save', which is no dtype"),
+        ("tensors", "model.weight", "../../secret", "in '../../secret', no file of the checkpoint"),
+        ("tensors", "model.more", "rank-0.safetensors", "'model.more' is not in it"),
+        ("tensors", "model.weight", None, "does not say where 'weight' is"),
+        ("model", "weight", [[1 << 40, 1 << 40], "float32"], "and not .*1099511627776"),
+        ("model", "weight", [[2, 2], "save"], "and not|has .* save"),
     ],
 )
-def test_a_table_that_leads_elsewhere_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+def test_an_index_that_says_what_is_not_is_refused(
+    tmp_path: Path, field: str, key: str, value: object, message: str
+) -> None:
     path = save(tmp_path / "run", a_state())
     (tmp_path / "secret").write_text("secret")
-    table = json.loads((path / "tensors.json").read_text())
-    table["model.weight"] |= change
-    put(path, "tensors.json", json.dumps(table).encode())
-    refused(path, message)
+    index = json.loads((path / "index.json").read_text())
+    index[field][key] = value
+    if value is None:
+        del index[field][key]
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, a_state())
 
 
-def test_a_table_that_has_lost_an_entry_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_header_that_says_what_is_not_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, a_state())
+    entry = {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}
+    header = json.dumps({"model.weight": entry}).encode()
+    put(path, "rank-0.safetensors", len(header).to_bytes(8, "little") + header)
+    refused(path, "corrupt: rank-0.safetensors: ")
+
+
+def test_an_index_that_has_lost_an_entry_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     """It ended in torch's own KeyError."""
     path = save(tmp_path, a_state(torch.optim.AdamW))
-    table = json.loads((path / "tensors.json").read_text())
-    del table["optimizer.weight.step"]
-    put(path, "tensors.json", json.dumps(table).encode())
+    index = json.loads((path / "index.json").read_text())
+    del index["tensors"]["optimizer.weight.step"]
+    (path / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="AdamW cannot take its state"):
-        checkpoint.load(tmp_path, a_state(torch.optim.AdamW), group=None)
+        checkpoint.load(tmp_path, a_state(torch.optim.AdamW))
 
 
 def test_a_long_word_does_not_fill_the_message(tmp_path: Path) -> None:
@@ -131,7 +140,7 @@ def test_a_long_word_does_not_fill_the_message(tmp_path: Path) -> None:
     known["model"]["bias"][1] = 5000 * "9"
     index.write_text(json.dumps(known))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(tmp_path, a_state(), group=None)
+        checkpoint.load(tmp_path, a_state())
     assert len(str(caught.value)) < 1000
 
 
@@ -162,14 +171,14 @@ def test_links_among_checkpoints_are_not_followed(tmp_path: Path) -> None:
     (mine.parent / "step-00000009").symlink_to(other)
     (mine.parent / "latest").write_text("step-00000009")
     assert newest(mine.parent) == mine
-    content = (mine / "__0_0.distcp").read_bytes()
-    (mine / "__0_0.distcp").unlink()
+    content = (mine / "rank-0.safetensors").read_bytes()
+    (mine / "rank-0.safetensors").unlink()
     (tmp_path / "elsewhere").write_bytes(content)
-    (mine / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    refused(mine, "corrupt: __0_0.distcp is no file but a link")
-    (mine / "__0_0.distcp").unlink()
-    os.mkfifo(mine / "__0_0.distcp")  # which would be waited for
-    refused(mine, "corrupt: __0_0.distcp is no file but a device or pipe")
+    (mine / "rank-0.safetensors").symlink_to(tmp_path / "elsewhere")
+    refused(mine, "corrupt: rank-0.safetensors is no file but a link")
+    (mine / "rank-0.safetensors").unlink()
+    os.mkfifo(mine / "rank-0.safetensors")  # which would be waited for
+    refused(mine, "corrupt: rank-0.safetensors is no file but a device or pipe")
 
 
 def test_saving_writes_through_no_link(tmp_path: Path) -> None:

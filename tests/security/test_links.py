@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pipeloom.ir.text_files import write_whole
+from pipeloom.ir.text import write_whole
 
 
 def test_a_name_that_can_be_foreseen_leads_nowhere(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime.launch.connect import connect
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.connect import connect
+from pipeloom.runtime.launch import launch
 
 LISTENS, LOOPBACK = "0A", ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 

@@ -13,8 +13,8 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.planner.branches import BranchOrdered
 from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.infeasible import least_share
 from pipeloom.planner.make_plan import make_plan
+from pipeloom.planner.refusals import least_share
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import PlanOptions, Request
 

@@ -1,4 +1,4 @@
-"""What each rank runs where the models of `bench/branching.py` are trained on real processes."""
+"""What each rank runs where the models of `bench/graphpipe.py` are trained on real processes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import branching
+import graphpipe
 import torch
 import torch.distributed as dist
 
 from pipeloom import Job, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.runtime.connect import connect
 
 
 def small_job(name: str) -> Job:
     """A small model, trained by plain SGD where it does not say by what."""
-    job = branching.SMALL[name]()
+    job = graphpipe.SMALL[name]()
     return replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.05)))
 
 

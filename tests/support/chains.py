@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from pipeloom.planner.search.bands import all_bands, best_cuts_within
-from pipeloom.planner.search.evaluation import Evaluation, Memoised
-from pipeloom.planner.search.problem import Partition, Problem
+from pipeloom.planner.search.problem import Partition, Problem, all_bands, best_cuts_within
+from pipeloom.planner.treatments.choose import Evaluation, Memoised
 
 
 @dataclass(frozen=True, kw_only=True)

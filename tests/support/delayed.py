@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.weight_policy import Updates
-from pipeloom.runtime.transports.local_channel import local_channels
-from pipeloom.schedules.steady import build_steady
+from pipeloom.ir.weights import Updates
+from pipeloom.runtime.channel import local_channels
+from pipeloom.schedules.registry import build_steady
 
 STEPS = 7
 WIDTH = 6

@@ -16,7 +16,8 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Pair, Program, Schedule
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.schedules import placements, registry
+from pipeloom.schedules import registry
+from pipeloom.schedules.language import placements
 
 
 @dataclass(frozen=True)

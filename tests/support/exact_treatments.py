@@ -30,19 +30,21 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from pipeloom.planner.stage_cost.arrays import Array, Indices
 from pipeloom.planner.stage_cost.recompute_liveness import (
     AGAIN,
     BACKWARD,
     EDGE,
     FORWARD,
     HELD,
+    KEEP,
     KEPT_UNTIL,
     MESSAGE,
+    OFFLOAD,
     OTHERS,
+    RECOMPUTE,
     of_others,
 )
-from pipeloom.planner.stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
+from pipeloom.planner.stage_cost.tensors import Array, Indices
 from pipeloom.planner.treatments.greedy import TreatmentChoice, TreatmentProblem, choose_greedily, seconds_of
 
 LIMIT_S = 30.0

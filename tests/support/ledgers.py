@@ -20,15 +20,13 @@ from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering.passes import lower
-from pipeloom.planner.search.evaluation import Evaluation
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.treatments.choose import treat_interval
+from pipeloom.planner.treatments.choose import Evaluation, treat_interval
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime import posted_channel as posting
-from pipeloom.runtime.transports.local_channel import LocalTransport
-from pipeloom.runtime.transports.transport import CompletedTransfer, PendingTransfer
+from pipeloom.runtime import channel as posting
+from pipeloom.runtime.transport import CompletedTransfer, GlooTransport, PendingTransfer
 from pipeloom.schedules import registry
 from pipeloom.simulator.simulate import simulate
 
@@ -38,14 +36,14 @@ MICROBATCHES, SIZE = 4, 2
 @contextmanager
 def sends_are_through_at_once() -> Iterator[None]:
     """When a receiver takes a message, and so how long its sender keeps it, differs from run to run."""
-    real = LocalTransport.send
+    real, under_way = GlooTransport.send, list[PendingTransfer]()
 
-    def send(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
-        real(self, buffer.clone(), target, index)
+    def send(self: GlooTransport, buffer: Tensor, target: int, index: int) -> PendingTransfer:
+        under_way.append(real(self, buffer.clone(), target, index))
         return CompletedTransfer()
 
     none_held = patch.object(forecast, "SMALL_BYTES", None)
-    with patch.object(LocalTransport, "send", send), patch.object(posting, "SMALL_BYTES", 0), none_held:
+    with patch.object(GlooTransport, "send", send), patch.object(posting, "SMALL_BYTES", 0), none_held:
         yield
 
 

@@ -12,9 +12,9 @@ from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
-from pipeloom.runtime.offload.open_tier import TIERS
-from pipeloom.runtime.offload.tier import TierOptions
+from pipeloom.runtime.file_tier import FileCopy, FileTier
+from pipeloom.runtime.open_tier import TIERS
+from pipeloom.runtime.tier import TierOptions
 
 MICROBATCHES = 8
 SLOW_BYTES_PER_S = 2e6

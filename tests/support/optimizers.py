@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes
-from pipeloom.ir.replicas import widened
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.ir.plan import widened
+from pipeloom.runtime.connect import connect
 from pipeloom.runtime.optimizer_bytes import stand_in, update_bytes
 
 CLASSES: Mapping[str, type[Optimizer]] = {
@@ -181,8 +181,7 @@ SIDE = 1024
 
 def table() -> list[str]:
     """The rows of docs/trust.md, one for each class: bytes of a float32 matrix of `SIDE` x `SIDE`."""
-    both = f"| {BOTH} | **equal** | as each | as each | as each | see below |"
-    return [*(_row(name) for name in CLASSES), both]
+    return [_row(name).rstrip() for name in CLASSES]
 
 
 def _row(name: str) -> str:
@@ -192,10 +191,10 @@ def _row(name: str) -> str:
             update_bytes(maker(name), {"p": param}, kind).values() for kind in ("cpu", "cuda")
         )
     except PlanError as refusal:
-        return f"| {name} | **refused** | | | | {refusal.message.partition(': ')[2]} |"
-    why = "matrices only: another parameter is refused, with its name" if name in REFUSED else ""
+        return f"{name:12}refused  {refusal.message.partition(': ')[2]}"
+    why = "  refuses other parameters than matrices" if name in REFUSED else ""
     state = f"{apart.state / SIDE**2:.2g}"
-    return f"| {name} | **equal** | {state} | {_copies(apart)} | {_copies(at_once)} | {why} |"
+    return f"{name:12}equal    {state:8}{_copies(apart):18}{_copies(at_once)}{why}"
 
 
 def _copies(update: UpdateBytes) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,52 +21,37 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.steady import SteadyRows
-from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.channel import Channel
+from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.ledger import Ledger
-from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
-from pipeloom.runtime.offload.tier import Tier
-from pipeloom.runtime.posted_channel import PostedChannel
+from pipeloom.runtime.rank import Microbatch, Rank, Variant
 from pipeloom.runtime.recorder import HostClock, Recorder
 from pipeloom.runtime.reduce_and_step import shared_by
-from pipeloom.runtime.step_state import Microbatch, Variant
-from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.tier import Tier
+from pipeloom.runtime.transport import PendingTransfer, SumGroup
+from pipeloom.runtime.watch import Watch
 from pipeloom.runtime.weights import Weights
-from pipeloom.runtime.worker import Worker
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord
-from pipeloom.tracer.layout import zeros_like_value
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
+from pipeloom.tracer.tensors import zeros_like_value
 
 _LOSS, _KEPT = "loss", "kept"
 
 
 @dataclass(kw_only=True, eq=False)
-class PacedFunctions:
+class PacedFunctions(StageFunctions):
     """A stage that takes its time and makes zeros; see `tracer.stage.functions.StageFunctions`.
 
     cost: how long each function takes, and how many `offloaded_bytes` there are of the one residual, which
         may leave.  inputs, outputs: crossing values.
     """
 
-    index: int
     cost: StageCost
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    loss: str | None = None
-    params: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ()
-    received: tuple[str, ...] = field(init=False)
-    sent: tuple[str, ...] = field(init=False)
-    residual_bytes: Mapping[str, int] = field(default_factory=dict)
-    examples: Mapping[str, Tensor] = field(default_factory=dict)
-    offloaded: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
-    kept_inputs: frozenset[str] = frozenset()
-    differentiable: bool = True
-    carried_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.received = tuple(value.name for value in self.inputs)
@@ -159,7 +144,7 @@ class PacedRank:
         program: Program,
         stages: StageGraph,
         costs: Sequence[StageCost],
-        channel: PostedChannel,
+        channel: Channel,
         watch: Watch,
         *,
         tier: Tier | None = None,
@@ -174,7 +159,7 @@ class PacedRank:
         ] * count
         self.channel = channel
         self.recorder = Recorder(channel.rank, HostClock())
-        self.worker = Worker(
+        self.worker = Rank(
             rank=channel.rank,
             program=program,
             weights=Weights({}, {}, None),
@@ -226,7 +211,7 @@ class PacedSteadyRank:
         step: SteadyStep,
         stages: StageGraph,
         costs: Sequence[StageCost],
-        channel: PostedChannel,
+        channel: Channel,
         watch: Watch,
         *,
         updates: Updates,
@@ -247,7 +232,7 @@ class PacedSteadyRank:
             awaited=clips or bool(stages.tied),
             together=[r.names for r in shared_by(stages, step.placement, channel.rank, ())],
         )
-        self.worker = Worker(
+        self.worker = Rank(
             rank=channel.rank,
             program=rows.row(0, 0).program,
             weights=weights,
@@ -289,7 +274,7 @@ class PacedSteadyRank:
         mine = (starts[-1] - starts[2]) / steps
         return max(self._channel.all_gather_object(mine))
 
-    def _slow_down_sums(self, channel: PostedChannel, seconds: float) -> None:
+    def _slow_down_sums(self, channel: Channel, seconds: float) -> None:
         transport = channel._transport
         begin = transport.all_reduce
 

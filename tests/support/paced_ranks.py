@@ -17,8 +17,8 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.launch.connect import connect, watch_ranks
-from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.runtime.channel import dist_channel
+from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.schedules import registry
 
 SECONDS = 1e-4
@@ -58,7 +58,7 @@ def paced_step(name: str, file: Path) -> None:
     program, stages = program_of(name)
     costs = costs_of(stages)
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=torch.device("cpu"), timeout_s=300)
+        channel = dist_channel(group, watch, device=torch.device("cpu"), timeout_s=300)
         timeline = PacedRank(program, stages, costs, channel, watch).step()
     assert_in_order(timeline, program, stages)
     if channel.rank == 0:

@@ -12,7 +12,7 @@ from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
-from pipeloom.planner.stage_cost.residuals import find_residuals
+from pipeloom.planner.stage_cost.recompute_liveness import find_residuals
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.ledger import crossing_bytes

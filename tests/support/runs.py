@@ -21,15 +21,15 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.runtime.batches import rows_of, signature_of, split_batch
-from pipeloom.runtime.transports.local_channel import LocalChannel, run_threads as threads
+from pipeloom.runtime.channel import Channel, run_threads as threads
 from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.export.evaluation import capture_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.job_calls import scalar_loss
+from pipeloom.tracer.random import one_thread_at_a_time
 from pipeloom.tracer.stage.functions import Sink, StageFunctions
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
-from pipeloom.tracer.tracing_lock import one_thread_at_a_time
 from pipeloom.verification import differences
 
 Batch = Mapping[str, Tensor]
@@ -179,7 +179,7 @@ class Numbers:
 def each_rank(job: Job, plan: Plan, work: Callable[[Pipeline], Any], **options: Any) -> list[Any]:
     """Run `work(pipeline)` on each rank of a plan, one thread per rank; its results."""
 
-    def on_rank(_: int, channel: LocalChannel) -> Any:
+    def on_rank(_: int, channel: Channel) -> Any:
         with Pipeline(job, plan, options=Options(**options), channel=channel) as pipeline:
             return work(pipeline)
 

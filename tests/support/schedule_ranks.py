@@ -15,9 +15,8 @@ from runs import Numbers, difference, merged, plain, shared_captures
 from torch import Tensor
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.ir.plan import Plan, widened
+from pipeloom.runtime.connect import connect
 from pipeloom.tracer.job import Job
 
 STEPS = 2

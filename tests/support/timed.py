@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.choose_recipe import fastest
-from pipeloom.schedules.list_scheduler.problem import ScheduledRecipe
+from pipeloom.schedules.list_scheduler.choose import fastest
+from pipeloom.schedules.list_scheduler.engine import ScheduledRecipe
 
 
 def shape(

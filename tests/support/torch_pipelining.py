@@ -19,9 +19,9 @@ from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.runtime.connect import connect
 from pipeloom.schedules import registry
-from pipeloom.schedules.formats.csv import program_text, read_schedule, write_schedule
+from pipeloom.schedules.formats import program_text, read_schedule, write_schedule
 
 BLOCKS, WIDTH, CLASSES = 8, 6, 5
 

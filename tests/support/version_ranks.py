@@ -13,9 +13,8 @@ from delayed import STEPS, delayed, job_of, steady_plan
 from runs import difference, shared_captures
 
 from pipeloom import Job, Pipeline
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
-from pipeloom.runtime.launch.connect import connect
+from pipeloom.ir.plan import Plan, widened
+from pipeloom.runtime.connect import connect
 
 RANKS, MICROBATCHES = 4, 4
 SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))

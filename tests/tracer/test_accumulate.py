@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeloom.runtime.weights import Gradients
-from pipeloom.tracer.stage.accumulate import add_gradient, add_in_place, add_product, add_products
-from pipeloom.tracer.stage.compile_graph import compile_graph, predict_memory, run_measured
+from pipeloom.tracer.stage.compiled import compile_graph, predict_memory, run_measured
+from pipeloom.tracer.stage.split import add_gradient, add_in_place, add_product, add_products
 
 aten = torch.ops.aten
 SHAPE = (8, 16)

@@ -4,7 +4,7 @@ import random
 
 from torch import nn
 
-from pipeloom.tracer.attributes import attributes_kept
+from pipeloom.tracer.guards import attributes_kept
 
 
 def test_attributes_are_put_back() -> None:

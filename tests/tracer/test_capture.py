@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.stages import cut
+from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
 
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")
@@ -93,7 +93,7 @@ def test_the_fingerprint_sees_another_model() -> None:
 IN_ANOTHER_PROCESS = """
 import sys, zoo
 from pipeloom.tracer.capture import capture
-from pipeloom.ir.json_codec import to_json
+from pipeloom.ir.text import to_json
 for name in sys.argv[1:]:
     print(to_json(capture(zoo.job(name), 2).graph, indent=0))
 """

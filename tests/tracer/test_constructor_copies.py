@@ -1,4 +1,4 @@
-"""Constructors that copy modules damaged the heap: see `pipeloom.tracer.constructor_record`."""
+"""Constructors that copy modules damaged the heap: see `pipeloom.tracer.blueprint`."""
 
 import copy
 

@@ -8,7 +8,7 @@ from runs import plan_for
 
 from pipeloom.ir.errors import CutError
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
 
 
 def test_evaluation_updates_nothing_and_leaves_the_training_mode() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeloom.ir.errors import CaptureError
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.export.torch_export import export_program
+from pipeloom.tracer.export import export_program
 
 
 @pytest.mark.parametrize(

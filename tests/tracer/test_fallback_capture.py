@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.clusters.names import cpu_cluster
-from pipeloom.ir import json_codec
 from pipeloom.ir.errors import CaptureError, CutError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.stages import cut
+from pipeloom.ir.text import from_json, to_json
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.fallback.trial import TrialParameters
-from pipeloom.tracer.fallback.units import derive_units, listed_units
+from pipeloom.tracer.modules.skeleton import TrialParameters
+from pipeloom.tracer.modules.units import derive_units, listed_units
 
 
 def picture(graph: OpGraph) -> str:
@@ -151,7 +151,7 @@ def test_parameters_that_get_no_gradient_are_not_trained() -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_graphs_serialise_and_are_the_same_every_time(name: str) -> None:
     graph = capture_of(JOBS[name]).graph
-    assert json_codec.from_json(json_codec.to_json(graph), OpGraph, what="graph") == graph
+    assert from_json(to_json(graph), OpGraph, what="graph") == graph
     assert capture(replace(JOBS[name]), 2).graph == graph
 
 

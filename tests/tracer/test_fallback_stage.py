@@ -18,8 +18,8 @@ from pipeloom.ir.errors import CaptureError, CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.fallback.forward_path import ForwardPath, encode_path
-from pipeloom.tracer.fallback.module_functions import ModuleFunctions
+from pipeloom.tracer.modules.functions import ModuleFunctions
+from pipeloom.tracer.modules.path import ForwardPath, encode_path
 from pipeloom.tracer.stage.functions import activation_bytes
 from pipeloom.tracer.stage.trace import stage_functions
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.errors import CaptureError
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.channel import Channel
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.export.evaluation import capture_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.handover import hand_over, hand_over_evaluation, take_over, take_over_evaluation
 from pipeloom.tracer.stage import trace
 from pipeloom.tracer.stage.trace import stage_functions
@@ -74,7 +74,7 @@ def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pyte
     plan = even_plan(job, 2, microbatches=2)
     data = handed(job)
 
-    def numbers(index: int, channel: LocalChannel, *, takes_over: bool) -> list[float]:
+    def numbers(index: int, channel: Channel, *, takes_over: bool) -> list[float]:
         captured = taken(data, job) if takes_over else None
         with Pipeline(job, plan, options=Options(seed=3), channel=channel, captured=captured) as pipeline:
             losses = [pipeline.step(job.batch(seed, 4)) for seed in range(2)]

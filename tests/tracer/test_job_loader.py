@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.tracer.job import load_job
 
 GOOD = """
 from pipeloom import Job

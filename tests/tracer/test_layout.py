@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from pipeloom.ir.graph import Value
-from pipeloom.tracer.layout import (
+from pipeloom.tracer.tensors import (
     copy_in_order,
     ensure_unshared,
     has_order,

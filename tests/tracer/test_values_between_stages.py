@@ -26,8 +26,8 @@ from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
-from pipeloom.runtime.transports.local_channel import LocalChannel
-from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.runtime.channel import Channel
+from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
 
 ROW = normal(x=(6, 8))
 TURNED = job(TurnedValues, ROW)
@@ -144,7 +144,7 @@ def test_ranks_that_have_captured_other_layouts_are_refused() -> None:
     rest = tuple(c for c in stages.crossings if c is not turned)
     differing = [stages, replace(stages, crossings=rest + others)]
 
-    def work(rank: int, channel: LocalChannel) -> None:
+    def work(rank: int, channel: Channel) -> None:
         agree_on_layouts(channel, stages)
         agree_on_layouts(channel, differing[rank])
 

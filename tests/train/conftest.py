@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.state import TrainState
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from pipeloom.train.workload import Workload, gpt_workload, rate_scheduler
 
@@ -67,12 +67,10 @@ class PlainPipeline:
 
     def save(self, directory: Path, *, extra: Mapping[str, Any], keep: int) -> Path:
         both = {"user": dict(extra), "scheduler": self.scheduler.state_dict()}
-        return checkpoint.save(
-            directory, self.state(), step=self.steps_done, extra=both, group=None, keep=keep
-        )
+        return checkpoint.save(directory, self.state(), step=self.steps_done, extra=both, keep=keep)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        self.steps_done, both = checkpoint.load(directory, self.state(), group=None)
+        self.steps_done, both = checkpoint.load(directory, self.state())
         self.scheduler.load_state_dict(both["scheduler"])
         return both["user"]
 

@@ -50,6 +50,7 @@ def test_overrides_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path)
         ("data.paths=one.txt", ("one.txt",)),
         ('data.paths=["one.txt", "two"]', ("one.txt", "two")),
         ("optimizer.learning_rate=1e-4", 1e-4),
+        ("steps=1_000", 1000),
     ],
 )
 def test_override_values_need_no_quotes(override: str, value: object) -> None:
@@ -115,6 +116,8 @@ def test_a_wrong_file_is_named_with_the_key(tmp_path: Path, text: str, key: str,
         ("steps=many", "'many'"),
         ("zzzzzzzzz=1", "the keys are name, job"),
         ("pipeline.compile=maybe", "true or false"),
+        ("steps=-1", "number >= 1"),
+        ("optimizer.learning_rate=nan", "> 0"),
         ("model.heads=5", "multiple of model.heads"),
         ("pipeline.memory=300 apples", "apples"),
         (f"pipeline.ranks={'9' * 5000}", "ranks"),

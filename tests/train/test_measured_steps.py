@@ -15,7 +15,7 @@ from tests.support import zoo
 from pipeloom import plan as plan_job
 from pipeloom.commands.plan import reported
 from pipeloom.ir.plan import load_plan
-from pipeloom.ir.units import parse_bytes
+from pipeloom.ir.text import parse_bytes
 from pipeloom.planning import make_request, plan_size
 from pipeloom.settings import PlanSettings
 from pipeloom.train.loop import LONG_STEP_S

@@ -100,7 +100,7 @@ def test_a_long_step_comes_first_and_nothing_else_runs(
     start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     walks: list[int] = []
-    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", walks.append)
+    monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", walks.append)
     monkeypatch.setattr("pipeloom.train.loop.LONG_STEP_S", 0.0)
     assert start(as_json=True) == 0
     written = lines(tmp_path / "a")
@@ -116,7 +116,7 @@ def test_bench_does_what_was_asked_for(here: None, folder: Path, monkeypatch: py
     def refuse_to_rehearse(*_: object, **__: object) -> None:
         raise AssertionError("a step that nobody asked for was run")
 
-    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
+    monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
     monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext())
     words = ("--ranks", "1", "-m", "2", "--microbatch-size", "2", "--steps", "1", "--warmup", "0")
     printed = good("bench", "mine.py:words", *words)

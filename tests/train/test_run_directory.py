@@ -1,5 +1,8 @@
 """Which directory a run gets, who may use it, what a start leaves there; metrics.jsonl."""
 
+import errno
+import fcntl
+import math
 import os
 import resource
 import signal
@@ -34,6 +37,7 @@ def test_runs_are_numbered_and_the_newest_is_found() -> None:
         assert trained("gpt") == Path(f"runs/gpt-{number}")
     Path("runs/gpt-11").mkdir()  # killed before it trained
     assert trained("gpt") == Path("runs/gpt-12")
+    assert [trained("a**[x]") for _ in range(2)] == [Path("runs/a**[x]-1"), Path("runs/a**[x]-2")]
     assert find_run("gpt", None) == Path("runs/gpt-12")
     assert find_run("gpt-2", None) == Path("runs/gpt-2-1")
     assert find_run("gpt", Path("runs/gpt-3")) == Path("runs/gpt-3")
@@ -62,6 +66,36 @@ def test_a_start_that_does_not_train_leaves_nothing(here: Path) -> None:
             assert (path / LOCK).is_file()
             raise KeyboardInterrupt
     assert {str(path) for path in here.rglob("*")} == {str(here / "mine"), str(here / "mine" / "mine.txt")}
+
+
+def test_only_folders_that_were_made_for_a_run_are_removed(here: Path) -> None:
+    (here / "empty").mkdir()
+    for out in (Path("empty"), Path("empty/deep/inside"), None):
+        with pytest.raises(KeyboardInterrupt), run_directory("gpt", out, resume=False):
+            raise KeyboardInterrupt
+        assert list(here.rglob("*")) == [here / "empty"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.EINVAL])
+def test_a_disk_without_locks_is_trained_on_with_a_warning(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert sorted(file.name for file in trained("gpt", here / "a").iterdir()) == ["config.toml"]
+    assert "disk without locks" in caplog.text
+
+
+def test_a_disk_that_refuses_the_lock_is_left_as_it_was(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="cannot lock a/b"), run_directory("gpt", Path("a/b"), resume=False):
+        pass
+    assert not list(here.iterdir())
 
 
 def test_a_directory_is_held_until_the_end(here: Path) -> None:
@@ -126,7 +160,9 @@ DAMAGED = [b"", b"\0" * 40, b'{"step": 2, "x": "\xff"}', b"[2]", b'{"step": 2, "
 
 
 @pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
-def test_what_is_no_line_of_figures_is_dropped(here: Path, damage: bytes) -> None:
+def test_what_is_no_line_of_figures_is_dropped(
+    here: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """A crash or an editor left it, and resuming ended with our traceback."""
     file = here / "m.jsonl"
     first, third = b'{"step": 1, "loss": 3.0}\n', b'{"step": 3, "loss": 2.0, "a": 1}\n'
@@ -134,3 +170,17 @@ def test_what_is_no_line_of_figures_is_dropped(here: Path, damage: bytes) -> Non
     with Metrics(file, after_step=5) as metrics:
         assert [(line.step, line.loss) for line in metrics.read()] == [(1, 3.0), (3, 2.0)]
     assert file.read_bytes() == first + third
+    assert "1 lines" in caplog.text
+
+
+def test_losses_that_are_no_numbers_are_read_again(here: Path) -> None:
+    for after_step in (0, 2):
+        with Metrics(here / "m.jsonl", after_step=after_step) as metrics:
+            if not after_step:
+                metrics.write({"step": 1, "loss": math.inf, "grad_norm": math.nan})
+                metrics.write({"step": 2, "loss": 1.0, "validation_loss": -math.inf})
+            lines = metrics.read()
+            assert [(line.loss, line.validation_loss) for line in lines] == [
+                (math.inf, None),
+                (1.0, -math.inf),
+            ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-import branching
+import graphpipe
 import pytest
 import runs
 import torch
@@ -14,16 +14,14 @@ from delayed import delayed, trained
 from pipeloom import Job, verify
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.action import W
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.plan import Plan, widened
+from pipeloom.ir.weights import Updates
+from pipeloom.planner.ask_planners import with_searched_order
 from pipeloom.planner.make_plan import make_plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planner.search_order import with_searched_order
 from pipeloom.planning import estimate
-from pipeloom.schedules.registry import build
-from pipeloom.schedules.steady import build_steady
+from pipeloom.schedules.registry import build, build_steady
 
 MICROBATCHES = 4
 TOLERANCE = 1e-12
@@ -52,7 +50,7 @@ CANNOT = {
 
 def job_of(*, frozen: bool) -> Job:
     """Two towers of two layers and a join, in float64."""
-    small = branching.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
+    small = graphpipe.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
 
     def model() -> torch.nn.Module:
         made = small.model().double()

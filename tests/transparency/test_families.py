@@ -31,12 +31,22 @@ def check(name: str, *, double: bool, tolerance: float, stages: int, schedule: s
 
 
 @pytest.mark.sampled("gpt2-2-1f1b-split")
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stages", "schedule", "way"),
+    [
+        (1, "gpipe", "split"),
+        (1, "1f1b", "whole"),
+        (2, "gpipe", "whole"),
+        (2, "1f1b", "split"),
+        (3, "gpipe", "split"),
+        (3, "1f1b", "whole"),
+        (4, "gpipe", "whole"),
+        (4, "1f1b", "split"),
+    ],
+)
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_every_combination(name: str, stages: int, schedule: str, split: bool) -> None:
-    check(name, double=False, tolerance=1e-5, stages=stages, schedule=schedule, split=split)
+def test_every_pair_of_settings(name: str, stages: int, schedule: str, way: str) -> None:
+    check(name, double=False, tolerance=1e-5, stages=stages, schedule=schedule, split=way == "split")
 
 
 @pytest.mark.sampled("gpt-3-gpipe")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import branching
+import graphpipe
 import pytest
 import torch
 import zoo
@@ -19,7 +19,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload.file_tier import FileCopy, FileTier
+from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.tracer.stage.functions import Tensors
 from pipeloom.tracer.stage.trace import stage_residuals
 from pipeloom.verification import verify
@@ -108,15 +108,15 @@ class Unexportable(nn.Module):
 def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = zoo.job(name)
     plan = all_away(job, 2, schedule=schedule)
-    leaving, coming = FileTier.start_offload, FileTier.start_reload
+    leaving, coming = FileTier.offload, FileCopy.reload
 
     def leave_at_once(self: FileTier, action: str, residuals: Tensors) -> FileCopy:
         copy = leaving(self, action, residuals)
         copy.offloaded.wait()
         return copy
 
-    def come_at_once(self: FileTier, copy: FileCopy) -> None:
-        coming(self, copy)
+    def come_at_once(copy: FileCopy) -> None:
+        coming(copy)
         copy.reloaded.wait()
 
     def work(pipeline: Pipeline) -> None:
@@ -126,8 +126,8 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
         assert expected.peak_bytes(pipeline.rank, "host") == host == pipeline.ledger.host_peak
         assert sum(expected.peaks[pipeline.rank].values()) == pytest.approx(pipeline.ledger.peak, rel=0.03)
 
-    monkeypatch.setattr(FileTier, "start_offload", leave_at_once)
-    monkeypatch.setattr(FileTier, "start_reload", come_at_once)
+    monkeypatch.setattr(FileTier, "offload", leave_at_once)
+    monkeypatch.setattr(FileCopy, "reload", come_at_once)
     each_rank(job, plan, work)
 
 
@@ -162,7 +162,7 @@ MICROBATCHES = 6
 
 def peaks_of(towers: int, schedule: str) -> list[tuple[int, int]]:
     """Per rank, towers first and then the join, the residuals at its peak: as simulated, and as measured."""
-    job = branching.mmt(towers=towers, layers=1, width=8, heads=2, length=4, classes=3)
+    job = graphpipe.mmt(towers=towers, layers=1, width=8, heads=2, length=4, classes=3)
     captured = capture_of(job)
     stage_of = {
         op.name: int(op.module.split(".")[1]) if op.module.startswith("towers.") else towers

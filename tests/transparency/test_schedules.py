@@ -16,7 +16,7 @@ from schedule_ranks import compare_each, resume_elsewhere
 from pipeloom import Options, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12

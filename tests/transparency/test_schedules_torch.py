@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch_pipelining import ours_in_torch, torchs_in_ours
 
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12

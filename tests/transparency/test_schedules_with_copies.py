@@ -29,8 +29,8 @@ from pipeloom.ir.stages import cut
 from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.file_tier import FileCopy, FileTier
+from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 from pipeloom.tracer.stage.trace import stage_residuals
 
@@ -144,7 +144,7 @@ def test_a_slow_host_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(FileTier, "_write", slowly)
     slow = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
-    monkeypatch.setattr(FileTier, "offload_done", lambda tier, copy: False)
+    monkeypatch.setattr(FileCopy, "gone", lambda copy: False)
     latest = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
     for rank, (expected, peak) in enumerate(fast):
         most = at_worst(plan, rank, sizes[rank])

@@ -25,7 +25,7 @@ from pipeloom.checks.weight_versions import versions
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import PipeloomError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 from pipeloom.runtime.weights import Weights
 
 

@@ -14,16 +14,15 @@ from unittest.mock import patch
 import pytest
 from delayed import job_of, steady_plan, trained
 
-from pipeloom.ir.action import Action, F
+from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import chain
-from pipeloom.ir.weight_policy import Updates
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
-from pipeloom.runtime.step_state import StepContext
-from pipeloom.schedules.registry import in_flight
-from pipeloom.schedules.steady import build_steady
+from pipeloom.runtime.rank import Rank, RankWork
+from pipeloom.schedules.registry import build_steady, in_flight
 from pipeloom.simulator.simulate import simulate
 
 TABLE = (
@@ -53,20 +52,18 @@ def simulated() -> dict[str, float]:
 def as_run(plan: Plan) -> dict[int, list[tuple[str, int, int]]]:
     """Per stage what a real pipeline runs: kind, micro-batch from the start of training, version."""
     seen: dict[int, list[tuple[str, int, int]]] = {}
-    real, lock = StepContext.parameters, threading.Lock()
+    real, lock = Rank.parameters, threading.Lock()
 
-    def parameters(step: StepContext, action: Action) -> Mapping[str, Any]:
-        made = real(step, action)
-        version = step.state(action).version
-        if step.training and version is not None:
+    def parameters(rank: Rank, work: RankWork) -> Mapping[str, Any]:
+        made = real(rank, work)
+        version = rank.kept[work.key].version
+        if version is not None:
             with lock:
-                row = seen.setdefault(action.stage, [])
-                entry = "F" if action.kind == F else "B", step.microbatch(action).number, version
-                if row[-1:] != [entry]:  # a backward asks twice
-                    row.append(entry)
+                number = rank._microbatches[work.index].number
+                seen.setdefault(work.key[0], []).append(("F" if work.kind == F else "B", number, version))
         return made
 
-    with patch.object(StepContext, "parameters", parameters):
+    with patch.object(Rank, "parameters", parameters):
         trained(job_of(), plan, steps=4)
     return seen
 

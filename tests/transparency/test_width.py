@@ -13,12 +13,9 @@ from delayed import Trained, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
 from pipeloom import Pipeline
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.replicas import widened
-from pipeloom.runtime.posted import PendingSum
-from pipeloom.runtime.posted_channel import PostedChannel
-from pipeloom.runtime.transports.local_channel import LocalTransport
-from pipeloom.runtime.transports.transport import PendingTransfer, SumGroup
+from pipeloom.ir.plan import Plan, widened
+from pipeloom.runtime.channel import Channel, PendingSum
+from pipeloom.runtime.transport import GlooTransport, PendingTransfer, SumGroup
 
 TOLERANCE = 1e-12
 ONE_WAY = [
@@ -94,14 +91,14 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     """Twelve gradients per stage went through the lowest rank one by one."""
     job = job_of(tied=True)
     begun: list[tuple[tuple[int, ...], int]] = []
-    real = PostedChannel.begin_sum
+    real = Channel.begin_sum
 
-    def counted(self: PostedChannel, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
+    def counted(self: Channel, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
         if self.rank == 0:
             begun.append((group.ranks, tensor.numel()))
         return real(self, tensor, group, owner)
 
-    monkeypatch.setattr(PostedChannel, "begin_sum", counted)
+    monkeypatch.setattr(Channel, "begin_sum", counted)
     plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
     found = runs.pipelined(job, plan, [job.batch(0, 8)])
     runs.assert_same(found, runs.plain(job, [job.batch(0, 8)], 4), tolerance=TOLERANCE)
@@ -138,19 +135,19 @@ def test_gradients_for_owners_take_half_of_the_bytes(
     them, unless it is the owner."""
     sent: Counter[int] = Counter()
     kept: dict[int, set[str]] = {}
-    for_all, for_one = LocalTransport.all_reduce, LocalTransport.reduce
+    for_all, for_one = GlooTransport.all_reduce, GlooTransport.reduce
 
-    def all_reduce(self: LocalTransport, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+    def all_reduce(self: GlooTransport, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if group is not None and "gradients" in group.name:
             sent[self.rank] += 2 * (len(group.ranks) - 1) * tensor.nbytes // len(group.ranks)
         return for_all(self, tensor, group)
 
-    def reduce(self: LocalTransport, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+    def reduce(self: GlooTransport, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         sent[self.rank] += 0 if self.rank == owner else tensor.nbytes
         return for_one(self, tensor, group, owner)
 
-    monkeypatch.setattr(LocalTransport, "all_reduce", all_reduce)
-    monkeypatch.setattr(LocalTransport, "reduce", reduce)
+    monkeypatch.setattr(GlooTransport, "all_reduce", all_reduce)
+    monkeypatch.setattr(GlooTransport, "reduce", reduce)
     job = job_of("momentum")
     one = steady_plan(job, 2, 2) if weights == "2bw" else runs.even_plan(job, 2, microbatches=2)
     plan = widened(one, width)

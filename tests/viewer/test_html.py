@@ -10,8 +10,8 @@ import pytest
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.explanation import Explanation, Idle
+from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
-from pipeloom.ir.units import SizeUnit
 from pipeloom.viewer.html import write_report
 from pipeloom.viewer.plots import legend, memory_figure, timelines_figure
 from pipeloom.viewer.tables import Comparison, StageRow

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
+from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import MemoryCurve, Timeline
-from pipeloom.ir.units import SizeUnit
 from pipeloom.viewer.tables import (
     Column,
     Comparison,

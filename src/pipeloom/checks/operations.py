@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..ir.action import Action, B, F, I, Kind
+from ..ir.action import Action, Kind
 from ..ir.columns import F_
-from ..ir.dependencies import Milestone, needs, produces
+from ..ir.dependencies import Milestone, meets, needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.operation import OPERATIONS, Operation
@@ -116,7 +116,7 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
             members = (action, second[action]) if action in second else (action,)
             needed += [2 * reaching(need) + 1 for member in members for need in needs(member, flow)]
             first.append(len(needed))
-            needed += [2 * entry_of(other) for other in meeting_actions(action, present, flow)]
+            needed += [2 * entry_of(other) for other in meeting_actions(action, flow)]
             first.append(len(needed))
     prove_progress(
         Needs(2 * columns.offsets, np.array(first, np.int32), np.array(needed, np.int32)),
@@ -124,21 +124,16 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
     )
 
 
-def meeting_actions(action: Action, operations: Mapping[Kind, Operation], flow: Flow) -> Sequence[Action]:
+def meeting_actions(action: Action, flow: Flow) -> Sequence[Action]:
     """The actions on other ranks that begin together with an action."""
-    if flow.shards and action.kind in (F, B, I):
-        return [Action(s, action.kind, action.microbatch) for s in flow.shards.get(action.stage, ())]
-    operation = operations.get(action.kind)
-    if operation is None or operation.meets is None:
-        return ()
-    return [Action(s, action.kind, action.microbatch) for s in operation.meets(action.stage)]
+    return [Action(s, action.kind, action.microbatch) for s in meets(action.stage, action.kind, flow)]
 
 
 def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation], flow: Flow) -> None:
     meeting = {action for row in schedule.rows for action in row if action.kind in present}
     for action in sorted(meeting):
-        for other in meeting_actions(action, present, flow):
-            if other not in meeting or action not in meeting_actions(other, present, flow):
+        for other in meeting_actions(action, flow):
+            if other not in meeting or action not in meeting_actions(other, flow):
                 raise ScheduleError(
                     f"{action} meets {other}, which no rank runs or which does not meet it",
                     hint="let meets= name stages that have the operation, both ways",

@@ -25,14 +25,14 @@ from ..ir.action import (
     StageAction,
     Transfer,
 )
-from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, W_, Ints, starts_of
+from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, STEP_, W_, Ints, starts_of
+from ..ir.dependencies import entry_needs, meets
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
-from ..ir.message_index import NO_ROUTE, on_other_ranks
-from ..ir.operation import OPERATIONS
+from ..ir.message_index import NO_ROUTE
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import reductions
+from ..ir.weights import reductions
 from .deadlock import Needs, prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
@@ -132,13 +132,11 @@ def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind,
     kind, and peer, or -1 for a compute action."""
     messages, where = program.message_index(flow), program.placement
     routes, forward, back = messages.routes, program.action_index.of(F_), program.action_index.gradients()
-    for stage in range(len(where)):
-        for peer in on_other_ranks(where, stage, flow.reads_from[stage]):
-            route = routes.between(peer, stage, backward=False)
-            yield forward[stage], messages.received[route], stage, RECV_F, peer
-        for peer in on_other_ranks(where, stage, flow.gradients_from[stage]):
-            route = routes.between(peer, stage, backward=True)
-            yield back[stage], messages.received[route], stage, RECV_B, peer
+    for need in entry_needs(program, flow):
+        if where[need.source] != where[need.stage]:
+            route = routes.between(need.source, need.stage, backward=bool(need.phase))
+            kind = RECV_B if need.phase else RECV_F
+            yield need.user, messages.received[route], need.stage, kind, need.source
     for route, stage in enumerate(routes.sender.tolist()):
         kind, made = (B, back) if routes.backward[route] else (F, forward)
         yield messages.sent[route], made[stage], stage, kind, -1
@@ -213,14 +211,14 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     columns, messages = program.columns, program.message_index(flow)
     receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
     counts = receives.astype(np.int32)
-    meets = {**_meeting_reductions(program, stages), **_meeting_actions(program, flow)}
-    for entry, others in meets.items():
+    meeting = {**_meeting_reductions(program, stages), **_meeting_actions(program, flow)}
+    for entry, others in meeting.items():
         counts[entry] = len(others)
     first = starts_of(counts)
     needed = np.empty(first[-1], np.int32)
     entries = np.flatnonzero(receives)
     needed[first[entries]] = messages.sent[messages.route[entries], columns.microbatch[entries]]
-    for entry, others in meets.items():
+    for entry, others in meeting.items():
         needed[first[entry] : first[entry + 1]] = others
     prove_progress(
         Needs(columns.offsets, first, needed),
@@ -233,19 +231,16 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
 def _meeting_actions(program: Program, flow: Flow) -> dict[int, list[int]]:
     """Entry of each F, B and I of a shard, and of each operation that meets others -> the entries in front of
     those that it begins together with."""
-    groups = [(code, stage, others) for code in (F_, B_, I_) for stage, others in flow.shards.items()]
-    for code, kind in enumerate(program.columns.kinds):
-        operation = OPERATIONS.get(kind)
-        if operation is not None and operation.meets is not None:
-            groups += [(code, s, tuple(operation.meets(s))) for s in range(len(program.placement))]
     meeting: dict[int, list[int]] = {}
     starts = set(program.columns.offsets.tolist())
-    for code, stage, others in groups:
-        table = program.action_index.of(code)
-        for microbatch, entry in enumerate(table[stage].tolist()):
-            if entry >= 0:
-                ends = [int(table[other, microbatch]) for other in others]
-                meeting[entry] = [end - 1 for end in ends if end not in starts]
+    for code, kind in enumerate(program.columns.kinds):
+        for stage in range(len(program.placement)):
+            if others := meets(stage, kind, flow):
+                table = program.action_index.of(code)
+                for microbatch, entry in enumerate(table[stage].tolist()):
+                    if entry >= 0:
+                        ends = [int(table[other, microbatch]) for other in others]
+                        meeting[entry] = [end - 1 for end in ends if end not in starts]
     return meeting
 
 

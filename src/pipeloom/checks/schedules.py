@@ -6,17 +6,16 @@ may rely on those before it in `RULES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
 
 from ..ir.action import KINDS, Action, ActionKind, B, F, I, W
-from ..ir.columns import B_, CODE, F_, I_, TREATING, W_, Ints, Rows, starts_of
-from ..ir.dependencies import Milestone, name_of, needs
+from ..ir.columns import B_, CODE, F_, I_, TREATING, W_, Rows, starts_of
+from ..ir.dependencies import Milestone, entry_needs, name_of, needs
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
-from ..ir.message_index import on_other_ranks
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from . import operations, programs, residuals
@@ -179,42 +178,22 @@ def _repeated(schedule: Schedule) -> ScheduleError:
 
 def order_on_rank(schedule: Schedule, flow: Flow) -> None:
     """In a row, what makes something stands before what uses it: F before B or I, I before W, and so on."""
-    first: tuple[int, Milestone] | None = None
-    for user, maker, need in _uses_on_rank(schedule, flow):
-        wrong = (user >= 0) & ((maker < 0) | (maker > user))
+    late: list[tuple[int, Milestone]] = []
+    for need in entry_needs(schedule, flow):
+        if need.code in TREATING or schedule.placement[need.source] != schedule.placement[need.stage]:
+            continue
+        wrong = (need.user >= 0) & ((need.maker < 0) | (need.maker > need.user))
         if wrong.any():
-            cell = int(np.argmin(np.where(wrong, user, len(schedule.columns))))
-            entry = int(user.flat[cell])
-            stage, microbatch = divmod(cell, schedule.microbatches)
-            if first is None or entry < first[0]:
-                first = entry, (need[0] if need[0] >= 0 else stage, microbatch, need[1])
-    if first is not None:
-        rank, action = schedule.locate(first[0])
-        name = name_of(first[1], schedule)
+            microbatch = int(np.argmin(np.where(wrong, need.user, len(schedule.columns))))
+            late.append((int(need.user[microbatch]), (need.source, microbatch, need.phase)))
+    if late:
+        entry, milestone = min(late, key=lambda one: one[0])
+        rank, action = schedule.locate(entry)
+        name = name_of(milestone, schedule)
         raise ScheduleError(
             f"rank {rank} runs {action} before {name}, which it needs",
             hint=f"move {name} in front of {action}",
         )
-
-
-def _uses_on_rank(schedule: Schedule, flow: Flow) -> Iterator[tuple[Ints, Ints, tuple[int, int]]]:
-    """Entries of users, of what they use on their own rank, and that one's (stage, phase) as in a milestone;
-    stage -1 for the user's own stage."""
-    index = schedule.action_index
-    forward, back = index.of(F_), index.gradients()
-    yield back, forward, (-1, 0)
-    yield index.of(W_), back, (-1, 1)
-    for code, kind in enumerate(schedule.columns.kinds):
-        row = KINDS.get(kind)
-        if row is not None and row.after is not None and code not in (B_, I_, W_, *residuals.ORDERED):
-            yield index.of(code), forward if row.after == F else back, (-1, int(row.after != F))
-    for stage, rank in enumerate(schedule.placement):
-        for phase, (table, peers) in enumerate(
-            ((forward, flow.reads_from[stage]), (back, flow.gradients_from[stage]))
-        ):
-            for peer in peers:
-                if schedule.placement[peer] == rank:
-                    yield table[stage], table[peer], (peer, phase)
 
 
 def slice_order(schedule: Schedule, flow: Flow) -> None:
@@ -241,18 +220,17 @@ def slice_order(schedule: Schedule, flow: Flow) -> None:
 def progress(schedule: Schedule, flow: Flow) -> None:
     """Run all ranks: no rank waits for an action that can never happen."""
     columns, index, where = schedule.columns, schedule.action_index, schedule.placement
-    inputs = [on_other_ranks(where, stage, flow.reads_from[stage]) for stage in range(schedule.stages)]
-    gradients = [on_other_ranks(where, stage, flow.gradients_from[stage]) for stage in range(schedule.stages)]
+    far = [need for need in entry_needs(schedule, flow) if where[need.source] != where[need.stage]]
     counts = np.zeros((schedule.stages, len(columns.kinds)), np.int32)
-    counts[:, F_] = [len(row) for row in inputs]
-    counts[:, B_] = counts[:, I_] = [len(row) for row in gradients]
+    numbers = []  # of each need, among those of its action
+    for need in far:
+        numbers.append(int(counts[need.stage, need.code]))
+        counts[need.stage, need.code] += 1
     first = starts_of(counts[columns.stage, columns.kind])
     needed = np.empty(first[-1], np.int32)
-    for table, peers in ((index.of(F_), inputs), (index.gradients(), gradients)):
-        for stage, row in enumerate(peers):
-            for number, peer in enumerate(row):
-                has = table[stage] >= 0
-                needed[first[table[stage][has]] + number] = table[peer][has]
+    for need, number in zip(far, numbers, strict=True):
+        has = need.user >= 0
+        needed[first[need.user[has]] + number] = need.maker[has]
 
     reached_by = (index.of(F_), index.gradients())  # per phase of a milestone
 

@@ -1,6 +1,6 @@
 """The rule for weight versions: a micro-batch's forward and backward use the same one, and it is still kept.
 
-Which version that is says the policy, see `ir.weight_policy`. Version 0 is there at the start; version t + 1
+Which version that is says the policy, see `ir.weights`. Version 0 is there at the start; version t + 1
 of a stage is made as soon as it has the gradients of the micro-batches t * every to (t + 1) * every - 1, if
 it has made version t.
 """
@@ -14,7 +14,7 @@ from ..ir.action import Action, B, F, I, W
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..ir.cluster import Device, Link
 from ..ir.errors import ConfigError
-from ..ir.units import parse_bytes
+from ..ir.text import parse_bytes
 from .files import link_of
 
 

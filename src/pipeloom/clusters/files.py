@@ -42,9 +42,7 @@ import tomli_w
 from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError, shown
 from ..ir.graph import DTYPE_BYTES
-from ..ir.json_codec import shortened
-from ..ir.text_files import parse_toml, refuse_unknown, write_whole
-from ..ir.units import LARGEST, parse_bytes
+from ..ir.text import LARGEST, parse_bytes, parse_toml, refuse_unknown, shortened, write_whole
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")
 _LINK = ("bandwidth", "latency_s", "overhead_s", "overhead_s_per_byte")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..ir.cluster import MOST_DEVICES, Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError, shown
-from ..ir.units import parse_bytes
+from ..ir.text import parse_bytes
 from .devices import BuiltIn, built_in
 from .files import load_cluster
 

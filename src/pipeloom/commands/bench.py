@@ -101,7 +101,7 @@ def bench(
 
 
 def _screen(report: BenchReport, about: list[str]) -> Iterator[str]:
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
     from ..train.progress import throughput
 
     yield from about

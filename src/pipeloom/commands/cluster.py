@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..ir import json_codec
+from ..ir.text import as_plain
 from .common import NEW_FILE, emit, json_option
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _listed(entry: BuiltIn) -> dict[str, Any]:
 
 
 def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
     from ..viewer.tables import Column, Table
 
     columns = (
@@ -120,7 +120,7 @@ def detect(
 
 def _described(described: Cluster) -> dict[str, Any]:
     """Devices and links as JSON."""
-    values: dict[str, Any] = json_codec.as_plain(described)
+    values: dict[str, Any] = as_plain(described)
     return {"devices": values.pop("devices"), "links": values}
 
 
@@ -150,7 +150,7 @@ def _detect_screen(detected: Detected, output: Path | None) -> Iterator[Table | 
 
 
 def _cluster_screen(described: Cluster) -> Iterator[Table | str]:
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
     from ..viewer.tables import Column, Table
 
     columns = (

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..ir import json_codec
 from ..ir.errors import ConfigError, PipeloomError
+from ..ir.text import as_plain, load_noun
 from ..settings import PlanSettings
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def json_option(command: Command) -> Command:
 def job_of(model: str | None) -> Job:
     """The job that MODEL names, the built-in GPT if it names none."""
     if model is not None:
-        from ..tracer.job_loader import load_job
+        from ..tracer.job import load_job
 
         return load_job(model)
     from ..train import workload
@@ -228,7 +228,7 @@ def load_profile(path: Path | None) -> Profile | None:
     """The saved profile that --profile names."""
     from ..ir.profile import Profile
 
-    return None if path is None else json_codec.load(path, Profile)
+    return None if path is None else load_noun(path, Profile)
 
 
 def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: bool) -> None:
@@ -238,7 +238,7 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
     screen: a generator, which does not run if it is not asked for.
     """
     if as_json:
-        click.echo(json.dumps(_finite(json_codec.as_plain(result)), indent=1))
+        click.echo(json.dumps(_finite(as_plain(result)), indent=1))
         return
     from ..viewer.tables import Table
     from ..viewer.terminal import console

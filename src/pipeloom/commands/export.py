@@ -18,7 +18,7 @@ def export(*, directory: Path, file: Path) -> None:
     DIRECTORY is a run (runs/gpt-1), its checkpoint folder, or one checkpoint (.../step-00000300). A tied
     parameter is stored once; its other names are in the file's metadata.
     """
-    from ..runtime.checkpoint.checkpoint import export_safetensors
+    from ..runtime.checkpoint import export_safetensors
 
     inside = directory / "checkpoint"
     source = export_safetensors(inside if inside.is_dir() else directory, file)

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from ..ir.cluster import Cluster
     from ..ir.plan import Plan
-    from ..planner.plan_table import PlannedStage
+    from ..planner.plan_table import Change, PlannedStage
     from ..planner.shape_search import RankedShape
-    from ..planner.what_if import Change
     from ..settings import PlanSettings
     from ..viewer.tables import Table
 
@@ -152,7 +151,7 @@ def reported(
     """
     from .. import plan_request
     from ..planner import plan_table
-    from ..planner.beside_1f1b import STEP_BESIDE
+    from ..planner.make_plan import STEP_BESIDE
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
     # The steps beside it were only simulated: they are told as much longer as this one is.
@@ -225,8 +224,8 @@ def _plan(
         with _watching() as watch:
             request = planning.make_request(job, settings, watch=watch)
             if best_batch or max_batch:
-                size_search = planning.best_plan if best_batch else planning.largest_plan
-                plan, planned = planning.plan_at_size(request, job, size_search)
+                sized_by = planning.best_plan if best_batch else planning.largest_plan
+                plan, planned = planning.plan_at_size(request, job, sized_by)
             else:
                 plan, planned = planning.plan_size(request, job, profiled=profiled)
             if output is not None:
@@ -259,7 +258,7 @@ def _plan(
 
 def _paired(settings: PlanSettings) -> Cluster:
     """The devices of the ranks, first and last ones together on nodes. Raises: ConfigError without nodes."""
-    from ..planner.host_memory import pair_low_with_high
+    from ..planner.refusals import pair_low_with_high
 
     cluster = cluster_of(settings.cluster)
     if cluster is None:
@@ -329,7 +328,7 @@ def _ways(stages: Sequence[PlannedStage]) -> list[str]:
 
 def stages_table(stages: Sequence[PlannedStage]) -> Table:
     """What each stage runs, takes and holds."""
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
     from ..viewer.tables import Column, Table
 
     kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
@@ -437,7 +436,7 @@ def _figures_of(ranked: RankedShape, batch: int) -> dict[str, Any]:
 
 
 def _shapes_screen(figures: Sequence[Mapping[str, Any]], fit: int) -> Iterator[Table | str]:
-    from ..ir.units import format_bytes, show_time
+    from ..ir.text import format_bytes, show_time
     from ..viewer.tables import Column, Table
 
     columns = {

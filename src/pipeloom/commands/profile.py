@@ -53,7 +53,7 @@ def profile(
     With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
-    from ..ir import json_codec
+    from ..ir.text import save_noun
 
     exclusive(
         "cluster",
@@ -69,7 +69,7 @@ def profile(
         costs = planning.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
-            json_codec.save(noun, path)
+            save_noun(noun, path)
     summary = summarise(captured.graph, costs)
     emit(summary, _screen(summary, top), as_json=as_json)
 
@@ -127,7 +127,7 @@ def summarise(graph: OpGraph, costs: Profile) -> ProfileSummary:
 
 
 def _screen(summary: ProfileSummary, top: int) -> Iterator[Table | str]:
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.tables import Column, Table
 
     yield (

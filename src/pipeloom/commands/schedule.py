@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
-from ..ir.weight_policy import WEIGHT_POLICIES, Updates
+from ..ir.weights import WEIGHT_POLICIES, Updates
 from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def check(
 def _present(
     simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    from ..ir.units import SizeUnit
+    from ..ir.text import SizeUnit
     from ..schedules import scenario
     from ..viewer.chrome import write_trace
     from ..viewer.html import write_report
@@ -384,7 +384,7 @@ def _present(
 
 
 def _drawing(simulated: SimulatedSchedule, figures: Mapping[str, Any]) -> Iterator[RenderableType]:
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.terminal import console, gantt
 
     beside = {
@@ -414,7 +414,7 @@ def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 
 def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
-    from ..ir.units import format_bytes
+    from ..ir.text import format_bytes
 
     size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
     return f"{simulated.peak:.4g}{unit}{size}"
@@ -452,7 +452,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
 
 def _comparison(by_name: Mapping[str, SimulatedSchedule]) -> Iterator[Table]:
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.tables import Column, Table
 
     columns = (
@@ -501,7 +501,7 @@ def _explanation(
     figures: Mapping[str, Any], ranks: int, causes: Sequence[IdleSource], legs: Sequence[Fold]
 ) -> Iterator[str]:
     from ..ir.explanation import REASONS
-    from ..ir.units import show_share
+    from ..ir.text import show_share
     from ..viewer.reasons import merged
 
     yield (
@@ -530,7 +530,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..ir.text_files import write_whole
+    from ..ir.text import write_whole
     from ..schedules.scenario import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)

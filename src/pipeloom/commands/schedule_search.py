@@ -94,7 +94,7 @@ def search(
     )
     click.echo("\r\033[K" if sys.stderr.isatty() else "", nl=False, err=True)
     if output is not None:
-        from ..ir.text_files import write_whole
+        from ..ir.text import write_whole
 
         write_whole(output, found.text(str(output)))
     emit(found.figures(), _screen(found, output), as_json=as_json)

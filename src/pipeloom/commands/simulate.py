@@ -92,8 +92,8 @@ def _costs(
     cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
     from .. import planning
-    from ..ir import json_codec
     from ..ir.graph import OpGraph
+    from ..ir.text import load_noun
     from ..plan_request import COMPILED
 
     exclusive("graph_file", "model")
@@ -105,7 +105,7 @@ def _costs(
     if COMPILED in plan.notes:
         planning.require_compiled(profiled, cluster)
     if graph_file is not None:
-        captured, graph = None, json_codec.load(graph_file, OpGraph)
+        captured, graph = None, load_noun(graph_file, OpGraph)
     else:
         devices = {device.name for device in cluster.devices} if cluster is not None else ()
         captured = planning.capture(job_of(model), plan.microbatch_size, devices=devices)

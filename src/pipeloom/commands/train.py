@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def train(
         *overrides,
     )
     asked = read_config(config, changes)
-    with RankProcesses(0 if resume else _ranks_of(asked.pipeline), asked) as processes:
+    planned = resume or "RANK" in os.environ  # by whom the plan's file may be read is not known yet
+    with RankProcesses(0 if planned else _ranks_of(asked.pipeline), asked) as processes:
         from ..train.run import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
 
         request = TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)

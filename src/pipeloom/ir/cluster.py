@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from .errors import ConfigError, shown
-from .units import LARGEST
+from .text import LARGEST
 
 GiB = 1024**3
 MiB = 1024**2

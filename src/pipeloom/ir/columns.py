@@ -67,6 +67,7 @@ TREATING = tuple(CODE[kind] for kind in TREATMENTS)
 Codes: TypeAlias = NDArray[np.int16]
 Ints: TypeAlias = NDArray[np.int32]
 Longs: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 _MOST = 2**31 - 1
@@ -195,6 +196,25 @@ class Columns:
             microbatch=self.microbatch[keep],
             peer=self.peer[keep],
             offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
+            kinds=self.kinds,
+        )
+
+    def insert(self, at: Longs, kind: Longs, stage: Longs, microbatch: Longs) -> Columns:
+        """With further entries, none of them a transfer. at: each stands in front of that entry, in the same
+        row as the entry before it; several at one place keep their order.
+
+        >>> columns = columns_of([[Action(0, F, 0), Action(0, B, 0)], [Action(1, F, 0)]])
+        >>> one = np.array([1])
+        >>> columns.insert(np.array([2]), CODE[W] * one, 0 * one, one).row(0)[-1]
+        Action(stage=0, kind='W', microbatch=1)
+        """
+        added = np.bincount(np.searchsorted(self.offsets, at), minlength=self.ranks + 1)
+        return Columns(
+            kind=np.insert(self.kind, at, kind.astype(np.int16)),
+            stage=np.insert(self.stage, at, stage.astype(np.int32)),
+            microbatch=np.insert(self.microbatch, at, microbatch.astype(np.int32)),
+            peer=np.insert(self.peer, at, -1),
+            offsets=self.offsets + np.cumsum(added)[: self.ranks + 1],
             kinds=self.kinds,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .action import KINDS, Action, Kind
+from .action import KINDS, Action, B, F, I, Kind, W
 from .errors import ConfigError
 from .operation import OPERATIONS
 from .schedule import Pair
@@ -29,7 +29,7 @@ class StageCost:
     transient_bytes: action kind (F, B, I, W, STEP, REDUCE) -> most scratch that lives only during the
         action, on top of all that is held before it and of the residuals and messages that it makes.
     tied_bytes: gradient bytes of each parameter that the stage shares with others, by name (REDUCE).
-    for_owners: those of them that are summed for one owner only, see `ir.tied_gradients`.
+    for_owners: those of them that are summed for one owner only, see `ir.weights`.
     pair_s: kinds -> time of a pair whose first action is this stage's, such as {"F&B": 2.5}.  pair_factor:
         of the sum of both times, where `pair_s` says nothing; below 1 they gain from running as one unit.
     """
@@ -105,6 +105,17 @@ class StageCost:
             return 0, 0
         comes, goes = (getattr(self, name) if name else 0 for name in (row.takes, row.frees))
         return comes, goes
+
+    def held_change(self, kind: Kind) -> int:
+        """Bytes of residuals that are there in addition, or below 0 no more, once F, B, I or W has run; what
+        is copied or made again in between is not counted.
+
+        >>> cost = replace(equal_costs(1, residual_bytes=8)[0], carried_bytes=3)
+        >>> [cost.held_change(kind) for kind in (F, B, I, W)]
+        [8, -8, -5, -3]
+        """
+        held, carried = self.residual_bytes, self.carried_bytes
+        return {F: held, B: -held, I: carried - held, W: -carried}.get(kind, 0)
 
     def slowed(self, factor: float) -> StageCost:
         """The same stage on a device that takes `factor` times as long for everything (2.0: half as fast).

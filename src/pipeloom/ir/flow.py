@@ -34,7 +34,7 @@ class Flow:
 
 
 def flow_of(stages: StageGraph) -> Flow:
-    """Derive the neighbours.
+    """Derive the neighbours, once for each graph.
 
     Raises: ScheduleError if the stages need each other's values in a circle.
 
@@ -42,6 +42,13 @@ def flow_of(stages: StageGraph) -> Flow:
     >>> flow.read_by[0], flow.gradients_from[0]
     ((1, 2), (1,))
     """
+    known: Flow | None = stages.__dict__.get("_flow")
+    if known is None:
+        known = stages.__dict__["_flow"] = _derived(stages)
+    return known
+
+
+def _derived(stages: StageGraph) -> Flow:
     edges = sorted(stages.between)
     count = len(stages.stages)
     order = _topological(count, edges)

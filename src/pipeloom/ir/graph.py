@@ -166,7 +166,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class OpGraph:
-    """A whole forward pass: batch inputs -> ops -> loss. Immutable; `json_codec.to_json` serialises it."""
+    """A whole forward pass: batch inputs -> ops -> loss. Immutable; `to_json` serialises it."""
 
     name: str
     inputs: tuple[Value, ...]

@@ -1,21 +1,31 @@
-"""Plan: everything the runtime needs to know, in one JSON file."""
+"""Plan: everything the runtime needs to know, in one JSON file.
+
+A plan for one pipeline becomes one for several side by side, each with its share of the micro-batches:
+
+    one pipeline    stage s on rank p(s)
+    width W         stage s of replica r on rank p(s) * W + r, and numbered r * S + s, for S stages
+
+Replicas of a stage are on neighbouring ranks, which sum their gradients: these are the ranks that share a
+node, or a faster link. What a replica sends to the next stage goes W ranks further.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from . import json_codec
+from .action import Action
 from .errors import ConfigError, PlanError, shown
 from .graph import OpGraph
 from .memory_policy import MemoryPolicy
 from .schedule import Schedule, parse_pairs, parse_rows
 from .stages import StageGraph, cut, replicate
 from .steady import SteadyStep, parse_steady
-from .weight_policy import FLUSH, WEIGHT_POLICIES, Updates
+from .text import load_noun, save_noun
+from .weights import FLUSH, WEIGHT_POLICIES, Updates
 
 SCHEMA = 1
 
@@ -86,12 +96,12 @@ class Plan:
     batch: shapes it was made for (see Profile.batch).
     caps: bytes each rank may hold, empty for no cap.  peaks: bytes that each holds in the simulated step.
     memory: what becomes of the residuals of each stage.
-    weights: name of the policy by which they are updated, see `ir.weight_policy`.
+    weights: name of the policy by which they are updated, see `ir.weights`.
     clips: planned for gradients that are clipped by their norm over all ranks.
-    shard_optimizer: replicas share out the optimizer's state (`ir.optimizer_shares`).
+    shard_optimizer: replicas share out the optimizer's state (`ir.weights`).
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
-    width: pipelines side by side (`ir.replicas`); a schedule of two directions has replicas in one of them.
+    width: pipelines side by side; a schedule of two directions has replicas in one of them.
     notes: what else its planner has to say, by subject.
 
     Raises: PlanError if `memory` says something about a stage that the plan does not have; ValueError for
@@ -228,7 +238,7 @@ class Plan:
 
         Raises: ConfigError if the disk refuses.
         """
-        json_codec.save(self, Path(path))
+        save_noun(self, Path(path))
 
 
 def _impossible(plan: Plan) -> str | None:
@@ -267,7 +277,7 @@ def load_plan(path: Path | str) -> Plan:
     ...     load_plan(file) == plan
     True
     """
-    plan = json_codec.load(Path(path), Plan, strict=True)
+    plan = load_noun(Path(path), Plan, strict=True)
     if wrong := _impossible(plan):
         raise ConfigError(f"{path}: {wrong}", hint="times, sizes and counts are 0 or more")
     if plan.schema != SCHEMA:
@@ -276,3 +286,65 @@ def load_plan(path: Path | str) -> Plan:
             hint="plan again with this version",
         )
     return plan
+
+
+def widened(plan: Plan, width: int) -> Plan:
+    """So many pipelines side by side, each as a plan says.
+
+    Caps and peaks are those of the plan's rank for all its replicas, and the predicted step is the plan's:
+    sums over replicas are not in it.
+    Raises: PlanError if the plan has replicas already.
+
+    >>> from pipeloom.ir.plan import StagePlan
+    >>> one = Plan(
+    ...     graph="", planner="", stages=(StagePlan(ops=("a",)), StagePlan(ops=("b",))), placement=(0, 1),
+    ...     schedule="1f1b", schedule_rows=("0F0 0B0", "1F0 1B0"), microbatches=1,
+    ... )
+    >>> two = widened(one, 2)
+    >>> two.placement, two.microbatches
+    ((0, 2, 1, 3), 2)
+    >>> two.schedule_rows
+    ('0F0 0B0', '2F0 2B0', '1F0 1B0', '3F0 3B0')
+    """
+    if width == 1:
+        return plan
+    if plan.replicas != 1:
+        raise PlanError(
+            f"schedule {plan.schedule} runs {plan.replicas} replicas of each stage by itself, and cannot be "
+            f"run {width} times side by side",
+            hint="leave out --replicas, or choose a schedule of one direction",
+        )
+    shape = plan.as_schedule if plan.steady is None else plan.steady
+    count = len(plan.stages)
+
+    def moved(action: Action, replica: int) -> Action:
+        return replace(action, stage=action.stage + replica * count)
+
+    replicas = range(width)
+    text = Schedule(
+        name=plan.schedule,
+        microbatches=shape.microbatches,
+        placement=tuple(home * width + replica for replica in replicas for home in plan.placement),
+        rows=tuple(
+            tuple(moved(action, replica) for action in row) for row in shape.rows for replica in replicas
+        ),
+        pairs=tuple((moved(a, replica), moved(b, replica)) for a, b in shape.pairs for replica in replicas),
+    )
+    return replace(
+        plan,
+        placement=text.placement,
+        schedule_rows=tuple(str(text).splitlines()),
+        microbatches=plan.microbatches * width,
+        caps=repeated(plan.caps, width),
+        peaks=repeated(plan.peaks, width),
+        width=width,
+    )
+
+
+def repeated(sizes: Sequence[int], width: int) -> tuple[int, ...]:
+    """What holds of each rank of one pipeline, for the ranks of several.
+
+    >>> repeated((3, 4), 2)
+    (3, 3, 4, 4)
+    """
+    return tuple(size for size in sizes for _ in range(width))

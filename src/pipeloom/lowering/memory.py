@@ -40,7 +40,6 @@ from ..ir.columns import (
     SEND_F_,
     W_,
     Bools,
-    Columns,
     Ints,
     Rows,
 )
@@ -88,7 +87,9 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
             awaits[s, number] = at
     insert(AWAIT_, awaits >= 0, awaits, _AWAIT)
     insert(RECOMPUTE_, again[stage], units.begin[units.number[back]], _RECOMPUTE)
-    return replace(program, rows=Rows(_with(old, np.concatenate(insertions, axis=1))))
+    place, order, need, *what = np.concatenate(insertions, axis=1)
+    sequence = np.lexsort((need, order, place))
+    return replace(program, rows=Rows(old.insert(place[sequence], *(column[sequence] for column in what))))
 
 
 def _without_empty_copies(program: Program, away: Bools) -> Program:
@@ -157,23 +158,3 @@ def _seconds(program: Program) -> Bools:
         entries = program.action_index.of(kinds.index(second.kind))
         second_of_pair[entries[second.stage, second.microbatch]] = True
     return second_of_pair
-
-
-def _with(old: Columns, added: NDArray[np.int64]) -> Columns:
-    """The columns with insertions, each in front of the entry at its place: never the first one of a row."""
-    at, order, need, *what = added
-    sequence = np.lexsort((need, order, at))
-    at = at[sequence]
-    kind, stage, microbatch = (column[sequence] for column in what)
-
-    def longer(column: NDArray[Any], values: Any) -> NDArray[Any]:
-        return np.insert(column, at, values)
-
-    return Columns(
-        kind=longer(old.kind, kind),
-        stage=longer(old.stage, stage),
-        microbatch=longer(old.microbatch, microbatch),
-        peer=longer(old.peer, -1),
-        offsets=old.offsets + np.searchsorted(at, old.offsets),
-        kinds=old.kinds,
-    )

@@ -10,21 +10,19 @@ of its stages is done. There REDUCE only begins the sums, and STEP stands as lat
 first forward that may use the new version. Without sums STEP stands where the gradients are complete, so that
 one set of gradient buffers is enough.
 
-A schedule without backwards gets none. See `ir.tied_gradients` for what a REDUCE stands for.
+A schedule without backwards gets none. See `ir.weights` for what a REDUCE stands for.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, W_, Bools, Columns, Rows
+from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, W_, Bools, Rows
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 
 
 def add_optimizer(
@@ -52,20 +50,7 @@ def add_optimizer(
                     late = _before_first_use(program, rank, update, complete, updates)
             inserted += [(late, STEP_, stage, update) for stage in own]
     at, kind, stage_of, update_of = np.array(inserted, np.int64).reshape(-1, 4).T
-
-    def closed(column: NDArray[Any], values: Any) -> NDArray[Any]:
-        return np.insert(column, at, values)
-
-    added = np.bincount(np.searchsorted(old.offsets, at, side="left"), minlength=old.ranks + 1)
-    columns = Columns(
-        kind=closed(old.kind, kind),
-        stage=closed(old.stage, stage_of),
-        microbatch=closed(old.microbatch, update_of),
-        peer=closed(old.peer, -1),
-        offsets=old.offsets + np.cumsum(added)[: old.ranks + 1],
-        kinds=old.kinds,
-    )
-    return replace(program, rows=Rows(columns))
+    return replace(program, rows=Rows(old.insert(at, kind, stage_of, update_of)))
 
 
 def _completed(program: Program, rank: int) -> list[int]:

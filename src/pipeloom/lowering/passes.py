@@ -11,7 +11,7 @@ from ..ir.columns import Rows
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 from .memory import add_memory
 from .optimizer import add_optimizer
 from .pairs import join_pairs

@@ -22,7 +22,7 @@ from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 from .passes import lower
 
 Cut = tuple[tuple[Instruction, ...], ...]

@@ -20,17 +20,16 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering.passes import lower
 from ..schedules import registry
-from ..schedules.language.user_files import names_user_file
+from ..schedules.language.names import parse_name
 from ..simulator.simulate import simulate
-from .host_memory import host_needs, host_shortage
 from .microbatch_sizes import shared_rows
 from .placement import residual_room
 from .plan_costs import count_once
+from .refusals import host_needs, host_shortage
 from .request import Request, unrolled
 from .search.cut_search import Search
-from .search.evaluation import Evaluation
-from .stage_cost.stage_estimate import StageEstimate, estimate_stage
-from .stage_cost.treated_stage import offload_all
+from .stage_cost.stage_estimate import StageEstimate, estimate_stage, offload_all
+from .treatments.choose import Evaluation
 
 EQUAL_TIMES = "order_for_equal_times"
 """Note of a plan whose stages run in the order for equal times, though its schedule orders by time."""
@@ -120,7 +119,7 @@ class Candidate:
         try:
             return self._order_by_time()
         except ScheduleError:
-            if not self._by_time or names_user_file(self.request.schedule):
+            if not self._by_time or parse_name(self.request.schedule).in_file:
                 raise
             self.notes = {EQUAL_TIMES: ""}
             return self.request.usual_rows

@@ -3,7 +3,7 @@
 PipeOffload (arXiv 2503.01328) leaves that to its user: the largest groups that fit, then uniform repeating
 with as many stages offloaded as the link can take. Here each of a list of schedules is planned under the
 caps, by name: names say the group (`group`), the stages per rank (`v`), how many of them leave (`offload`),
-or that a rank holds what its cap leaves (`fit`, see `fit_caps.py`), so that a list of names
+or that a rank holds what its cap leaves (`fit`, see `fit_caps`), so that a list of names
 is all that the search knows of schedules. The plan with the shortest simulated step wins, and its cuts are
 moved by that step at last.
 """
@@ -18,8 +18,8 @@ from typing import TypeAlias
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
-from ..schedules.registry import fits_caps
-from .search_watch import SearchWatch
+from ..schedules.language.names import parse_name
+from .request import SearchWatch
 
 POLISHES = "dawnpiper"
 """The planner that moves cuts by the simulated step. It is asked with the first names in any case, so that
@@ -95,14 +95,14 @@ def tries_of(name: str, treatments: tuple[Treatment, ...] | None, *, keeps: bool
     again: tuple[Treatment, ...] = ("recompute",)
     if keeps:
         yield _keeping(name, treatments)
-    if not _copies(name) and (treatments is None or "recompute" in treatments):
+    if not parse_name(name).copies and (treatments is None or "recompute" in treatments):
         yield Try(name, "probe", again)
 
 
 def _keeping(name: str, treatments: tuple[Treatment, ...] | None) -> Try:
     """With every residual kept that the schedule does not offload itself; of those that it does, cheap ones
     are made again instead, unless that is not allowed."""
-    alone = _copies(name) and treatments is not None and "recompute" not in treatments
+    alone = parse_name(name).copies and treatments is not None and "recompute" not in treatments
     return Try(name, "exact", ("offload",) if alone else ())
 
 
@@ -132,8 +132,8 @@ def choose_schedule(
             if search.try_(one):
                 break
         return search.found()
-    search.try_in_order([name for name in names if not _copies(name)])
-    search.try_in_order([name for name in names if _copies(name) and search.wants(name)])
+    search.try_in_order([name for name in names if not parse_name(name).copies])
+    search.try_in_order([name for name in names if parse_name(name).copies and search.wants(name)])
     return search.polished()
 
 
@@ -176,7 +176,7 @@ class _Choice:
 
     def wants(self, name: str) -> bool:
         """Whether copies in an order may be of use; a yes where the order without is not asked for."""
-        plain = plain_of(name, len(self.caps))
+        plain = parse_name(name).plain(len(self.caps))
         if plain not in self.names:
             return True
         return plain not in self.kept and plain in self.free and not self._is_slower(plain)
@@ -189,8 +189,10 @@ class _Choice:
     def _try_all_of(self, name: str) -> None:
         """Under the caps; what is as fast as without them is all that is looked for."""
         free = self.free[name]
-        near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and _copies(name))
-        near = near or fits_caps(name)  # which holds all that is copied where memory does not matter
+        near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and parse_name(name).copies)
+        near = (
+            near or parse_name(name).fits_caps
+        )  # which holds all that is copied where memory does not matter
         for one in tries_of(name, self.treatments, keeps=near):
             if name in self.kept and "recompute" in (one.treatments or ()):
                 return
@@ -243,24 +245,3 @@ class _Choice:
         refused = isinstance(error, InfeasibleError)
         if self.first is None or (refused and not isinstance(self.first, InfeasibleError)):
             self.first = error
-
-
-def _copies(name: str) -> bool:
-    return "offload=" in name or "limit=" in name or fits_caps(name)
-
-
-def plain_of(name: str, ranks: int) -> str:
-    """The schedule of `schedule_names` with the order of a name with copies and without these, or with one
-    that holds less. Groups as large as there are ranks are those of `gis`, smaller ones of `gis_h`.
-
-    >>> plain_of("po:v=4,offload=2", 4), plain_of("1f1b:limit=3", 4)
-    ('po:v=4', '1f1b')
-    >>> plain_of("gis_g:group=2,v=2,offload=1", 4), plain_of("gis_g:group=4,v=2,offload=1", 4)
-    ('gis_h', 'gis:v=2')
-    """
-    family, _, listed = name.partition(":")
-    options = dict(option.partition("=")[::2] for option in listed.split(","))
-    if family == "gis_g":
-        family = "gis" if int(options["group"]) >= ranks else "gis_h"
-    plain = f"{family}:v={options['v']}" if "v" in options else family
-    return "gis_h" if plain == "gis_h:v=2" else plain

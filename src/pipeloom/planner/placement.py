@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from ..ir.action import AWAIT, RELOAD, B, F, I, W
+from ..ir.action import B, F, I, W
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError, ScheduleError
@@ -15,8 +16,8 @@ from ..ir.plan import Plan
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep
-from ..schedules import registry, steady
-from ..schedules.copies import uplinks
+from ..schedules import registry
+from ..schedules.language import uplinks
 from ..simulator.shared_links import transfer_s
 
 
@@ -114,13 +115,13 @@ def place(
     schedule: str,
     ranks: int,
     *,
-    times: registry.Times | None = None,
     split_backward: bool = False,
+    **given: Any,
 ) -> Plan:
     """The same stages on `ranks` ranks, in the usual placement of another schedule.
 
-    times: of the stages, for schedules that order by time; equal ones by default.
     split_backward: also where the schedule does not by itself.
+    given: see `registry.build`.
     Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
     """
     layout = layout_of(schedule, ranks)
@@ -134,17 +135,17 @@ def place(
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // layout.replicas
     if plan.updates is not None:
-        rows: Schedule | SteadyStep = steady.build_steady(
+        rows: Schedule | SteadyStep = registry.build_steady(
             schedule,
             stages,
             layout.placement,
             replace(plan.updates, every=count),
-            times=times,
             split_backward=split_backward,
+            **given,
         )
     else:
         rows = registry.build(
-            schedule, stages, layout.placement, count, times=times, split_backward=split_backward
+            schedule, stages, layout.placement, count, split_backward=split_backward, **given
         )
     return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))
 
@@ -205,30 +206,3 @@ def residual_room(
         of_actions = (cost.transient_bytes.get(kind, 0) for kind in (F, B, I, W))
         scratch[rank] = max(scratch[rank], *of_actions)
     return tuple(max(0.0, left - most) for left, most in zip(room, scratch, strict=True))
-
-
-def held_on_device(schedule: Schedule) -> tuple[int, ...]:
-    """As `in_flight`, without those that are on the host: from what waits until they are there, and
-    if nothing does, from their RELOAD on, which they then have not left before.
-
-    >>> from pipeloom.ir.stages import chain
-    >>> from pipeloom.schedules import registry
-    >>> held_on_device(registry.build("1f1b", chain(3), (0, 1, 2), 8))
-    (3, 2, 1)
-    """
-    if all(action.kind == F for row in schedule.rows for action in row):
-        return (0,) * schedule.stages
-    now, most = [0] * schedule.stages, [0] * schedule.stages
-    for row in schedule.rows:
-        gone: set[tuple[int, int]] = set()
-        for action in row:
-            key = action.stage, action.microbatch
-            if action.kind == F or (action.kind == RELOAD and key in gone):
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind == AWAIT:
-                gone.add(key)
-                now[action.stage] -= 1
-            elif action.kind in (B, W):
-                now[action.stage] -= 1
-    return tuple(most)

@@ -11,12 +11,11 @@ from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph, step_bytes
-from ..ir.optimizer_shares import optimizer_shares
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import names_for_owners
 from ..ir.timeline import Timeline
+from ..ir.weights import names_for_owners, optimizer_shares
 from ..lowering.passes import lower
 from ..schedules import registry
 from ..simulator.all_reduce import all_gather_s

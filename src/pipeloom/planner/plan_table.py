@@ -1,21 +1,187 @@
-"""A plan in rows that people and programs can read, and what limits it."""
+"""A plan in rows that people and programs can read, what limits it, and what a bit more would buy.
+
+k is the ratio of copying to computing: how much offloading hides behind the computing of a stage.
+
+    k = (seconds that everything offloaded takes out and back) / (seconds of the stage's F, I and W)
+      = 2 bytes / (bandwidth x compute seconds)     where both directions are equally fast
+
+Both directions run at once, so a device with a link of its own uses it for k/2 of the time; where two devices
+share one duplex uplink, each direction is used for k. While that is at most 1 all copies hide behind
+computing in the long run. So of v stages on a rank about v / utilisation may be offloaded whole.
+
+Source: PipeOffload (arXiv 2503.01328), section 1; the bound by utilisation is ours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, Device, Link
+from ..ir.errors import ConfigError, InfeasibleError
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .ask_planners import planners_asked
-from .beside_1f1b import slower_than_1f1b
 from .candidate import EQUAL_TIMES
-from .offload_ratio import copy_loads
+from .make_plan import slower_than_1f1b
 from .search.layer_groups import layer_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyLoad:
+    """What offloading all residuals of a stage that are not made again would ask of its device's link.
+
+    ratio: k.  utilisation: share of the time in which the busier direction copies, with those that share the
+        uplink copying as much.  offloadable: how many stages of its rank may leave whole: its first
+        ones, whose residuals live longest, until its link is busy all the time.
+    """
+
+    ratio: float
+    utilisation: float
+    offloadable: int
+
+
+def transformer_ratio(
+    hidden: int, context: int, *, flops_per_s: float = 220e12, host_bytes_per_s: float = 15e9
+) -> float:
+    """k of a layer of a plain transformer: 10 / (3 (6 h + s)) x FLOP/s / host bytes per second.
+
+    hidden: h, the width.  context: s, tokens of a sequence.  flops_per_s: achieved.  host_bytes_per_s: of one
+    direction. The defaults are the paper's A100.
+    Of b sequences F takes 24 b s h^2 + 4 b s^2 h operations, and F, I and W three times that; 20 b s h bytes
+    are copied: 34 b s h of half precision with flash attention, less the outputs of norms, GELU and dropout,
+    which are made again. Attention counts whole, without causal halves, all heads have keys and values of
+    their own, and the feed-forward part is 4 h wide.
+
+    Source: PipeOffload (arXiv 2503.01328), section 1 and appendix C.
+    Raises: ConfigError if a number is not above 0.
+
+    >>> round(transformer_ratio(4096, 4096), 2), round(transformer_ratio(10240, 4096), 2)
+    (1.71, 0.75)
+    """
+    numbers = {"hidden": hidden, "context": context, "FLOP/s": flops_per_s, "bytes/s": host_bytes_per_s}
+    for name, number in numbers.items():
+        if not number > 0:
+            raise ConfigError(f"{name} is {number}", hint="use a number above 0")
+    return 10 / (3 * (6 * hidden + context)) * flops_per_s / host_bytes_per_s
+
+
+def copy_loads(plan: Plan, cluster: Cluster) -> tuple[CopyLoad | None, ...]:
+    """That of each stage of a plan's first replica; None where its device has no link to a host."""
+    loads = [_load(part, cluster, plan.placement[stage]) for stage, part in enumerate(plan.stages)]
+    allowed = {rank: _allowed(plan, loads, rank) for rank in set(plan.placement)}
+    return tuple(
+        None if load is None else CopyLoad(ratio=load[0], utilisation=load[1], offloadable=allowed[rank])
+        for load, rank in zip(loads, plan.placement, strict=False)
+    )
+
+
+def _seconds(part: StagePlan) -> float:
+    return part.forward_s + part.input_grad_s + part.weight_grad_s + part.recompute_s
+
+
+def _load(part: StagePlan, cluster: Cluster, rank: int) -> tuple[float, float] | None:
+    """k and the link's utilisation of one stage."""
+    device, size, compute_s = cluster.devices[rank], part.kept_bytes + part.offloaded_bytes, _seconds(part)
+    if device.host_link is None or device.reload_link is None or compute_s <= 0:
+        return None
+    out, back = (size / link.bandwidth_bytes_per_s for link in (device.host_link, device.reload_link))
+    busy = max(out, back) / compute_s
+    if device.switch is not None:
+        sharing = sum(other.switch == device.switch for other in cluster.devices)
+        uplink = cluster.switches[device.switch].bandwidth_bytes_per_s
+        busy = max(busy, sharing * size / uplink / compute_s)
+    return (out + back) / compute_s, busy
+
+
+def _allowed(plan: Plan, loads: Sequence[tuple[float, float] | None], rank: int) -> int:
+    """How many stages of a rank, from the first on, keep its link busy for no longer than it computes."""
+    own = [stage for stage in range(len(loads)) if plan.placement[stage] == rank]
+    whole_s = sum(_seconds(plan.stages[stage]) for stage in own)
+    copying_s, count = 0.0, 0
+    for stage in own:
+        load = loads[stage]
+        if load is None:
+            break
+        copying_s += load[1] * _seconds(plan.stages[stage])
+        if copying_s > whole_s * (1 + 1e-9):
+            break
+        count += 1
+    return count
+
+
+MORE = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """what: as "10 % more memory".  step_s: with it, None if no plan fits even so.  gain: share of the step's
+    time that it saves; 0 if there was no plan before.
+    """
+
+    what: str
+    step_s: float | None
+    gain: float
+
+
+def changed_clusters(cluster: Cluster, factor: float = MORE) -> Mapping[str, Cluster]:
+    """By what is different: memory, links between devices, links to the host where there are any."""
+    more = f"{(factor - 1) * 100:.0f} % more"
+    found = {
+        f"{more} memory": _devices(cluster, lambda d: {"memory_bytes": int(d.memory_bytes * factor)}),
+        f"{more} bandwidth between devices": replace(
+            cluster,
+            within_node=_faster(cluster.within_node, factor),
+            between_nodes=_maybe(cluster.between_nodes, factor),
+            node_link=_maybe(cluster.node_link, factor),
+            groups={name: _faster(link, factor) for name, link in cluster.groups.items()},
+        ),
+    }
+    if any(device.host_link is not None for device in cluster.devices):
+        found[f"{more} bandwidth to the host"] = replace(
+            _devices(
+                cluster,
+                lambda d: {
+                    "host_link": _maybe(d.host_link, factor),
+                    "host_link_back": _maybe(d.host_link_back, factor),
+                },
+            ),
+            switches={name: _faster(link, factor) for name, link in cluster.switches.items()},
+        )
+    return found
+
+
+def what_if(plan: Plan | None, cluster: Cluster, again: Callable[[Cluster], Plan]) -> list[Change]:
+    """What each change would make of a plan; None: of a request for which there was none.
+
+    again: makes the plan for another cluster.
+    """
+    changes = []
+    for what, other in changed_clusters(cluster).items():
+        try:
+            step_s = again(other).predicted_step_s
+        except InfeasibleError:
+            changes.append(Change(what=what, step_s=None, gain=0.0))
+            continue
+        gain = 1 - step_s / plan.predicted_step_s if plan is not None and plan.predicted_step_s else 0.0
+        changes.append(Change(what=what, step_s=step_s, gain=gain))
+    return changes
+
+
+def _devices(cluster: Cluster, better: Callable[[Device], dict[str, object]]) -> Cluster:
+    return replace(cluster, devices=tuple(replace(d, **better(d)) for d in cluster.devices))  # type: ignore[arg-type]
+
+
+def _faster(link: Link, factor: float) -> Link:
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+
+
+def _maybe(link: Link | None, factor: float) -> Link | None:
+    return None if link is None else _faster(link, factor)
+
 
 FULL = 0.95
 """Share of its cap from which on a stage is called full."""

@@ -9,10 +9,7 @@ from typing import Literal, TypeAlias
 
 from ..ir.errors import PlanError
 from .search.cut_search import Search
-from .strategies.balanced import balanced
 from .strategies.dawnpiper import dawnpiper
-from .strategies.equal import equal
-from .strategies.exact import exact
 from .strategies.graph_chains import (
     Arranged,
     pipedream_graph_layers,
@@ -23,6 +20,7 @@ from .strategies.graph_chains import (
 from .strategies.graphpipe import graphpipe, shallow_cuts
 from .strategies.pipedream import pipedream, pipedream_repo
 from .strategies.probe import probe
+from .strategies.simple import balanced, equal, exact
 from .strategies.vpipe import vpipe
 
 Granularity: TypeAlias = Literal["op", "module", "layer"]
@@ -37,7 +35,7 @@ class Planner:
     source: where it is from.
     also: planners whose plans it starts from besides its own search, so that none of them has a faster one;
         the slowest to search first.
-    polishes: it moves cuts by the simulated step at last (polish.py).
+    polishes: it moves cuts by the simulated step at last (refine.py).
     chooses_schedule: it plans with many schedules and takes the fastest, whichever was asked for.
     propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
     evens: where ranks have several stages, it also looks at cuts whose ranks, not whose stages, take equally

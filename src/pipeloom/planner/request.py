@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,22 +19,72 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import AT_ONCE, Treatment
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
-from ..ir.stages import StageGraph, chain, replicate
+from ..ir.stages import StageGraph, chain, cut, replicate
 from ..ir.steady import SteadyStep
-from ..ir.weight_policy import WEIGHT_POLICIES, Updates
-from ..schedules import registry, steady
+from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..schedules import registry
+from ..schedules.language.names import parse_name
 from ..settings import PlanSettings
-from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
-from .deepen import deepen
-from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
+from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
+from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .registry import Planner
 from .search.cut_search import Search
 from .search.layer_groups import layers
-from .search_watch import SearchWatch
-from .shared_costs import SharedCosts
 from .stage_cost.model import CostModel
 from .stage_cost.peak_memory import CostOptions
-from .stage_cost.readers import Readers
+from .stage_cost.tensors import Readers
+from .treatments.choose import Known
+
+
+class SearchWatch(Protocol):
+    """Both are called often, in the thread that searches."""
+
+    def weighed(self, count: int) -> None:
+        """So many stages were weighed so far."""
+        ...
+
+    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
+        """A schedule is going to be planned with, the `number`th of `of` ways. best: the schedule of the best
+        plan so far, and its step in seconds."""
+        ...
+
+
+MOST_CUTS = 200
+"""Cuts that are remembered."""
+
+
+@dataclass(eq=False)
+class SharedCosts:
+    """models: by all that they depend on besides.  known: of each model, what is known of its stages.
+    orders: of branches, by the number of stages.  stages: by the order of ops, where they are cut,
+    and how many replicas there are."""
+
+    models: dict[Hashable, CostModel] = field(default_factory=dict)
+    known: dict[CostModel, Known] = field(default_factory=dict)
+    orders: dict[int, list[BranchOrdered]] = field(default_factory=dict)
+    stages: dict[Hashable, StageGraph] = field(default_factory=dict)
+
+    def cut(self, graph: OpGraph, readers: Readers, cuts: tuple[int, ...], replicas: int) -> StageGraph:
+        """The stages [cuts[s], cuts[s + 1]) of the ops of readers, of so many replicas."""
+        key = readers.order, cuts, replicas
+        if key not in self.stages:
+            ops = [op.name for op in readers.ops]
+            stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
+            if len(self.stages) >= MOST_CUTS:
+                del self.stages[next(iter(self.stages))]
+            self.stages[key] = replicate(cut(graph, stage_of), replicas)
+        return self.stages[key]
+
+    def model(self, key: Hashable, make: Callable[[CostModel | None], CostModel]) -> CostModel:
+        """The model of a key; if there is none, it is made, from one that may have tables for it."""
+        if key not in self.models:
+            self.models[key] = make(next(iter(self.models.values()), None))
+        return self.models[key]
+
+    def known_of(self, model: CostModel) -> Known:
+        """What is known of the stages of a model; to be filled."""
+        return self.known.setdefault(model, {})
+
 
 MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 32
 """Orders of branches that are looked at; many while there are at most `SMALL` ops."""
@@ -117,7 +169,7 @@ class Request:
     @cached_property
     def fits_caps(self) -> bool:
         """Whether it says so of as much as it takes to keep the caps."""
-        return self.copies and registry.fits_caps(self.schedule)
+        return self.copies and parse_name(self.schedule).fits_caps
 
     @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
@@ -242,7 +294,7 @@ class Request:
         """
         layout, devices = self.layout, self.cluster.devices
         count = layout.stages
-        held = held_on_device(self.usual)
+        held = registry.in_flight(self.usual, on_device=True)
         homes = [layout.homes(stage) for stage in range(count)]
         model = self.models[0] if ordered is None else self._model(0, ordered)
         return Search(
@@ -278,23 +330,21 @@ class Request:
         Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
         """
         layout, split = self.layout, self.options.split_backward
-        times = None
+        times: dict[str, Any] = {}
         if costs is not None:
             messages = message_seconds(stages, layout.placement, self.cluster)
             uplinks = uplinks_of(costs, layout.placement, self.cluster)
-            times = registry.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks, room_bytes=room)
+            times = {"costs": costs, "transfer_s": messages, "uplinks": uplinks, "room_bytes": room}
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:
             stages = deepen(stages, self.slack)
         if self.updates is not None:
-            return steady.build_steady(
-                self.schedule, stages, layout.placement, self.updates, split_backward=split, times=times
+            return registry.build_steady(
+                self.schedule, stages, layout.placement, self.updates, split_backward=split, **times
             )
         count = self.microbatches // layout.replicas
-        return registry.build(
-            self.schedule, stages, layout.placement, count, split_backward=split, times=times
-        )
+        return registry.build(self.schedule, stages, layout.placement, count, split_backward=split, **times)
 
     def build(self, stages: StageGraph) -> Schedule:
         """The schedule that is simulated: one step, or several where the pipeline does not drain."""

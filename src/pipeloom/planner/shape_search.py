@@ -22,12 +22,20 @@ Source: PipeDream-2BW (arXiv 2006.09503), section 3.4, for t with 2bw and for W 
 G, S and O, the front and the rear of the model, and the time of schedules that flush; these are added here.
 As there, q is d for the first stage; for the last, which holds the rear, it is 1 (m with gpipe). Rear and
 front are never recomputed.
+
+The model is equal repeated blocks between a front (embedding) and a rear (head and loss). All that depends on
+the size of micro-batches is taken to be affine in it, from two sizes at which the model was captured and
+profiled: bytes are, and times nearly.
+
+Replica r of stage s is on rank s * w + r, so that the replicas of a stage are neighbours (PipeDream-2BW,
+section 3.3: sums of gradients stay within a node, activations go between).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import isqrt
 from typing import Any, NamedTuple
@@ -36,10 +44,274 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError
-from ..ir.units import format_bytes
-from .block_costs import BlockCosts, PieceCost
-from .stage_cost.arrays import Array, Indices
-from .wide_links import WideLinks, wide_links
+from ..ir.text import format_bytes
+from .microbatch_sizes import ProfiledModel
+from .request import profile_of
+from .search.layer_groups import layers
+from .stage_cost.model import CostModel
+from .stage_cost.peak_memory import CostOptions
+from .stage_cost.tensors import Array, Indices
+
+
+@dataclass(frozen=True)
+class WideLinks:
+    """By [width, depth], the latency and the seconds per byte of the slowest link that is used; 0 where none
+    is.
+
+    across: between neighbouring stages, where all pipelines of a node share its network link.
+    around: the ring of a stage's replicas.
+    """
+
+    across: tuple[Array, Array]
+    around: tuple[Array, Array]
+
+
+def wide_links(cluster: Cluster) -> WideLinks:
+    """Those of a cluster, for every width and depth that it has devices for.
+
+    >>> from ..ir.cluster import Device, Link
+    >>> devices = tuple(Device(name="any", memory_bytes=1, node=node) for node in (0, 0, 1, 1))
+    >>> fast, slow = Link(bandwidth_bytes_per_s=10.0), Link(bandwidth_bytes_per_s=1.0)
+    >>> links = wide_links(Cluster(devices=devices, within_node=fast, between_nodes=slow))
+    >>> links.around[1][2, 2].item(), links.across[1][2, 2].item()  # two stages, one in each node
+    (0.1, 1.0)
+    """
+    count = len(cluster.devices)
+    pace = _Pace(cluster)
+    tables = [np.zeros((count + 1, count + 1)) for _ in range(4)]
+    for width in range(1, count + 1):
+        depth = count // width
+        ranks = np.arange(width * depth).reshape(depth, width)
+        if depth > 1:
+            flows = min(width, pace.most_in_a_node)
+            for table, each in zip(tables[:2], pace.of(ranks[:-1], ranks[1:], flows), strict=True):
+                table[width, 2 : depth + 1] = np.maximum.accumulate(each.max(axis=1))
+        if width > 1:
+            for table, each in zip(tables[2:], pace.of(ranks, np.roll(ranks, -1, axis=1), 1), strict=True):
+                table[width, 1 : depth + 1] = np.maximum.accumulate(each.max(axis=1))
+    return WideLinks(across=(tables[0], tables[1]), around=(tables[2], tables[3]))
+
+
+class _Pace:
+    """Latency and seconds per byte between any two ranks, as `Cluster.link` says it of one pair."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        names = {name: number for number, name in enumerate(cluster.groups)}
+        self.group = np.array([-1 if d.group is None else names[d.group] for d in cluster.devices])
+        self.node = np.array([d.node for d in cluster.devices])
+        self.most_in_a_node = max(Counter(d.node for d in cluster.devices).values())
+        links = [*cluster.groups.values(), cluster.within_node]
+        self.within = len(links) - 1
+        if cluster.between_nodes is not None:
+            links.append(cluster.between_nodes)
+        self.latency_s = np.array([link.latency_s for link in links])
+        self.s_per_byte = np.array([1 / link.bandwidth_bytes_per_s for link in links])
+        self.between = len(links) - 1
+        shared = cluster.node_link
+        self.shared_s_per_byte = 0.0 if shared is None else 1 / shared.bandwidth_bytes_per_s
+
+    def of(self, a: Indices, b: Indices, flows: int) -> tuple[Array, Array]:
+        """flows: messages that leave a node at once, and share its network link."""
+        grouped = (self.group[a] == self.group[b]) & (self.group[a] >= 0)
+        inside = self.node[a] == self.node[b]
+        link = np.where(grouped, self.group[a], np.where(inside, self.within, self.between))
+        crossing = ~grouped & ~inside
+        s_per_byte = self.s_per_byte[link]
+        shared = np.maximum(s_per_byte, flows * self.shared_s_per_byte)
+        return self.latency_s[link], np.where(crossing, shared, s_per_byte)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """What is `constant` + `per_row` * rows, and never below 0.
+
+    >>> Affine(1.0, 2.0).at(np.array([1, 4])).tolist()
+    [3.0, 9.0]
+    """
+
+    constant: float = 0.0
+    per_row: float = 0.0
+
+    def at(self, rows: Indices) -> Array:
+        figures = self.constant + self.per_row * rows.astype(np.float64)
+        return np.asarray(np.maximum(figures, 0.0), dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceCost:
+    """One piece of the model, for one micro-batch by its rows.
+
+    forward_s, backward_s: seconds.  residual_bytes: kept from its forward for its backward, what it receives
+        not counted.
+    parameter_bytes: of all its parameters.  trained_bytes: of those that have a gradient.
+    """
+
+    forward_s: Affine = Affine()
+    backward_s: Affine = Affine()
+    residual_bytes: Affine = Affine()
+    parameter_bytes: float = 0.0
+    trained_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """A model of `blocks` equal blocks.
+
+    front, rear: what stands before the first and behind the last.  block: one of them, on average.
+    input_bytes: what a block receives.  batch_bytes: of the batch.  Both of one micro-batch, by its rows.
+    """
+
+    blocks: int
+    front: PieceCost
+    block: PieceCost
+    rear: PieceCost
+    input_bytes: Affine
+    batch_bytes: Affine = Affine()
+
+
+def block_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts:
+    """The blocks of a model from two sizes of micro-batches, on the devices of a cluster, which are alike.
+
+    Raises: PlanError if the model has no repeated layers, or the two are of different ops or of one size.
+    """
+    return _between(first, second, cluster, _by_layers)
+
+
+def even_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts:
+    """The same of a model that can be cut into equal parts anywhere: as many blocks as places to cut.
+
+    What a schedule could do at best, since stages are cut by op.
+    Raises: PlanError if the two are of different ops or of one size.
+    """
+    return _between(first, second, cluster, _evenly)
+
+
+def _between(
+    first: ProfiledModel,
+    second: ProfiledModel,
+    cluster: Cluster,
+    figures: Callable[[CostModel], _Figures],
+) -> BlockCosts:
+    if first.size == second.size or len(first.graph.ops) != len(second.graph.ops):
+        raise PlanError(
+            f"samples of {first.size} and {second.size} rows, with {len(first.graph.ops)} and "
+            f"{len(second.graph.ops)} ops",
+            hint="capture one model at two sizes",
+        )
+    low, high = (figures(_cost_model(sample, cluster)) for sample in (first, second))
+    rise = float(second.size - first.size)
+
+    def affine(read: Callable[[_Figures], float]) -> Affine:
+        slope = (read(high) - read(low)) / rise
+        return Affine(read(low) - slope * first.size, slope)
+
+    def piece(name: str) -> PieceCost:
+        whole = getattr(low, name)
+        return PieceCost(
+            forward_s=affine(lambda f: getattr(f, name).forward_s),
+            backward_s=affine(lambda f: getattr(f, name).backward_s),
+            residual_bytes=affine(lambda f: getattr(f, name).residual_bytes),
+            parameter_bytes=whole.parameter_bytes,
+            trained_bytes=whole.trained_bytes,
+        )
+
+    return BlockCosts(
+        blocks=low.blocks,
+        front=piece("front"),
+        block=piece("block"),
+        rear=piece("rear"),
+        input_bytes=affine(lambda f: f.input_bytes),
+        batch_bytes=affine(lambda f: f.batch_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """A piece at one size; fields as those of `PieceCost`."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    residual_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    trained_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """A model at one size; fields as those of `BlockCosts`."""
+
+    blocks: int
+    front: _Sums
+    block: _Sums
+    rear: _Sums
+    input_bytes: float
+    batch_bytes: float
+
+
+def _cost_model(sample: ProfiledModel, cluster: Cluster) -> CostModel:
+    device = cluster.devices[0]
+    profile = profile_of(sample.profiles, device.name, sample.graph)
+    one = replace(cluster, devices=(device,))
+    return CostModel(sample.graph, [profile], one, CostOptions(microbatches=1))
+
+
+def _evenly(model: CostModel) -> _Figures:
+    count = len(model.cut_points) - 1
+    whole = _sums(model, 0, len(model))
+    inner = model.cut_points[1:-1]
+    return _Figures(
+        blocks=count,
+        front=_Sums(),
+        block=_Sums(**{name: figure / count for name, figure in vars(whole).items()}),
+        rear=_Sums(),
+        # Cuts are made where little crosses.
+        input_bytes=float(np.median(model.crossing_bytes[inner])) if len(inner) else 0.0,
+        batch_bytes=_batch_bytes(model),
+    )
+
+
+def _batch_bytes(model: CostModel) -> float:
+    return float(sum(value.bytes for value in model.graph.inputs))
+
+
+def _by_layers(model: CostModel) -> _Figures:
+    pieces = layers(model.readers.ops)
+    names = list(dict.fromkeys(piece.layer for piece in pieces if piece.layer))
+    own = [piece for piece in pieces if piece.layer]
+    if len(names) < 2:
+        raise PlanError(
+            f"{model.graph.name} has no repeated layers, which the closed form is for",
+            hint="leave out --closed-form, and plans are simulated",
+        )
+    begin, end, ops = own[0].start, own[-1].end, len(model)
+    starts = [next(piece.start for piece in own if piece.layer == name) for name in names]
+    apart = [_sums(model, start, stop) for start, stop in zip(starts, [*starts[1:], end], strict=True)]
+    count = len(names)
+    mean = {field.name: sum(getattr(one, field.name) for one in apart) / count for field in fields(PieceCost)}
+    return _Figures(
+        blocks=count,
+        front=_sums(model, 0, begin),
+        block=_Sums(**mean),
+        rear=_sums(model, end, ops),
+        input_bytes=float(np.mean(model.crossing_bytes[starts])),
+        batch_bytes=_batch_bytes(model),
+    )
+
+
+def _sums(model: CostModel, start: int, end: int) -> _Sums:
+    """The ops [start, end) as a stage of their own, the batch apart."""
+    if start == end:
+        return _Sums()
+    footprint, seconds = model.row(start, np.array([end]), exact=False)
+    part = footprint.at(0)
+    forward_s = float(model.forward_s[0, start:end].sum())
+    return _Sums(
+        forward_s=forward_s,
+        backward_s=max(0.0, float(seconds[0, 0]) - forward_s),
+        residual_bytes=part.residuals,
+        parameter_bytes=part.parameters,
+        trained_bytes=part.trainable,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 from ..ir.profile import OpCost, Profile
 from ..ir.stages import StageGraph
 from ..tracer.captured import Captured
-from ..tracer.layout import copy_in_order
 from ..tracer.stage.functions import StageFunctions
 from ..tracer.stage.trace import stage_functions
+from ..tracer.tensors import copy_in_order
 from .measure_op import LEAST_REPEATS, MOST_REPEATS, Timer, torch_threads
 from .measure_ops import op_signatures
 from .op_arguments import OpArguments

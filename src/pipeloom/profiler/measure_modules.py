@@ -17,8 +17,8 @@ from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.stages import StageGraph, cut
 from ..tracer.captured import Captured
-from ..tracer.fallback.module_functions import ModuleFunctions
-from ..tracer.fallback.trial import initial_state
+from ..tracer.modules.functions import ModuleFunctions
+from ..tracer.modules.skeleton import initial_state
 from ..tracer.stage.functions import DiscardSink, Tensors, activation_bytes
 from ..tracer.stage.trace import stage_functions
 from .measure_op import LEAST_REPEATS, Timer, torch_threads

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..tracer.tensors import tensors_of
+from ..tracer.tensors import LiveBytes, tensors_of
 from .op_arguments import call_node
 
-_weak: Any = StorageWeakRef  # carries no types
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 
 SLOW_S = 0.1
@@ -225,30 +222,6 @@ def _identify(
     return of_args, of_outputs, sum(sizes.values())
 
 
-class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Most bytes alive, after any call inside, of the tensors that calls inside made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.alive: dict[int, tuple[Any, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_storage(t) for t in tensors_of((args, kwargs))}
-        results = func(*args, **(kwargs or {}))
-        for tensor in tensors_of(results):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in inputs and storage._cdata not in self.alive:
-                self.alive[storage._cdata] = (_weak(storage), storage.nbytes())
-        self.peak = max(self.peak, self.level())
-        return results
-
-    def level(self) -> int:
-        """Bytes alive now."""
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        return sum(size for _, size in self.alive.values())
-
-
 def _scratch(timer: Timer, run: Callable[[], Any]) -> tuple[Any, int, float]:
     """The results of a function, the most bytes alive on the way beyond those that it leaves, and on the CPU
     the seconds that it took."""
@@ -262,6 +235,6 @@ def _scratch(timer: Timer, run: Callable[[], Any]) -> tuple[Any, int, float]:
         peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         return results, max(0, peak - max(before, after)), 0.0
     start = timer.clock()
-    with _AliveBytes() as alive:
+    with LiveBytes() as alive:
         results = run()
-    return results, alive.peak - alive.level(), timer.clock() - start
+    return results, alive.peak - alive.level, timer.clock() - start

@@ -1,16 +1,26 @@
-"""Batches: their shapes as text, and how they are spread over micro-batches."""
+"""Batches: their shapes as text, how they are spread over micro-batches, and each one's share of the loss.
+
+A step's loss is the mean over its batch (over its tokens, with `Job.weight`). Micro-batches need not be of
+one size, so each loss, a mean over its own micro-batch, counts with its share of the whole:
+
+    loss = sum_m w_m loss_m,    w_m = weight_m / sum_k weight_k,    d loss / d loss_m = w_m
+
+The backward of micro-batch m therefore starts from the gradient w_m, and sums of gradients need no division.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..ir.errors import BatchError, CommunicationError
 from ..ir.stages import StageGraph
-from .posted_channel import PostedChannel
+from .channel import Channel
+from .rank import Microbatch
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> int:
@@ -18,7 +28,7 @@ def rows_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def signature_of(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return tuple(f"{n}{list(t.shape)}{str(t.dtype).removeprefix('torch.')}" for n, t in batch.items())
+    return tuple([f"{n}{list(t.shape)}{str(t.dtype).removeprefix('torch.')}" for n, t in batch.items()])
 
 
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -44,22 +54,61 @@ def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tenso
             hint=f"give at least {parts} rows, or plan with fewer micro-batches",
         )
     sizes = microbatch_rows(count, parts)
-    split = {name: torch.split(t, list(sizes)) for name, t in batch.items()}
-    return [{name: pieces[i].contiguous() for name, pieces in split.items()} for i in range(parts)]
+    pieces = [map(Tensor.contiguous, torch.split(tensor, sizes)) for tensor in batch.values()]
+    return [dict(zip(batch, part, strict=True)) for part in zip(*pieces, strict=True)]
 
 
-def microbatch_rows(rows: int, parts: int) -> Sequence[int]:
+def microbatch_rows(rows: int, parts: int) -> list[int]:
     """Rows of each micro-batch: as even as possible, the larger ones first.
 
     >>> microbatch_rows(10, 4)
     [3, 3, 2, 2]
     """
-    return [rows // parts + (i < rows % parts) for i in range(parts)]
+    more = rows % parts
+    return [rows // parts + 1] * more + [rows // parts] * (parts - more)
 
 
-def agree_on_shapes(
-    channel: PostedChannel, shapes: tuple[str, ...], refusal: BatchError | None = None
-) -> None:
+def loss_shares(
+    parts: Sequence[Mapping[str, Tensor]], weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None
+) -> list[float]:
+    """Each micro-batch's share of the step's loss; they add up to 1.
+
+    parts: the inputs of all micro-batches.  weight: of one of them; None for its number of rows.
+    Raises: BatchError if no micro-batch has any weight.
+    """
+    weights = [float(weight(part)) if weight else float(len(next(iter(part.values())))) for part in parts]
+    total = sum(weights)
+    if total <= 0:
+        raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
+    return [each / total for each in weights]
+
+
+Round: TypeAlias = tuple[Mapping[int, Tensor], Sequence[Microbatch]]
+"""The losses of a round by micro-batch, none but on the loss stage's rank; and its micro-batches."""
+
+
+def read_loss(rounds: Sequence[Round], device: torch.device, *others: Tensor) -> list[float]:
+    """This rank's part of a step's loss, and other scalars, read as `read_scalars` does."""
+    losses = [loss for losses, _ in rounds for loss in losses.values()]
+    numbers, total = iter(read_scalars([*losses, *others], device)), 0.0
+    for losses_of_round, microbatches in rounds:
+        part = 0.0
+        for index in losses_of_round:
+            part += next(numbers) * microbatches[index].weight
+        total += part
+    return [total, *numbers]
+
+
+def read_scalars(scalars: Sequence[Tensor], device: torch.device) -> list[float]:
+    """Numbers of a device, in one copy. The host waits until the device has done all that it was given so
+    far, so a step calls this once, at its end, on all ranks: marks of a `Clock` are then read without a wait.
+    """
+    now = torch.zeros((), device=device)
+    numbers: list[float] = torch.stack([*[scalar.reshape(()) for scalar in scalars], now]).tolist()
+    return numbers[:-1]
+
+
+def agree_on_shapes(channel: Channel, shapes: tuple[str, ...], refusal: BatchError | None = None) -> None:
     """All ranks must have a batch of the same shapes, or transfers would not match; and if one of them cannot
     use its batch, none may begin the step. Nothing else has been sent, so all can go on with another batch.
 
@@ -89,7 +138,7 @@ def shapes_digest(shapes: tuple[str, ...], refusal: BatchError | None) -> Tensor
     return torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
 
 
-def agree_on_refusal(channel: PostedChannel, refusal: BatchError | None) -> None:
+def agree_on_refusal(channel: Channel, refusal: BatchError | None) -> None:
     """If one rank cannot use its batch, none may begin the step. Every rank calls it, before anything of the
     step is sent.
 
@@ -106,7 +155,7 @@ def agree_on_refusal(channel: PostedChannel, refusal: BatchError | None) -> None
             raise BatchError(f"{message} (rank {rank})", hint=hint)
 
 
-def agree_on_layouts(channel: PostedChannel, stages: StageGraph) -> None:
+def agree_on_layouts(channel: Channel, stages: StageGraph) -> None:
     """What crosses has to lie in memory alike for all ranks: a message is a row of numbers. Each rank
     captures by itself, and which kernels it sees is up to its PyTorch. Every rank calls it, for the same
     stages.

@@ -7,12 +7,16 @@ that a single kernel allocates and frees inside itself. What is offloaded is cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
+
+import torch
 
 from ..ir.errors import MemoryCapError
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 
 KINDS = (
     "parameters",
@@ -52,16 +56,16 @@ class Ledger:
 
         Raises: MemoryCapError if that passes the cap.
         """
-        self.total += size - self.levels[kind]
-        self.levels[kind] = size
-        if kind == "residuals":
-            self.residual_peak = max(self.residual_peak, size)
-        if self.total > self.peak:
-            self._new_peak(doing)
+        self.add(kind, size - self.levels[kind], doing)
 
     def add(self, kind: str, change: int, doing: str = "") -> None:
         """This kind grows or shrinks by `change` bytes. Raises as `set`."""
-        self.set(kind, self.levels[kind] + change, doing)
+        self.levels[kind] += change
+        self.total += change
+        if kind == "residuals":
+            self.residual_peak = max(self.residual_peak, self.levels[kind])
+        if self.total > self.peak:
+            self._new_peak(self.total, self.levels, doing)
 
     def during(self, doing: str, size: int, outliving: Mapping[str, int]) -> None:
         """While `doing` ran, `size` bytes were alive on top of the rest. Raises as `set`.
@@ -73,12 +77,13 @@ class Ledger:
         >>> ledger.at_peak["residuals"], ledger.at_peak["transient"], ledger.total
         (60, 40, 0)
         """
-        before = {kind: self.levels[kind] for kind in (*outliving, "transient")}
-        for kind, part in outliving.items():
-            self.add(kind, part, doing)
-        self.add("transient", max(0, size - sum(outliving.values())), doing)
-        for kind, level in before.items():
-            self.set(kind, level)
+        left = sum(outliving.values())
+        peak = self.total + max(size, left)
+        self.residual_peak = max(self.residual_peak, self.levels["residuals"] + outliving.get("residuals", 0))
+        if peak > self.peak:
+            levels = {kind: level + outliving.get(kind, 0) for kind, level in self.levels.items()}
+            levels["transient"] += max(0, size - left)
+            self._new_peak(peak, levels, doing)
 
     def restart_peak(self) -> None:
         """Forget the peak so far, as after start-up."""
@@ -96,14 +101,14 @@ class Ledger:
             hint=_SMALLER,
         )
 
-    def _new_peak(self, doing: str) -> None:
-        self.peak = self.total
-        self.at_peak = dict(self.levels)
-        if self.cap_bytes is not None and self.total > self.cap_bytes:
+    def _new_peak(self, total: int, levels: Mapping[str, int], doing: str) -> None:
+        self.peak = total
+        self.at_peak = dict(levels)
+        if self.cap_bytes is not None and total > self.cap_bytes:
             raise MemoryCapError(
-                f"rank {self.rank} holds {format_bytes(self.total)} at {doing or 'start-up'}, its cap is "
-                f"{format_bytes(self.cap_bytes)}, {format_bytes(self.total - self.cap_bytes)} less\n"
-                f"{table(self.levels)}",
+                f"rank {self.rank} holds {format_bytes(total)} at {doing or 'start-up'}, its cap is "
+                f"{format_bytes(self.cap_bytes)}, {format_bytes(total - self.cap_bytes)} less\n"
+                f"{table(levels)}",
                 hint=_SMALLER,
             )
 
@@ -128,3 +133,31 @@ def table(levels: Mapping[str, int]) -> str:
     """
     rows = sorted(((size, kind) for kind, size in levels.items() if size), reverse=True)
     return "\n".join(f"  {kind:<11} {format_bytes(size)}" for size, kind in rows)
+
+
+@contextmanager
+def out_of_memory_told(ledger: Ledger, doing: Callable[[], str]) -> Iterator[None]:
+    """PyTorch's error for a device without memory becomes one for users, with what the ledger counts.
+
+    doing: what the rank does, such as "1F2".
+    Raises: MemoryCapError in its place.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        wanted = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        raise MemoryCapError(
+            f"rank {ledger.rank} is out of its device's memory at {doing()}: "
+            f"{wanted[1] if wanted else 'more'} could not be allocated{_of_device()}. "
+            f"Before that its ledger counts {format_bytes(ledger.total)}\n"
+            f"{table(ledger.levels)}".rstrip(),
+            hint="use smaller micro-batches or more stages, or plan with a cap (--memory), so that "
+            "residuals are recomputed or offloaded",
+        ) from None
+
+
+def _of_device() -> str:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return f"; PyTorch holds {format_bytes(held)} there and has reserved {format_bytes(reserved)}"

@@ -2,7 +2,7 @@
 
 A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
 starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
-nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.layout`):
+nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.tensors`):
 
     values   h: float32[3]          mask: bool[5]
     bytes    0 ....... 12 (gap) ... 64 ..... 69
@@ -10,7 +10,7 @@ nothing. A value lies in it as in one process, its dimensions in the same order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
-from ..tracer.layout import view_in_order
+from ..tracer.tensors import view_in_order
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""
@@ -102,14 +102,12 @@ class BufferPool:
     """Flat byte buffers, kept by size after use and handed out again.
 
     used_bytes: bytes of buffers in use.  idle_bytes: bytes kept for reuse.
-    on_change: called with the new `used_bytes` whenever it changes.
     """
 
-    def __init__(self, device: torch.device, on_change: Callable[[int], None] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.used_bytes = 0
         self.idle_bytes = 0
         self._device = device
-        self._on_change = on_change
         self._idle: dict[int, list[Tensor]] = {}
         self._recent: set[int] = set()
 
@@ -122,7 +120,7 @@ class BufferPool:
         else:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._recent.add(size)
-        self._change_used(size)
+        self.used_bytes += size
         return buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -130,15 +128,10 @@ class BufferPool:
         size = buffer.numel()
         self._idle.setdefault(size, []).append(buffer)
         self.idle_bytes += size
-        self._change_used(-size)
+        self.used_bytes -= size
 
     def drop_unused(self) -> None:
         """Free idle buffers of sizes not taken since the last call, as after a change of sequence length."""
         for size in self._idle.keys() - self._recent:
             self.idle_bytes -= size * len(self._idle.pop(size))
         self._recent.clear()
-
-    def _change_used(self, change: int) -> None:
-        self.used_bytes += change
-        if change and self._on_change is not None:
-            self._on_change(self.used_bytes)

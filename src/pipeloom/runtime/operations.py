@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ir.action import KINDS, Action, Instruction, Kind, StageAction
+from ..ir.action import KINDS, Kind
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
+from ..ir.schedule import Program
 from ..tracer.stage.functions import Tensors
-from .posted_channel import Channel
-from .step_state import MicrobatchState, StepContext
+from .channel import Channel, meeting
+from .transport import SumGroup
+
+if TYPE_CHECKING:
+    from .rank import Rank, RankWork
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,99 +92,111 @@ class OperationContext:
             )
 
 
+def partners(operation: Operation | None, stage: int, rank: int, placement: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of the stages that an operation meets, its own included."""
+    meets = operation.meets(stage) if operation is not None and operation.meets is not None else ()
+    return tuple(sorted({rank, *(placement[s] for s in meets)}))
+
+
+def meetings(program: Program) -> list[SumGroup]:
+    """The groups of ranks that meet in operations of a program, where these are not all."""
+    met = {
+        partners(OPERATIONS[step.kind], step.stage, rank, program.placement)
+        for rank, row in enumerate(program.rows if OPERATIONS else ())
+        for step in row
+        if step.kind in OPERATIONS
+    }
+    return [meeting(ranks) for ranks in sorted(met) if 1 < len(ranks) < len(program.rows)]
+
+
 class Operations:
-    """Calls handlers, and waits for what they have begun where its result is needed."""
+    """Calls handlers, and waits for what they have begun where its result is needed.
 
-    def __init__(self) -> None:
+    begun: what has not ended yet.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.begun: list[_Begun] = []
+        self._rank = rank
         self._state: dict[tuple[int, Kind], dict[str, Any]] = {}
-        self._begun: list[_Begun] = []
 
-    def begin(self, step: StepContext, action: Action) -> None:
+    def begin(self, work: RankWork) -> None:
         """Run the handler of a kind; without one only the bytes of an operation are counted.
 
         Raises: ScheduleError if the handler returns neither None nor a function.
         """
-        row, operation = KINDS[action.kind], OPERATIONS.get(action.kind)
+        row, operation = KINDS[work.kind], OPERATIONS.get(work.kind)
         if operation is not None:
-            _count(step, action, operation.acquired(action.stage))
+            self._count(work, operation.acquired(work.key[0]))
         wait = None
-        with step.recorder.record(row.stream, str(action)):
+        with self._rank.recorder.record(row.stream, work.text):
             if row.handler is not None:
-                wait = row.handler(self._context(step, operation, action))
+                wait = row.handler(self._context(operation, work))
         if wait is None:
-            _release(step, action)
+            self._release(work)
             return
         if not callable(wait):
             raise ScheduleError(
-                f"the handler of {action} returned a {type(wait).__name__}",
+                f"the handler of {work.text} returned a {type(wait).__name__}",
                 hint="return None, or a function that waits for what the handler has begun",
             )
-        self._begun.append(_Begun(action, wait))
+        self.begun.append(_Begun(work, wait))
 
-    def wait_before(self, step: StepContext, instruction: Instruction) -> None:
+    def wait_before(self, work: RankWork) -> None:
         """Wait for what an instruction needs: an anchor for its own, the end of the row for everything."""
-        if not self._begun:
-            return
-        needed = [begun for begun in self._begun if _needs(instruction, begun.action)]
+        needed = [begun for begun in self.begun if _needs(work, begun.work)]
         for begun in needed:
-            with step.recorder.record("recv", str(begun.action)):
+            with self._rank.recorder.record("recv", begun.work.text):
                 begun.wait()
-            _release(step, begun.action)
-        self._begun = [begun for begun in self._begun if begun not in needed]
+            self._release(begun.work)
+        self.begun = [begun for begun in self.begun if begun not in needed]
 
     def wait_for_all(self) -> None:
         """Wait for what handlers have begun; nobody needs its result."""
-        while self._begun:
-            self._begun.pop().wait()
+        while self.begun:
+            self.begun.pop().wait()
 
-    def _context(self, step: StepContext, operation: Operation | None, action: Action) -> OperationContext:
-        stage, placement, count = action.stage, step.placement, step.program.microbatches
-        state = step.in_flight.states.get((stage, action.microbatch)) or MicrobatchState()
-        sums, names = step.weights.grads, step.stages.params[stage]
-        meets = operation.meets(stage) if operation is not None and operation.meets is not None else ()
-        later = range(action.microbatch + 1, count)
+    def _context(self, operation: Operation | None, work: RankWork) -> OperationContext:
+        rank, (stage, microbatch), variant = self._rank, work.key, work.wiring.variant
+        placement, count = rank.running.placement, rank.running.microbatches
+        kept = rank.kept[work.key]
+        sums, names = rank.weights.grads, variant.stages.params[stage]
+        later = range(microbatch + 1, count)
         return OperationContext(
-            rank=step.rank,
-            ranks=step.channel.ranks,
+            rank=rank.rank,
+            ranks=rank.channel.ranks,
             stage=stage,
-            microbatch=action.microbatch,
+            microbatch=microbatch,
             microbatches=count,
-            last=not any(operation is None or operation.runs(stage, step.rank, m) for m in later),
+            last=not any(operation is None or operation.runs(stage, rank.rank, m) for m in later),
             gradients={name: sums.sums[name] for name in names if name in sums.touched},
-            residuals=state.residuals,
-            residual_bytes=state.residual_bytes,
-            state=self._state.setdefault((stage, action.kind), {}),
-            partners=tuple(sorted({step.rank, *(placement[s] for s in meets)})),
-            channel=step.channel,
+            residuals=kept.residuals,
+            residual_bytes=kept.residual_bytes,
+            state=self._state.setdefault((stage, work.kind), {}),
+            partners=partners(operation, stage, rank.rank, placement),
+            channel=rank.channel,
         )
+
+    def _release(self, work: RankWork) -> None:
+        if (operation := OPERATIONS.get(work.kind)) is not None:
+            self._count(work, -operation.released(work.key[0]))
+
+    def _count(self, work: RankWork, change: int) -> None:
+        if change:
+            self._rank.ledger.add("residuals", change, work.text)
 
 
 class _Begun(NamedTuple):
     """An operation under way. wait: returns once it has ended."""
 
-    action: Action
+    work: RankWork
     wait: Callable[[], None]
 
 
-def _release(step: StepContext, action: Action) -> None:
-    if (operation := OPERATIONS.get(action.kind)) is not None:
-        _count(step, action, -operation.released(action.stage))
-
-
-def _count(step: StepContext, action: Action, change: int) -> None:
-    if change:
-        step.ledger.add("residuals", change, str(action))
-
-
-def _needs(instruction: Instruction, begun: Action) -> bool:
+def _needs(work: RankWork, begun: RankWork) -> bool:
     """Whether an instruction waits for an operation."""
-    if isinstance(instruction, StageAction):
+    if KINDS[work.kind].is_stage_wide:
         return True
     operation = OPERATIONS.get(begun.kind)
     before = None if operation is None else operation.before
-    return (
-        isinstance(instruction, Action)
-        and before is not None
-        and instruction.kind in ANCHORS[before]
-        and (instruction.stage, instruction.microbatch) == (begun.stage, begun.microbatch)
-    )
+    return before is not None and work.kind in ANCHORS[before] and work.key == begun.key

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph, UpdateBytes
-from ..tracer.tracing_lock import one_thread_at_a_time
+from ..tracer.random import one_thread_at_a_time
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -307,8 +307,8 @@ class _Storages(_NumbersAreOne):  # type: ignore[no-untyped-call]
         del self._seen[key]
 
 
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    return (value.untyped_storage() for value in values if isinstance(value, Tensor))
+def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in values if isinstance(value, Tensor)]
 
 
 def kept_tensors(states: Iterable[Any]) -> list[Tensor]:
@@ -318,4 +318,8 @@ def kept_tensors(states: Iterable[Any]) -> list[Tensor]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of what some tensors lie in, each piece once."""
-    return sum({s._cdata: s.nbytes() for s in _storages(tensors)}.values())
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())

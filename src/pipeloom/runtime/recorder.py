@@ -6,8 +6,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,8 +26,7 @@ class Clock(Protocol):
 class HostClock:
     """For devices that compute in the calling thread."""
 
-    def mark(self) -> object:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def seconds(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
@@ -49,15 +49,21 @@ class CudaClock:
         return float(start.elapsed_time(end)) / 1000.0
 
 
-class _StepStart(NamedTuple):
-    """How many entries of each list there were when a step began, and when that was."""
+@dataclass
+class _Step:
+    """What was recorded of one step.
 
-    marks: int
-    levels: int
-    host_levels: int
-    late: int
+    zero: when it began.  started_s: the same on the clock of this machine.
+    marks: stream, action, start and end.  levels, host_levels: from when on so many bytes were held.
+    late: from when to when so many bytes were counted that were gone.
+    """
+
     zero: object
     started_s: float
+    marks: list[tuple[str, str, object, object]] = field(default_factory=list)
+    levels: list[tuple[object, int]] = field(default_factory=list)
+    host_levels: list[tuple[object, int]] = field(default_factory=list)
+    late: list[tuple[object, object, int]] = field(default_factory=list)
 
 
 class Recorder:
@@ -69,90 +75,68 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start a new step; times count from here. started_s: on the clock of this machine."""
-        self.started_s = time.perf_counter()
-        self.zero = self.clock.mark()
-        self.marks: list[tuple[str, str, object, object]] = []
-        self.levels: list[tuple[object, int]] = []
-        self.host_levels: list[tuple[object, int]] = []
-        self.late: list[tuple[object, object, int]] = []
-        self._steps = [_StepStart(0, 0, 0, 0, self.zero, self.started_s)]
+        """Start a new step; times count from here."""
+        self._steps: list[_Step] = []
+        self.next_step(keep=1)
 
     def next_step(self, *, keep: int) -> None:
         """Start another step without forgetting those before it: at most `keep` of them are kept, the new one
         included. Times count from the oldest."""
-        now = time.perf_counter()
-        counts = len(self.marks), len(self.levels), len(self.host_levels), len(self.late)
-        self._steps.append(_StepStart(*counts, self.clock.mark(), now))
-        if len(self._steps) <= keep:
-            return
-        first = self._steps[-keep]
-        self.marks, self.levels = self.marks[first.marks :], self.levels[first.levels :]
-        self.host_levels, self.late = self.host_levels[first.host_levels :], self.late[first.late :]
-        self.zero, self.started_s = first.zero, first.started_s
-        self._steps = [
-            _StepStart(
-                step.marks - first.marks,
-                step.levels - first.levels,
-                step.host_levels - first.host_levels,
-                step.late - first.late,
-                step.zero,
-                step.started_s,
-            )
-            for step in self._steps[-keep:]
-        ]
+        self._last = _Step(started_s=time.perf_counter(), zero=self.clock.mark())
+        self._steps = [*self._steps, self._last][-keep:]
+
+    @property
+    def started_s(self) -> float:
+        """When the oldest step began, on the clock of this machine."""
+        return self._steps[0].started_s
 
     @property
     def step_starts_s(self) -> list[float]:
         """When each step that is kept began, counted from the oldest."""
         return [self._since_zero(step.zero) for step in self._steps]
 
-    def events_of_last_step(self) -> tuple[Event, ...]:
-        """Its times count from its own start."""
-        last, seconds = self._steps[-1], self.clock.seconds
-        return tuple(
-            Event(
-                rank=self.rank,
-                stream=stream,
-                action=action,
-                start_s=seconds(last.zero, start),
-                end_s=seconds(last.zero, end),
-            )
-            for stream, action, start, end in self.marks[last.marks :]
-        )
+    def totals_s(self) -> tuple[float, float, float]:
+        """Of the last step: until its last action ended; of computing; of waiting."""
+        ended_s, taken_s = 0.0, {"compute": 0.0, "recv": 0.0}
+        for stream, _, start, end in self._last.marks:
+            ended_s = max(ended_s, self.clock.seconds(self._last.zero, end))
+            if stream in taken_s:
+                taken_s[stream] += self.clock.seconds(start, end)
+        return ended_s, taken_s["compute"], taken_s["recv"]
 
     @contextmanager
     def record(self, stream: str, action: str) -> Iterator[None]:
         start = self.clock.mark()
         yield
-        self.marks.append((stream, action, start, self.clock.mark()))
+        self._last.marks.append((stream, action, start, self.clock.mark()))
 
     def copied(self, stream: str, action: str, start: object, end: object) -> None:
         """A copy ran beside the actions, between two marks."""
-        self.marks.append((stream, action, start, end))
+        self._last.marks.append((stream, action, start, end))
 
     def burst(self, size: int) -> None:
         """During the action recorded last, up to `size` bytes were held."""
-        self.levels.append((self.marks[-1][2], size))
+        self._last.levels.append((self._last.marks[-1][2], size))
 
     def level(self, size: int) -> None:
         """The rank holds `size` bytes from now on."""
-        self.levels.append((self.clock.mark(), size))
+        self._last.levels.append((self.clock.mark(), size))
 
     def freed(self, size: int, when: object) -> None:
         """The rank notices now that it has not held `size` bytes since the mark `when`."""
-        self.late.append((when, self.clock.mark(), size))
+        self._last.late.append((when, self.clock.mark(), size))
 
     def host_level(self, size: int) -> None:
         """The rank has `size` bytes of residuals on the host from now on."""
-        self.host_levels.append((self.clock.mark(), size))
+        self._last.host_levels.append((self.clock.mark(), size))
 
     def events(self, late_s: float = 0.0) -> tuple[Event, ...]:
         """late_s: how much later than the first rank this one began; times count from that rank's start."""
         at = self._since_zero
         return tuple(
             Event(rank=self.rank, stream=stream, action=action, start_s=at(a) + late_s, end_s=at(b) + late_s)
-            for stream, action, a, b in self.marks
+            for step in self._steps
+            for stream, action, a, b in step.marks
         )
 
     def curve(self, late_s: float = 0.0) -> MemoryCurve:
@@ -161,18 +145,19 @@ class Recorder:
 
     def host_curves(self, late_s: float = 0.0) -> tuple[MemoryCurve, ...]:
         """Of offloaded residuals; none if there were none. late_s: as in `events`."""
-        return (self._curve("host", self._timed(self.host_levels), late_s),) if self.host_levels else ()
+        levels = self._timed([level for step in self._steps for level in step.host_levels])
+        return (self._curve("host", levels, late_s),) if levels else ()
 
     def _since_zero(self, mark: object) -> float:
-        return self.clock.seconds(self.zero, mark)
+        return self.clock.seconds(self._steps[0].zero, mark)
 
     def _timed(self, levels: list[tuple[object, int]]) -> list[tuple[float, int]]:
         return [(self._since_zero(mark), size) for mark, size in levels]
 
     def _corrected(self) -> list[tuple[float, int]]:
         """Levels of the device without the bytes that were still counted when they were gone."""
-        levels = self._timed(self.levels)
-        for gone, noticed, size in self.late:
+        levels = self._timed([level for step in self._steps for level in step.levels])
+        for gone, noticed, size in [late for step in self._steps for late in step.late]:
             begin, end = self._since_zero(gone), self._since_zero(noticed)
             levels = [(at, level - size if begin <= at < end else level) for at, level in levels]
             place = bisect_left(levels, begin, key=itemgetter(0))

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..ir.action import StageAction
-from ..ir.optimizer_shares import OptimizerShares
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import Reduction, for_owners, reductions
-from .posted import PendingSum
-from .step_state import StepContext
-from .transports.transport import SumGroup
+from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
+from .channel import PendingSum
+from .operations import meetings
+from .transport import SumGroup
 from .weights import Gradients, Weights, clip_factor
+
+if TYPE_CHECKING:
+    from .rank import Rank, RankWork
 
 
 def norm_group(ranks: int) -> SumGroup:
@@ -61,162 +64,164 @@ class _PendingUpdate:
 
 
 class ReduceAndStep:
-    """Handlers of REDUCE and STEP.
+    """Does REDUCE and STEP for a rank.
 
     clip_norm: limit of the gradients' global norm; None for no limit.
-    grad_norm: that norm, last time, on the device: reading it waits for the device.
     after_step: called after each update.
-    updating: whether the optimizer may have updated some parameters and not others; whoever calls the worker
+    update: whether the step that runs ends with the optimizer.
+    grad_norm: the norm, last time, on the device: reading it waits for the device.
+    updating: whether the optimizer may have updated some parameters and not others; whoever calls the rank
         sets it back once the call is over.
+    pending: sums that run beside the step.
     """
 
-    def __init__(self, clip_norm: float | None, after_step: Callable[[], None]) -> None:
+    def __init__(self, rank: Rank, clip_norm: float | None, after_step: Callable[[], None]) -> None:
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None
+        self.update = True
         self.updating = False
+        self.pending: _PendingUpdate | None = None
+        self._rank = rank
         self._after_step = after_step
-        self._pending: _PendingUpdate | None = None
+        self._shared: list[Reduction] = []
+        self._last_stage = -1
+
+    def attend(self, stages: StageGraph, placement: Sequence[int]) -> None:
+        """A program is going to run. What is summed does not depend on the size of micro-batches."""
+        rank = self._rank
+        self._shared = shared_by(stages, placement, rank.rank, rank.weights.shares)
+        self._last_stage = max((s for s, home in enumerate(placement) if home == rank.rank), default=-1)
 
     def groups(self, stages: StageGraph, placement: Sequence[int], weights: Weights) -> list[SumGroup]:
-        """What its sums of gradients need, and what updated parameters are sent in; the same on all ranks."""
+        """What sums of gradients, updated parameters and operations need; the same on all ranks."""
         ties = [tie for row in reductions(stages, placement) for tie in row]
         shared = sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})
         sent = sorted({share.ranks for share in weights.shares if len(share.ranks) > 1})
-        return [*map(gradient_group, shared), *map(parameter_group, sent)]
+        return [*map(gradient_group, shared), *map(parameter_group, sent), *meetings(self._rank.program)]
 
-    def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
+    def reduce_tied_gradients(self, work: RankWork) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
 
-        One sum for each set of ranks and dtype (`ir.tied_gradients`), or for each owner of a part of them;
+        One sum for each set of ranks and dtype (`ir.weights`), or for each owner of a part of them;
         all are begun before one is awaited. What another rank owns is then forgotten here.
         """
-        if not step.update:
+        if not self.update:
             return
-        if action.update >= 0:
-            self._pending = _PendingUpdate(self._begin_sums(step, step.weights.begin_sums()))
-            return self.progress(step)
-        with step.recorder.record("recv", str(action)):
-            self._wait(step, self._begin_sums(step, step.weights.grads))
+        weights = self._rank.weights
+        assert isinstance(work.instruction, StageAction)
+        if work.instruction.update >= 0:
+            self.pending = _PendingUpdate(self._begin_sums(weights.begin_sums()))
+            return self.progress()
+        with self._rank.recorder.record("recv", work.text):
+            self._wait(self._begin_sums(weights.grads))
 
-    def _begin_sums(self, step: StepContext, gradients: Gradients) -> list[PendingSum]:
+    def _begin_sums(self, gradients: Gradients) -> list[PendingSum]:
         begun = []
-        for shared in _shared_by_rank(step):
+        for shared in self._shared:
             for name in shared.names:
                 if name in gradients.sums:
                     gradients.total(name)
             group = gradient_group(shared.ranks)
             flats = gradients.flat[shared.names]
-            begun += [step.channel.begin_sum(flat, group, shared.owner) for flat in flats]
+            begun += [self._rank.channel.begin_sum(flat, group, shared.owner) for flat in flats]
         return begun
 
-    def _wait(self, step: StepContext, sums: Sequence[PendingSum]) -> None:
+    def _wait(self, sums: Sequence[PendingSum]) -> None:
         for begun in sums:
             begun.wait()
-        for shared in _shared_by_rank(step):
-            if shared.owner not in (None, step.rank):
-                step.weights.summed.forget(shared.names)
+        for shared in self._shared:
+            if shared.owner not in (None, self._rank.rank):
+                self._rank.weights.summed.forget(shared.names)
 
-    def progress(self, step: StepContext) -> None:
+    def progress(self) -> None:
         """Begin the sum of the norm once the gradients are there; never blocks."""
-        pending = self._pending
+        pending = self.pending
         if pending is None or self.clip_norm is None or pending.norm is not None:
             return
         if all(begun.done() for begun in pending.gradients):
-            self._begin_norm(step, pending)
+            self._begin_norm(pending)
 
-    def _begin_norm(self, step: StepContext, pending: _PendingUpdate) -> None:
-        self._wait(step, pending.gradients)
+    def _begin_norm(self, pending: _PendingUpdate) -> None:
+        self._wait(pending.gradients)
         pending.gradients = []
         if self.clip_norm is not None:
-            pending.squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)
-            pending.norm = step.channel.begin_sum(pending.squares, norm_group(len(step.program.rows)))
+            pending.squares = self._squares_here()
+            group = norm_group(self._rank.channel.ranks)
+            pending.norm = self._rank.channel.begin_sum(pending.squares, group)
 
-    def step(self, step: StepContext, action: StageAction) -> None:
+    def step(self, work: RankWork) -> None:
         """STEP: clip, then update. The optimizer holds all stages of the rank: it runs at the last STEP of
         the row."""
-        if not _updates_here(step, action):
+        if not self._updates_at(work):
             return
-        squares = self._wait_for_sums(step, self._pending) if self._pending else self._sum_squares(step)
-        step.weights.note_gradients()
+        rank, weights = self._rank, self._rank.weights
+        squares = self._wait_for_sums(self.pending) if self.pending else self._sum_squares()
+        weights.note_gradients()
         if squares is not None and self.clip_norm is not None:
-            self._clip(step, squares, self.clip_norm)
+            self.grad_norm = squares.sqrt()
+            weights.scale_gradients(clip_factor(self.grad_norm, self.clip_norm))
         self.updating = True
-        with step.recorder.record("compute", str(action)):
-            step.weights.step()
-        _exchange_parameters(step, str(action))
+        with rank.recorder.record("compute", work.text):
+            weights.step()
+        self._exchange_parameters(work.text)
         self._after_step()
-        sizes = step.weights.sizes
+        sizes = weights.sizes
         for kind in ("optimizer", "parameters"):
-            step.ledger.set(kind, sizes[kind], str(action))
-        step.ledger.during(str(action), step.weights.step_bytes, {})
+            rank.ledger.set(kind, sizes[kind], work.text)
+        rank.ledger.during(work.text, weights.step_bytes, {})
 
-    def needed_bytes(self, step: StepContext, action: StageAction) -> int:
+    def needed_bytes(self, work: RankWork) -> int:
         """What STEP takes beyond what the rank holds."""
-        return step.weights.step_adds_bytes if _updates_here(step, action) else 0
+        return self._rank.weights.step_adds_bytes if self._updates_at(work) else 0
 
-    def _wait_for_sums(self, step: StepContext, pending: _PendingUpdate) -> Tensor | None:
+    def _updates_at(self, work: RankWork) -> bool:
+        return self.update and work.key[0] == self._last_stage
+
+    def _wait_for_sums(self, pending: _PendingUpdate) -> Tensor | None:
         """The gradients of all ranks, and the squares of all of them if they are to be clipped."""
-        with step.recorder.record("recv", "SUMS"):
+        with self._rank.recorder.record("recv", "SUMS"):
             if pending.norm is None:
-                self._begin_norm(step, pending)
+                self._begin_norm(pending)
             if pending.norm is not None:
                 pending.norm.wait()
-        self._pending = None
+        self.pending = None
         return pending.squares
 
-    def forget(self) -> None:
-        """Forget sums that a step that was broken off has begun."""
-        self._pending = None
-
-    def _sum_squares(self, step: StepContext) -> Tensor | None:
+    def _sum_squares(self) -> Tensor | None:
         """The sum over all ranks of the squares of their gradients, if these are to be clipped."""
         if self.clip_norm is None:
             return None
-        squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)
-        with step.recorder.record("recv", "CLIP"):
-            step.channel.all_reduce(squares)
+        squares = self._squares_here()
+        with self._rank.recorder.record("recv", "CLIP"):
+            self._rank.channel.all_reduce(squares)
         return squares
 
-    def _clip(self, step: StepContext, squares: Tensor, limit: float) -> None:
-        """Scale gradients by the norm over all ranks."""
-        self.grad_norm = squares.sqrt()
-        step.weights.scale_gradients(clip_factor(self.grad_norm, limit))
-
-    def _counted_here(self, step: StepContext) -> list[str]:
-        """The parameters that this rank counts in the norm: one that several ranks share counts once, at its
-        owner if that alone has its sum, else on its lowest rank."""
+    def _squares_here(self) -> Tensor:
+        """Of the gradients that this rank counts in the norm. One that several ranks share counts once: at
+        its owner if that alone has its sum, else on its lowest rank."""
+        rank, weights = self._rank.rank, self._rank.weights
         elsewhere = {
             name
-            for shared in _shared_by_rank(step)
-            if step.rank != (min(shared.ranks) if shared.owner is None else shared.owner)
+            for shared in self._shared
+            if rank != (min(shared.ranks) if shared.owner is None else shared.owner)
             for name in shared.names
         }
-        return [name for name in step.weights.grads.sums if name not in elsewhere]
+        return weights.norm_squares(n for n in weights.grads.sums if n not in elsewhere).reshape(1)
 
-
-def _updates_here(step: StepContext, action: StageAction) -> bool:
-    """Whether the optimizer runs at this STEP: at the last one of the row, where the step has an update."""
-    return step.update and action.stage == max(s for s, r in enumerate(step.placement) if r == step.rank)
-
-
-def _shared_by_rank(step: StepContext) -> list[Reduction]:
-    return shared_by(step.stages, step.placement, step.rank, step.weights.shares)
-
-
-def _exchange_parameters(step: StepContext, action: str) -> None:
-    """Where replicas share out the optimizer's state, each gets what the others have updated."""
-    params = step.weights.params
-    shares = step.weights.shares[step.rank] if step.weights.shares else None
-    if shares is None or len(shares.ranks) == 1:
-        return
-    group = parameter_group(shares.ranks)
-    with step.recorder.record("recv", action):
-        sent = []
-        for name, owner in sorted(shares.owner.items()):
-            param = params[name].data
-            dense = param.contiguous()
-            sent.append((step.channel.begin_broadcast(dense, group, owner), dense, param))
-        for begun, dense, param in sent:
-            begun.wait()
-            if dense is not param:
-                param.copy_(dense)
+    def _exchange_parameters(self, text: str) -> None:
+        """Where replicas share out the optimizer's state, each gets what the others have updated."""
+        rank, weights = self._rank, self._rank.weights
+        shares = weights.shares[rank.rank] if weights.shares else None
+        if shares is None or len(shares.ranks) == 1:
+            return
+        group = parameter_group(shares.ranks)
+        with rank.recorder.record("recv", text):
+            sent = []
+            for name, owner in sorted(shares.owner.items()):
+                param = weights.params[name].data
+                dense = param.contiguous()
+                sent.append((rank.channel.begin_broadcast(dense, group, owner), dense, param))
+            for begun, dense, param in sent:
+                begun.wait()
+                if dense is not param:
+                    param.copy_(dense)

@@ -3,7 +3,7 @@
 Gradients are added into buffers that live as long as the parameters do, as soon as a backward makes them:
 no second copy of a stage's gradients ever exists, unless updates wait for sums while the next step runs.
 
-Where a policy keeps versions (`ir.weight_policy`), they are chosen by reference. Torch's optimizers work in
+Where a policy keeps versions (`ir.weights`), they are chosen by reference. Torch's optimizers work in
 place, so an update copies the newest parameters once, into the buffers of a version that nobody needs:
 
     before   newest = A   previous = B           B's micro-batches are all through
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.graph import UpdateBytes, step_bytes
-from ..ir.optimizer_shares import OptimizerShares
-from ..ir.weight_policy import Updates
+from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
     MakeOptimizer,
@@ -145,7 +144,7 @@ class Weights:
         for each in self.optimizers:
             forget_stand_ins(each)
         self.keep_gradients = keep_gradients
-        self._device = device
+        self.device = device
         self.last_gradients: dict[str, Tensor] = {}
         self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers}}
         self._users: Counter[int] = Counter()
@@ -229,7 +228,7 @@ class Weights:
         norms = [torch.linalg.vector_norm(summed.sums[n]) for n in names if n in summed.touched]
         if norms:
             return torch.stack(norms).double().square().sum()
-        return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def note_gradients(self) -> None:
         """Copy the gradients of an update, before they are clipped, if they are to be kept."""
@@ -306,7 +305,7 @@ class Weights:
         """What the optimizer takes for each parameter that this rank steps."""
         if not self.stepped:
             return {}
-        known = update_bytes(self._make_optimizer, self._stand_ins, torch.device(self._device).type)
+        known = update_bytes(self._make_optimizer, self._stand_ins, torch.device(self.device).type)
         return {name: known[name] for name in self.stepped}
 
     @cached_property
@@ -334,11 +333,12 @@ class Weights:
         """Bytes by kind."""
         kept = [t for state in self._versions.values() for n, t in state.items() if n in self.params]
         kept += [tensor for version in self._spare for tensor in version.values()]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return {
             "parameters": storage_bytes(kept),
             "gradients": storage_bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
             "buffers": storage_bytes(self.buffers.values()),
-            "optimizer": storage_bytes(kept_tensors(s for o in self.optimizers for s in o.state.values())),
+            "optimizer": storage_bytes(kept_tensors(states)),
         }
 
 

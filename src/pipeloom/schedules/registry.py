@@ -1,45 +1,161 @@
-"""The registry: name -> family of schedules. A family decides only the order; the rest is done here once."""
+"""The library of schedules: name -> how its rows are made. A family decides only the order; the rest is done
+here, once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from ..checks.schedules import check
-from ..ir.action import B, F, W
-from ..ir.columns import Rows as Table, columns_of
+from ..checks.weight_versions import weight_versions
+from ..ir.action import Action
+from ..ir.columns import AWAIT_, B_, F_, RELOAD_, W_, Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import DeadlockError, ScheduleError, shown
-from ..ir.schedule import Schedule
+from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
-from .aliases import ALIASES, CHUNKS, canonical
-from .copies.asked import COPY_OPTIONS, FIT, copies_asked
+from ..ir.steady import SteadyStep, steady_step
+from ..ir.weights import FLUSH, Updates
 from .copies.place import Copies, place_copies
-from .copies.uplinks import Uplinks
-from .families import (
-    bidirectional as two_ways,
-    forward_only,
-    gpipe,
-    grouped,
-    one_f_one_b,
-    v_shape as vee,
-    variants,
-    zero_bubble as zb,
-)
-from .formats.csv import read_schedule
+from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, variants, zero_bubble as zb
+from .formats import read_schedule
+from .language.names import ALIASES, CHUNKS, FIT, LIMIT, OFFLOAD, ScheduleName, canonical, parse_name
+from .language.placements import RankTable, both_ways, loop, spread, wave
+from .language.recipe import Recipe
 from .language.shape import Shape
-from .language.user_files import LISTED, load_user_schedule, names_user_file, split_options
-from .library_entry import PLACES as PLACES, Entry as Entry, Family
-from .placements import RankTable, both_ways, loop, spread, wave
+from .language.user_files import load_user_schedule
+from .list_scheduler.choose import fastest
+
+Rows: TypeAlias = Iterable[Iterable[Action]]
+
+
+class Family(Protocol):
+    """Makes one row of compute actions per rank, from placement[stage] = rank."""
+
+    def __call__(self, stages: StageGraph, placement: tuple[int, ...], microbatches: int, /) -> Rows: ...
+
+
+PLACES = ("line", "loop", "wave", "both ways", "table")
+MEANT = {
+    "line": "one stage on each rank",
+    "loop": "stages in a loop, stage s on rank s mod p",
+    "wave": "stages there and back, as in a V",
+    "both ways": "two replicas in opposite directions",
+}
+"""Place -> in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A schedule in the library.
+
+    family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
+        for what has operations of its own; a whole schedule where it has pairs or slices.
+    place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
+        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.  stages: the
+        graph of stages that a table is for, a chain unless given.
+    copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
+        each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
+        a rank is to hold then, in residuals of one micro-batch on one stage.
+    lacks: what a runtime must have to run it and has not, if anything.
+    weights: the policy by which it updates them, see `ir.weights`.
+    """
+
+    family: Family | None = None
+    recipe: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
+    rows: Callable[[Shape], Rows | Schedule] | None = None
+    place: str = "line"
+    about: str = ""
+    table: Callable[[int], RankTable] | None = None
+    stages: StageGraph | None = None
+    copied: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
+    offload: Callable[[Shape], int] | None = None
+    held: Callable[[Shape, int], float] | None = None
+    lacks: str = ""
+    weights: str = FLUSH
+
+    def __post_init__(self) -> None:
+        if (self.place == "table") != (self.table is not None) or self.place not in PLACES:
+            raise ScheduleError(
+                f"a schedule with place={self.place!r} and {'a' if self.table else 'no'} table",
+                hint=f"the places are {', '.join(PLACES)}; give a table with place='table', and only then",
+            )
+
+    def make(self, shape: Shape, *, copied: bool = False) -> tuple[Rows, int, tuple[Pair, ...]]:
+        """The rows, how many slices a micro-batch has, and the pairs.
+
+        copied: copies will be placed into them.
+        """
+        if self.family is not None:
+            return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
+        if self.rows is not None:
+            rows = self.rows(shape)
+            return (rows.rows, rows.slices, rows.pairs) if isinstance(rows, Schedule) else (rows, 1, ())
+        recipe = self.copied if copied and self.copied is not None else self.recipe
+        assert recipe is not None
+        scheduled = fastest(shape, recipe)
+        return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
+
+    def copies(self, name: ScheduleName, shape: Shape) -> Copies | None:
+        """What the options of a name ask to be copied to the host; None for nothing.
+
+        offload: how many stages of each rank, those whose residuals are kept longest.  limit: the most
+        residuals of a rank, in those of one micro-batch on its largest stage.  fit: 1 for as many copies as
+        it takes until each rank has room for what stays; where no room is known, ranks hold as little as they
+        can.
+        Raises: ScheduleError if they are no such numbers.
+        """
+        options, text = name.options, name.written
+        stages = options.get(OFFLOAD, 0.0 if self.offload is None else float(self.offload(shape)))
+        limit = options.get(LIMIT)
+        if fit := options.get(FIT, 0.0):
+            if fit != 1 or limit is not None:
+                both = "" if limit is None else f" and limits a rank to {limit:g} residuals"
+                raise ScheduleError(
+                    f"{text} fits its caps with fit={fit:g}{both}",
+                    hint="write fit=1, and leave out `limit`, which the caps say",
+                )
+            return Copies(stages=int(stages), room=shape.room_bytes or (0.0,) * shape.ranks)
+        if stages != int(stages) or not 0 <= stages <= shape.chunks:
+            raise ScheduleError(
+                f"{text} offloads {stages:g} of the {shape.chunks} stages of a rank",
+                hint=f"give a whole number from 0 to {shape.chunks}",
+            )
+        if limit is None:
+            if not stages:
+                return None
+            held = None if self.held is None else self.held(shape, int(stages))
+            return Copies(stages=int(stages), held=held)
+        if not limit > 0:
+            raise ScheduleError(
+                f"{text} limits a rank to {limit:g} residuals",
+                hint="give a number above 0, of stages' residuals",
+            )
+        return Copies(stages=int(stages), held=limit, strict=True)
+
+    def refusal(self, shape: Shape, error: DeadlockError) -> ScheduleError:
+        """Why a schedule of the library does not run where a shape has its stages."""
+        ranks = ", ".join(map(str, shape.placement))
+        within = "" if shape.limit_bytes is None else " within the limits"
+        return ScheduleError(
+            f"this schedule is for {MEANT.get(self.place, self.place)}; with stages on ranks {ranks}{within} "
+            f"its order stops: {error.message}",
+            hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
+            "`pipeloom schedule search` finds",
+        )
+
 
 SLICES = "sequence slices"
 
 FAMILIES: dict[str, Family | Entry] = {
-    "forward_only": Entry(family=forward_only.rows, about="forwards, for evaluation"),
-    "gpipe": Entry(family=gpipe.rows, about="all forwards, then all backwards"),
-    "1f1b": Entry(family=one_f_one_b.rows, about="one forward, one backward"),
+    "forward_only": Entry(family=simple.forward_only, about="forwards, for evaluation"),
+    "gpipe": Entry(family=simple.gpipe, about="all forwards, then all backwards"),
+    "1f1b": Entry(family=simple.one_f_one_b, about="one forward, one backward"),
     "eager_1f1b": Entry(recipe=variants.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
@@ -101,7 +217,7 @@ def names() -> tuple[str, ...]:
 
 def register(name: str, family: Family | Entry) -> None:
     """Make a family known by a name in small letters. Raises: ScheduleError if the name is taken."""
-    key = _key(name)
+    key = str(parse_name(name))
     if key in FAMILIES:
         raise ScheduleError(f"a schedule named {key!r} exists already", hint="choose another name")
     FAMILIES[key] = family
@@ -109,28 +225,21 @@ def register(name: str, family: Family | Entry) -> None:
 
 def entry(name: str) -> Entry:
     """What the library knows of a schedule. Raises: ScheduleError if the name is unknown."""
-    family = _family(split_options(name)[0])
-    return family if isinstance(family, Entry) else Entry(family=family)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """What building may know besides the order.
-
-    costs: one per stage; equal ones by default.  transfer_s: seconds of a message between two ranks, the
-        same for all or by (from stage, to stage).  limit_bytes: most residual bytes of any rank, or
-        of each; the costs must then say what residuals take.  uplinks: through which copies to the host go;
-        by default each rank has its own.  room_bytes: what each rank has for residuals, where `fit=1` asks
-        for copies until they fit.  shortest: "step" or "span", see `Shape`.
-    """
-
-    costs: tuple[StageCost, ...] | None = None
-    transfer_s: float | Callable[[int, int], float] = 0.0
-    limit_bytes: float | tuple[float, ...] | None = None
-    uplinks: Uplinks | None = None
-    room_bytes: tuple[float, ...] | None = None
-    options: Mapping[str, float] = field(default_factory=dict)
-    shortest: str = "step"
+    parsed = parse_name(name)
+    if parsed.lists_actions:
+        return _from_file(Path(name))
+    found: Any = load_user_schedule(parsed) if parsed.in_python else FAMILIES.get(parsed.family)
+    if found is None:
+        known = [*FAMILIES, *(alias.lower() for others in ALIASES.values() for alias in others)]
+        near = [canonical(one) for one in get_close_matches(parsed.family, known, n=1)]
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ScheduleError(
+            f"no schedule is named {shown(parsed.given)}",
+            hint=f"{meant}the schedules are {', '.join(names())}",
+        )
+    if isinstance(found, Entry):
+        return found
+    return Entry(recipe=found, about="your own") if parsed.in_python else Entry(family=found)
 
 
 def build(
@@ -140,14 +249,14 @@ def build(
     microbatches: int,
     *,
     split_backward: bool = False,
-    times: Times | None = None,
+    **given: Any,
 ) -> Schedule:
     """Build a schedule by name and check it.
 
     name: see `names` and `ALIASES`; capitals and `-` for `_` are fine; options follow a colon, as in
-        "gis_g:group=3"; any schedule takes `offload`, `limit` and `fit`, see `copies.copies_asked`.
+        "gis_g:group=3"; any schedule takes `offload`, `limit` and `fit`, see `Entry.copies`.
     placement: the rank of each stage.  split_backward: every B becomes I and then W.
-    times: for schedules in the language, which order by time.
+    given: further fields of the `Shape`, such as `costs`, for schedules in the language, which order by time.
     Raises: ScheduleError if the name is unknown, the placement does not fit, or a rule is broken.
 
     >>> from pipeloom.ir.stages import chain
@@ -155,35 +264,35 @@ def build(
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
     """
-    library_entry = entry(name)
-    _refuse_bad_shape(stages, placement, microbatches)
-    times = times or Times()
-    shape = _shape(name, stages, placement, microbatches, times)
-    copies = copies_asked(name, _options(name), shape, library_entry, times.room_bytes)
+    library_entry, parsed = entry(name), parse_name(name)
+    shape = shape_of(stages=stages, placement=placement, microbatches=microbatches, **given)
+    shape = replace(shape, options={**shape.options, **parsed.family_options})
+    copies = library_entry.copies(parsed, shape)
     try:
-        return _checked(name, shape, times, copies, split_backward=split_backward)
+        return _checked(parsed, library_entry, shape, copies, split_backward=split_backward)
     except DeadlockError as error:
-        if names_user_file(name):
+        if parsed.in_file:
             raise
         raise library_entry.refusal(shape, error) from None
 
 
 def _checked(
-    name: str, shape: Shape, times: Times, copies: Copies | None, *, split_backward: bool
+    name: ScheduleName, library_entry: Entry, shape: Shape, copies: Copies | None, *, split_backward: bool
 ) -> Schedule:
-    made, slices, pairs = entry(name).make(shape, copied=copies is not None)
+    made, slices, pairs = library_entry.make(shape, copied=copies is not None)
     if split_backward and pairs:
         raise ScheduleError(
-            f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
+            f"{name.written} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would "
+            "tear apart",
             hint='leave out the split; and use kinds="FIW" in a recipe of your own, pairs=0 with DualPipe',
         )
     rows = made if isinstance(made, Table) else tuple(map(tuple, made))
     if split_backward:
         rows = Table(columns_of(rows).split_backward())
     if copies is not None:
-        rows = place_copies(rows, shape, times.uplinks, copies, pairs=pairs)
+        rows = place_copies(rows, shape, copies, pairs=pairs)
     schedule = Schedule(
-        name=_key(name),
+        name=str(name),
         microbatches=shape.microbatches,
         placement=shape.placement,
         rows=rows,
@@ -194,42 +303,35 @@ def _checked(
     return schedule
 
 
-def _shape(
-    name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int, times: Times
-) -> Shape:
-    transfer_s = times.transfer_s
-    count = len(stages.stages)
-    costs = times.costs or equal_costs(count)
-    if len(costs) != count:
-        raise ScheduleError(f"{len(costs)} costs for {count} stages", hint="give one StageCost per stage")
-    return Shape(
-        stages=stages,
-        placement=placement,
-        microbatches=microbatches,
-        costs=costs,
-        transfer_s=transfer_s if callable(transfer_s) else (lambda source, target: transfer_s),
-        limit_bytes=times.limit_bytes,
-        shortest=times.shortest,
-        options={
-            option: value
-            for option, value in {**times.options, **_options(name)}.items()
-            if option not in (CHUNKS, *COPY_OPTIONS)
-        },
-    )
+def build_steady(
+    name: str,
+    stages: StageGraph,
+    placement: tuple[int, ...],
+    updates: Updates,
+    *,
+    split_backward: bool = False,
+    **given: Any,
+) -> SteadyStep:
+    """The steady step of a schedule without a flush, for weights that are updated every `updates.every`
+    micro-batches.
 
+    The schedule is built for as many steps as fill the pipeline, and a few more.
+    Raises: ScheduleError if it does not repeat, or if a micro-batch would need a version of the weights that
+        is not made yet, or no longer kept; and as `build` does.
 
-def _options(name: str) -> dict[str, float]:
-    options: dict[str, float] = {}
-    for part in filter(None, split_options(name)[1].split(",")):
-        key, _, value = part.partition("=")
-        try:
-            options[key.strip()] = float(value)
-        except ValueError:
-            raise ScheduleError(
-                f"cannot read option {part!r} of {name!r}",
-                hint="write name:option=number, as in gis_g:group=3",
-            ) from None
-    return options
+    >>> from pipeloom.ir.stages import chain
+    >>> print(build_steady("1f1b", chain(2), (0, 1), Updates(policy="2bw", every=2)))
+    0F2 0B1 0F3 0B2
+    1F2 1B2 1F3 1B3
+    """
+    every = updates.every
+    filling = -(-2 * len(placement) // every)
+    steps = 2 * filling + 4
+    long = build(name, stages, placement, steps * every, split_backward=split_backward, **given)
+    body = steady_step(long, every)
+    check(body.unrolled, stages)
+    weight_versions(body.unrolled, stages, updates)
+    return body
 
 
 def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
@@ -246,7 +348,7 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     """
     library_entry = entry(name)
     place = library_entry.place
-    chunks = named_chunks(name, place) or chunks
+    chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
         if library_entry.stages is not None:
@@ -268,74 +370,78 @@ def _refuse_other_ranks(name: str, table: RankTable, ranks: int) -> None:
         raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
 
 
-def fits_caps(name: str) -> bool:
-    """Whether a schedule copies until residuals fit under the caps.
+def with_chunks(name: str, chunks: int | None) -> str:
+    """The name of a schedule with so many stages on each rank; None leaves it as it is.
 
-    >>> fits_caps("po:v=4,fit=1"), fits_caps("po:v=4")
-    (True, False)
+    Raises: ScheduleError if the name gives another number, or the schedule has no choice.
+
+    >>> with_chunks("gis", 4), with_chunks("gis_g:group=3", 4), with_chunks("1f1b", 1)
+    ('gis:v=4', 'gis_g:group=3,v=4', '1f1b')
     """
-    return bool(split_options(name)[1]) and bool(_options(name).get(FIT))
-
-
-def named_chunks(name: str, place: str) -> int:
-    """The stages per rank that a name's option gives; 0 without it."""
-    count = _options(name).get(CHUNKS)
-    if count is None:
-        return 0
-    if place not in ("loop", "wave"):
+    if chunks is None:
+        return name
+    place, parsed = entry(name).place, parse_name(name)
+    if chunks < 1:
+        raise ScheduleError(f"chunks is {chunks}", hint="give each rank 1 stage or more")
+    named = parsed.chunks_in(place)
+    if named not in (0, chunks):
         raise ScheduleError(
-            f"{split_options(name)[0]} has one stage on each rank, {name!r} gives it another number",
-            hint="leave the option out, or use interleaved_1f1b, which has as many as `-v` or `:v=` says",
+            f"{name} is to have {chunks} stages per rank", hint="leave out one of the two numbers"
         )
-    if count < 1 or count != int(count):
-        raise ScheduleError(f"{name}: {count:g} stages per rank", hint="give a whole number from 1 on")
-    return int(count)
+    if named == chunks or (chunks == 1 and place in ("line", "both ways")):
+        return name
+    longer = f"{name}{',' if parsed.listed else ':'}{CHUNKS}={chunks}"
+    parse_name(longer).chunks_in(place)
+    return longer
 
 
 def shape_of(
-    ranks: int,
+    ranks: int = 1,
+    chunks: int = 1,
     *,
     microbatches: int,
-    chunks: int = 1,
     placement: tuple[int, ...] | None = None,
     stages: StageGraph | None = None,
-    times: Times | None = None,
+    costs: Sequence[StageCost] | None = None,
+    **given: Any,
 ) -> Shape:
-    """What a recipe is tried on: a chain in a loop with equal times, unless said otherwise."""
-    where = placement or loop(ranks, chunks)
+    """What a recipe is tried on: a chain in a loop with equal times, unless said otherwise.
+
+    given: further fields of the `Shape`.
+    """
+    where = loop(ranks, chunks) if placement is None else placement
     graph = stages or chain(len(where))
     _refuse_bad_shape(graph, where, microbatches)
-    return _shape("", graph, where, microbatches, times or Times())
+    count = len(graph.stages)
+    if costs is not None and len(costs) != count:
+        raise ScheduleError(f"{len(costs)} costs for {count} stages", hint="give one StageCost per stage")
+    each = equal_costs(count) if costs is None else tuple(costs)
+    return Shape(stages=graph, placement=where, microbatches=microbatches, costs=each, **given)
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
+def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]:
     """For each stage the most micro-batches whose residuals it holds at once (until B or W); 0 in evaluation.
+
+    on_device: without those that are on the host, from the AWAIT that says that they are there until their
+        RELOAD. What nothing awaits is taken not to have left before its RELOAD.
 
     >>> from pipeloom.ir.stages import chain
     >>> in_flight(build("1f1b", chain(3), (0, 1, 2), 8))
     (3, 2, 1)
     """
-    if all(action.kind == F for row in schedule.rows for action in row):
+    columns = schedule.columns
+    if not columns.trains:
         return (0,) * schedule.stages
-    now = [0] * schedule.stages
-    most = [0] * schedule.stages
-    for row in schedule.rows:
-        for action in row:
-            if action.kind == F:
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind in (B, W):
-                now[action.stage] -= 1
-    return tuple(most)
-
-
-def _key(name: str) -> str:
-    if names_user_file(name):
-        return name
-    plain, options = split_options(name)
-    key = plain.lower().replace("-", "_")
-    key = key if key in FAMILIES else canonical(plain)  # what a user registers keeps its name
-    return f"{key}:{options.lower()}" if options else key
+    change = np.zeros(len(columns), np.int64)
+    change[columns.kind == F_] = 1
+    change[(columns.kind == B_) | (columns.kind == W_)] = -1
+    if on_device and columns.copies:
+        change[columns.kind == AWAIT_] = -1
+        awaited = schedule.action_index.of(AWAIT_)[columns.stage, columns.microbatch]
+        change[(columns.kind == RELOAD_) & (awaited >= 0)] = 1
+    order = np.argsort(columns.stage, kind="stable")
+    now = np.split(change[order], np.searchsorted(columns.stage[order], np.arange(1, schedule.stages)))
+    return tuple(int(np.cumsum(own).max(initial=0)) for own in now)
 
 
 def _from_file(file: Path) -> Entry:
@@ -358,30 +464,6 @@ def _from_file(file: Path) -> Entry:
         return schedule
 
     return Entry(rows=rows, place="table", table=table, about="from a file")
-
-
-def _family(name: str) -> Family | Entry:
-    if name.endswith(LISTED):
-        return _from_file(Path(name))
-    if names_user_file(name):
-        user_schedule = load_user_schedule(name)
-        return (
-            user_schedule
-            if isinstance(user_schedule, Entry)
-            else Entry(recipe=user_schedule, about="your own")
-        )
-    key = _key(name)
-    if key not in FAMILIES:
-        near = [canonical(found) for found in get_close_matches(key, _known_names(), n=1)]
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ScheduleError(
-            f"no schedule is named {shown(name)}", hint=f"{meant}the schedules are {', '.join(names())}"
-        )
-    return FAMILIES[key]
-
-
-def _known_names() -> list[str]:
-    return [*FAMILIES, *(alias.lower() for others in ALIASES.values() for alias in others)]
 
 
 def _refuse_bad_shape(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> None:

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from ..checks.schedules import check
 from ..checks.weight_versions import StageVersions, versions, weight_versions
-from ..ir import json_codec
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -21,17 +20,18 @@ from ..ir.plan import load_plan
 from ..ir.profile import Profile
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain, replicate
+from ..ir.text import format_bytes, load_noun, parse_bytes
 from ..ir.timeline import Timeline
-from ..ir.units import format_bytes, parse_bytes
-from ..ir.weight_policy import Updates
+from ..ir.weights import Updates
 from ..lowering.passes import lower
 from ..simulator.idle_time.explain import explain_idle_time
 from ..simulator.memory_limit import check_memory_limit
 from ..simulator.simulate import simulate
 from ..simulator.summary import Summary, summarise
-from . import aliases, registry
-from .copies import asked, uplinks
-from .formats.csv import program_text, read_schedule, schedule_text
+from . import registry
+from .formats import program_text, read_schedule, schedule_text
+from .language import uplinks
+from .language.names import ALIASES, COPY_OPTIONS, parse_name
 from .language.user_files import load_file
 
 Edges = tuple[tuple[int, int], ...]
@@ -130,7 +130,7 @@ def load_work(path: Path) -> MicrobatchTimes:
         if "valid" not in no_plan.message:
             raise
         try:
-            costs = json_codec.load(path, Profile).costs.values()
+            costs = load_noun(path, Profile).costs.values()
         except ConfigError:
             raise ConfigError(
                 f"{path} is neither a plan nor a profile of pipeloom",
@@ -284,7 +284,7 @@ def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
     which other names it is known."""
     entries = {name: registry.entry(name) for name in registry.names()}
     return {
-        name: {"about": e.about, "place": e.place, "lacks": e.lacks, "aliases": aliases.ALIASES.get(name, ())}
+        name: {"about": e.about, "place": e.place, "lacks": e.lacks, "aliases": ALIASES.get(name, ())}
         for name, e in entries.items()
     }
 
@@ -305,16 +305,19 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
     caps = _caps(scenario, _units(costs, placement, stages.replicas, slices))
     transfer_s = scenario.transfer_s
-    times = registry.Times(
-        costs=costs,
-        limit_bytes=tuple(caps) if scenario.memory else None,
-        transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
-        uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
-        shortest=scenario.shortest,
-    )
     count = scenario.microbatches // stages.replicas * slices
     try:
-        schedule = registry.build(name, stages, placement, count, times=times)
+        schedule = registry.build(
+            name,
+            stages,
+            placement,
+            count,
+            costs=costs,
+            limit_bytes=tuple(caps) if scenario.memory else None,
+            transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
+            uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
+            shortest=scenario.shortest,
+        )
         return _simulate(schedule, stages, costs, scenario)
     except ScheduleError as error:
         if not scenario.memory:
@@ -406,10 +409,12 @@ def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
 
 
 def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
-    plain, _, options = name.partition(":")
-    own = [option for option in options.split(",") if option.split("=")[0] not in asked.COPY_OPTIONS]
-    if registry.entry(name).family is not None and ":" in name and any(own):
-        raise ScheduleError(f"{plain} has no options, {name!r} gives some", hint=f"write {plain}")
+    parsed = parse_name(name)
+    given = [part.split("=")[0] for part in parsed.listed.split(",") if part]
+    if registry.entry(name).family is not None and not set(given) <= set(COPY_OPTIONS):
+        raise ScheduleError(
+            f"{parsed.given} has no options, {name!r} gives some", hint=f"write {parsed.given}"
+        )
     if stages.replicas > 1 and scenario.chunks > 1:
         raise ScheduleError(
             f"{name} runs one stage per rank in each direction, not {scenario.chunks}",
@@ -426,7 +431,7 @@ def _slices(name: str) -> int:
     """Slices of a micro-batch, each an action of its own."""
     if registry.entry(name).lacks != "sequence slices":
         return 1
-    options = dict(part.split("=", 1) for part in name.partition(":")[2].split(",") if "=" in part)
+    options = dict(part.split("=", 1) for part in parse_name(name).listed.split(",") if "=" in part)
     count = options.get("slices", str(SLICES))
     if not count.isdecimal() or int(count) < 1:
         raise ScheduleError(f"{name}: a micro-batch has {count} slices", hint="give a whole number from 1 on")

@@ -9,10 +9,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..ir.cluster import Cluster
-from ..ir.columns import Ints, Longs, starts_of
+from ..ir.columns import Floats, Ints, Longs, starts_of
 from ..ir.costs import StageCost
-from ..ir.tied_gradients import Reduction
-from .loop_state import Floats
+from ..ir.weights import Reduction
 from .shared_links import crosses, transfer_s
 
 NodeLink: TypeAlias = tuple[str, int]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..ir.action import KINDS, TREATMENTS, Action, B, F, I
+from ..ir.action import KINDS, TREATMENTS, Action
 from ..ir.cluster import Cluster
 from ..ir.columns import (
     AWAIT_,
@@ -23,11 +23,13 @@ from ..ir.columns import (
     STEP_,
     Codes,
     Columns,
+    Floats,
     Ints,
     Longs,
     starts_of,
 )
 from ..ir.costs import StageCost, action_seconds, pair_shares
+from ..ir.dependencies import meets
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import kernel
@@ -35,10 +37,10 @@ from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import Reduction, reductions
+from ..ir.weights import Reduction, reductions
 from .all_reduce import all_reduce_s as all_reduce_s, all_reduces_of
-from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, ProgramLayout
-from .shared_links import copy_s, shared_links_of, transfer_s
+from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, ProgramLayout
+from .shared_links import NO_SHARED_LINKS, copy_s, shared_links_of, transfer_s
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""
@@ -57,22 +59,52 @@ def layout_of(
 ) -> ProgramLayout:
     """Lay out a program of which `check_shape` knows that all it names is there."""
     flow = flow_of(stages)
+    columns, routes = program.columns, program.message_index(flow).routes
+    size, durations = message_bytes(routes, stages), _durations(program, costs, cluster)
+
+    def seconds(of: Callable[[int, int, int], float]) -> Floats:
+        """By route: `of` its two ranks and its bytes."""
+        each = zip(_ends(routes, program.placement), size.tolist(), strict=True)
+        return np.array([of(a, b, amount) if a != b else 0.0 for (a, b), amount in each], np.float64)
+
+    layout = timed_layout(
+        program,
+        flow,
+        durations,
+        seconds(partial(transfer_s, cluster)),
+        receive_ahead=receive_ahead,
+    )
+    sums = all_reduces_of(_reductions(program, stages), costs, cluster, columns.ranks).repeated(
+        len(program.updates)
+    )
+    of_channel = dict(zip(layout.channel.tolist(), _ends(routes, program.placement), strict=True))
+    ends = [of_channel[channel] for channel in range(len(layout.target))]
+    return layout._replace(
+        occupied=seconds(lambda a, b, amount: cluster.link(a, b).occupied_s(amount)),
+        entry_duration=_entry_durations(program, costs, action_s, durations),
+        first_sum=sums.first,
+        sums=sums.numbers,
+        sum_ranks=sums.ranks,
+        sum_seconds=sums.seconds,
+        shared=shared_links_of(program, costs, cluster, (ends, layout.message, size), sums.links(cluster)),
+    )
+
+
+def timed_layout(
+    program: Program, flow: Flow, durations: Floats, route_s: Floats, *, receive_ahead: int = 2
+) -> ProgramLayout:
+    """A program whose actions and messages take the given times, by (stage, kind) and by route: each message
+    has a link of its own, which keeps nobody, and nothing is summed."""
     columns, messages = program.columns, program.message_index(flow)
-    size = message_bytes(messages.routes, stages)
-    channel, ends = _channels(messages.routes, program.placement)
-    counts = np.zeros(len(ends) + 1, np.int64)
+    channel, targets = _channels(messages.routes, program.placement)
+    counts = np.zeros(len(targets) + 1, np.int64)
     np.add.at(counts, channel + 1, np.count_nonzero(messages.sent >= 0, axis=1))
     counts[0] = 0  # routes within a rank carry nothing
     first = np.cumsum(counts)
     if messages.event_codes is None:
         messages.event_codes = _event_codes(columns, messages, channel, first)
     codes = messages.event_codes
-    seconds = _by_route(channel, [partial(transfer_s, cluster, *pair) for pair in ends], size)
-    durations = _durations(program, costs, cluster)
-    first_meet, meets = _meets(program, flow)
-    sums = all_reduces_of(_reductions(program, stages), costs, cluster, columns.ranks).repeated(
-        len(program.updates)
-    )
+    first_meet, meeting = _meets(program, flow)
     return ProgramLayout(
         kind=columns.kind,
         stage=columns.stage,
@@ -82,26 +114,26 @@ def layout_of(
         message=codes.message,
         route=codes.route,
         channel=channel,
-        seconds=seconds,
-        channel_seconds=_channel_seconds(channel, seconds, len(ends)),
-        occupied=_by_route(channel, [cluster.link(*pair).occupied_s for pair in ends], size),
+        seconds=route_s,
+        channel_seconds=_channel_seconds(channel, route_s, len(targets)),
+        occupied=np.zeros(len(channel)),
         first_message=first,
-        target=np.array([target for _, target in ends], np.int64),
+        target=np.array(targets, np.int64),
         duration=durations,
         flat_duration=durations.ravel(),
-        entry_duration=_entry_durations(program, costs, action_s, durations),
+        entry_duration=np.zeros(0),
         stream=_streams(columns),
         blocks=_blocks(program),
         first_meet=first_meet,
-        meets=meets,
+        meets=meeting,
         microbatch=columns.microbatch,
         updates=len(program.updates),
-        first_sum=sums.first,
-        sums=sums.numbers,
-        sum_ranks=sums.ranks,
-        sum_seconds=sums.seconds,
+        first_sum=np.zeros(columns.ranks * len(program.updates) + 1, np.int32),
+        sums=np.zeros(0, np.int64),
+        sum_ranks=_NONE,
+        sum_seconds=np.zeros(0),
         receive_ahead=receive_ahead,
-        shared=shared_links_of(program, costs, cluster, (ends, codes.message, size), sums.links(cluster)),
+        shared=NO_SHARED_LINKS,
     )
 
 
@@ -126,17 +158,17 @@ def message_bytes(routes: Routes, stages: StageGraph) -> Longs:
     return np.array(sizes, np.int64)
 
 
-def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Longs, list[tuple[int, int]]]:
-    """The channel of each route, -1 within a rank; and the ranks at both ends of each channel."""
+def _ends(routes: Routes, placement: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranks at both ends of each route."""
     both = zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)
-    ends = [(placement[a], placement[b]) for a, b in both]
+    return [(placement[a], placement[b]) for a, b in both]
+
+
+def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Longs, list[int]]:
+    """The channel of each route, -1 within a rank; and the rank to which each channel leads."""
+    ends = _ends(routes, placement)
     known = {pair: at for at, pair in enumerate(sorted({pair for pair in ends if pair[0] != pair[1]}))}
-    return np.array([known.get(pair, -1) for pair in ends], np.int64), list(known)
-
-
-def _by_route(channel: Longs, seconds: Sequence[Callable[[int], float]], size: Longs) -> Floats:
-    each = zip(channel.tolist(), size.tolist(), strict=True)
-    return np.array([seconds[at](amount) if at >= 0 else 0.0 for at, amount in each], np.float64)
+    return np.array([known.get(pair, -1) for pair in ends], np.int64), [target for _, target in known]
 
 
 def _event_codes(columns: Columns, messages: MessageIndex, channel: Longs, first: Longs) -> EventCodes:
@@ -291,11 +323,9 @@ def _blocks(program: Program) -> Ints:
 def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
     """Entries that begin together with each entry; empty where there are none."""
     columns, index = program.columns, program.action_index
-    groups = [(CODE[kind], s, others) for kind in (F, B, I) for s, others in flow.shards.items()]
-    for code, kind in enumerate(columns.kinds):
-        operation = OPERATIONS.get(kind)
-        if operation is not None and operation.meets is not None:
-            groups += [(code, s, tuple(operation.meets(s))) for s in range(len(program.placement))]
+    stages = range(len(program.placement))
+    each = [(code, stage, kind) for code, kind in enumerate(columns.kinds) for stage in stages]
+    groups = [(code, stage, others) for code, stage, kind in each if (others := meets(stage, kind, flow))]
     if not groups:
         return _NONE, _NONE
     counts = np.zeros(len(columns), np.int32)
@@ -309,7 +339,7 @@ def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
                 meetings.append((mine, counts[mine], table[other][both]))
                 counts[mine] += 1
     first = starts_of(counts)
-    meets = np.empty(first[-1], np.int32)
+    together = np.empty(first[-1], np.int32)
     for mine, at, theirs in meetings:
-        meets[first[mine] + at] = theirs
-    return first, meets
+        together[first[mine] + at] = theirs
+    return first, together

@@ -13,6 +13,7 @@ later follows from it, so it cannot be for an earlier time.
 from __future__ import annotations
 
 from ..ir.columns import RELOAD_, SEND_B_, SEND_F_
+from ..ir.heap import pop, push
 from ..ir.kernels import kernel
 from .loop_state import (
     COPY_IN,
@@ -29,39 +30,9 @@ from .loop_state import (
 
 
 @kernel
-def _goes_first(time: float, entry: int, other_time: float, other_entry: int) -> bool:
-    """Whether one request goes before another: by time, then by entry."""
-    return bool(time < other_time or (time == other_time and entry < other_entry))
-
-
-@kernel
 def request(s: SimulatorState, time: float, entry: int) -> None:
     """Add a request to the heap."""
-    times, entries, at = s.requests.time, s.requests.entry, s.requests.size[0]
-    s.requests.size[0] += 1
-    while at and _goes_first(time, entry, times[(at - 1) // 2], entries[(at - 1) // 2]):
-        times[at], entries[at] = times[(at - 1) // 2], entries[(at - 1) // 2]
-        at = (at - 1) // 2
-    times[at], entries[at] = time, entry
-
-
-@kernel
-def _drop_first(s: SimulatorState) -> None:
-    """Take the earliest request from the heap."""
-    s.requests.size[0] -= 1
-    times, entries, size, at = s.requests.time, s.requests.entry, s.requests.size[0], 0
-    time, entry = times[size], entries[size]
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and _goes_first(
-            times[child + 1], entries[child + 1], times[child], entries[child]
-        ):
-            child += 1
-        if not _goes_first(times[child], entries[child], time, entry):
-            break
-        times[at], entries[at] = times[child], entries[child]
-        at = child
-    times[at], entries[at] = time, entry
+    push(s.requests.time, s.requests.entry, s.requests.size, time, entry)
 
 
 @kernel
@@ -138,7 +109,7 @@ def request_links(p: ProgramLayout, s: SimulatorState) -> None:
 def serve_earliest(p: ProgramLayout, s: SimulatorState) -> None:
     """Give the earliest request its links, as soon as they are free."""
     time, entry = s.requests.time[0], s.requests.entry[0]
-    _drop_first(s)
+    pop(s.requests.time, s.requests.entry, s.requests.size)
     if entry >= len(p.kind):
         _serve_sum(p, s, entry - len(p.kind), time)
         return

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..ir.columns import Bools, Codes, Ints, Longs
+from ..ir.columns import Bools, Codes, Floats, Ints, Longs
 from ..ir.kernels import kernel
-
-Floats = NDArray[np.float64]
 
 COMPUTES, SENDS, RECEIVES, OTHER = range(4)
 """What an entry is, in the two lowest bits of its `ProgramLayout.code`."""

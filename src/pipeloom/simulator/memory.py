@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from ..ir.action import B, F, I, Kind, W
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Longs, starts_of
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Floats, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
@@ -33,9 +33,8 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
-from .loop_state import Floats, ProgramLayout, SimulatorState
-from .memory_changes import MemoryChanges
-from .memory_replay import MOST_RESIDUALS, RESIDUALS, ReplayOutput, Step, replay
+from .loop_state import ProgramLayout, SimulatorState
+from .memory_replay import MOST_RESIDUALS, RESIDUALS, MemoryChanges, ReplayOutput, Step, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""
@@ -194,22 +193,13 @@ def byte_changes(
         outputs = sum(values[s, r] for r in flow.read_by[s])
         gradients_in = sum(gradients[s, r] for r in flow.gradients_from[s])
         gradients_out = sum(gradients[p, s] for p in flow.gradients_to[s])
-        residuals, carried = cost.residual_bytes, cost.carried_bytes
-        comes = {
-            F: (residuals if training else 0, outputs),
-            B: (0, gradients_out),
-            I: (0, gradients_out),
-        }
-        goes = {
-            F: (0, kept - inputs),
-            B: (-residuals, -kept - gradients_in),
-            I: (carried - residuals, 0),
-            W: (-carried, -kept - gradients_in),
-        }
+        come = {F: outputs, B: gradients_out, I: gradients_out}
+        go = {F: kept - inputs, B: -kept - gradients_in, W: -kept - gradients_in}
         for code, kind in enumerate(kinds):
-            scratch = cost.transient_bytes.get(kind, 0)
-            begin[s, code] = (*comes.get(kind, (0, 0)), scratch)
-            finish[s, code] = (*goes.get(kind, (0, 0)), -scratch)
+            change, scratch = cost.held_change(kind), cost.transient_bytes.get(kind, 0)
+            # What F leaves comes when it begins; what the others free goes when they end.
+            begin[s, code] = (change if kind == F and training else 0, come.get(kind, 0), scratch)
+            finish[s, code] = (0 if kind == F else change, go.get(kind, 0), -scratch)
             taken, freed = cost.residual_changes(kind)
             if (operation := OPERATIONS.get(kind)) is not None:
                 taken, freed = operation.acquired(s), operation.released(s)

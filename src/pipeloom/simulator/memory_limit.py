@@ -25,7 +25,7 @@ from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .memory import byte_changes
 from .memory_replay import RESIDUALS, TRANSIENT
 

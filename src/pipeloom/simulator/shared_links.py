@@ -31,7 +31,7 @@ from ..ir.schedule import Program
 from .loop_state import COPY_IN, COPY_LANES, COPY_OUT, SharedLinks
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
-_NONE = SharedLinks(
+NO_SHARED_LINKS = SharedLinks(
     channel_links=np.zeros((0, 2), np.int32),
     message_link_s=_NO_FLOATS,
     sender=_NO_INTS,
@@ -55,12 +55,12 @@ def shared_links_of(
     messages: tuple[Sequence[tuple[int, int]], Ints, Longs],
     sums: Sequence[Mapping[tuple[str, int], float]],
 ) -> SharedLinks:
-    """What is shared; `_NONE` where nothing is, and then the event loop does nothing for it.
+    """What is shared; `NO_SHARED_LINKS` where nothing is, and then the event loop does nothing for it.
 
     messages: the ranks at both ends of each channel; the message of each entry; bytes of a message, by route.
     sums: by sum over ranks, what it takes of the links of nodes, in seconds (see `sums.held_s`).
     """
-    shared = _NONE
+    shared = NO_SHARED_LINKS
     ends, message, size = messages
     gates = _channel_links(cluster, ends)
     if cluster.node_link is not None and ((gates >= 0).any() or any(sums)):
@@ -79,8 +79,17 @@ def shared_links_of(
             sum_links=np.array([gate for gate, _ in sum_links], np.int32),
             sum_link_s=np.array([seconds for _, seconds in sum_links], np.float64),
         )
+    switches = [cluster.devices[rank].switch for rank in range(program.columns.ranks)]
     if program.columns.treats_residuals and any(device.switch for device in cluster.devices):
-        shared = _with_copies(shared, program, costs, cluster)
+        numbers = {name: at for at, name in enumerate(sorted(cluster.switches))}
+        uplinks = [None if switch is None else numbers[switch] for switch in switches]
+        copy_link_s = [
+            0.0
+            if (switch := switches[rank]) is None
+            else cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
+            for cost, rank in zip(costs, program.placement, strict=True)
+        ]
+        shared = with_uplinks(shared, program, uplinks, copy_link_s)
     return shared
 
 
@@ -130,40 +139,37 @@ def _senders(columns: Columns, message: Ints) -> Ints:
     return sender
 
 
-def _with_copies(
-    links: SharedLinks, program: Program, costs: Sequence[StageCost], cluster: Cluster
+def with_uplinks(
+    links: SharedLinks, program: Program, uplinks: Sequence[int | None], copy_link_s: Sequence[float]
 ) -> SharedLinks:
+    """The same with uplinks to the host. uplinks: of each rank its number, None for one of its own.
+    copy_link_s: of each stage the seconds that a copy takes of its uplink."""
     columns, index = program.columns, program.action_index
-    names = {name: at for at, name in enumerate(sorted(cluster.switches))}
-    switches = [cluster.devices[rank].switch for rank in range(columns.ranks)]
     lanes = np.full((columns.ranks, COPY_LANES), -1, np.int32)
     first_copy = lanes.copy()
     next_copy, needs = (np.full(len(columns), -1, np.int32) for _ in range(2))
-    slot = np.zeros((len(costs), COPY_LANES))
-    for stage, (cost, rank) in enumerate(zip(costs, program.placement, strict=True)):
-        if (switch := switches[rank]) is not None:
-            slot[stage] = cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
-    for rank, switch in enumerate(switches):
-        if switch is None:
+    for rank, number in enumerate(uplinks):
+        if number is None:
             continue
         low, high = columns.offsets[rank : rank + 2].tolist()
         for lane, code in ((COPY_OUT, OFFLOAD_), (COPY_IN, RELOAD_)):
-            lanes[rank, lane] = links.link_count + COPY_LANES * names[switch] + lane
+            lanes[rank, lane] = links.link_count + COPY_LANES * number + lane
             row = low + np.flatnonzero(columns.kind[low:high] == code)
             first_copy[rank, lane] = row[0] if len(row) else -1
             next_copy[row[:-1]] = row[1:]
     away, back, again = (index.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))
     user = np.where(again >= 0, again, index.gradients())
-    shared = np.array([switches[rank] is not None for rank in program.placement])[:, None]
+    shared = np.array([uplinks[rank] is not None for rank in program.placement])[:, None]
     for table, waiting in ((away, index.of(AWAIT_)), (away, back), (back, user)):
         both = (table >= 0) & (waiting >= 0) & shared
         needs[waiting[both]] = table[both]
+    count = 1 + max((number for number in uplinks if number is not None), default=-1)
     return links._replace(
         home=np.array(program.placement, np.int32),
         copy_link=lanes,
-        copy_link_s=slot,
+        copy_link_s=np.repeat(np.array(copy_link_s, np.float64)[:, None], COPY_LANES, axis=1),
         first_copy=first_copy,
         next_copy=next_copy,
         needs=needs,
-        link_count=links.link_count + COPY_LANES * len(names),
+        link_count=links.link_count + COPY_LANES * count,
     )

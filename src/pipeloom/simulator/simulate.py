@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ..checks.schedules import check_program, check_shape
 from ..ir.action import KINDS, Action
 from ..ir.cluster import Cluster
-from ..ir.columns import REDUCE_, STEP_
+from ..ir.columns import REDUCE_, STEP_, Floats
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
+from ..ir.flow import flow_of
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
 from .all_reduce import all_reduce_s as all_reduce_s
 from .event_loop import run, run_sharing
-from .layout import layout_of
-from .loop_state import Floats, ProgramLayout, new_state
+from .layout import layout_of, timed_layout
+from .loop_state import ProgramLayout, new_state
 from .memory import Memory, memory_of, with_held_sends
+from .shared_links import with_uplinks
 from .timeline_events import SimulatedEvents
 
 
@@ -123,6 +125,33 @@ def _run(
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
     return memory_of(program, stages, costs, layout, state, begin_s=begin)
+
+
+def time_actions(
+    program: Program,
+    stages: StageGraph,
+    action_s: Floats,
+    message_s: Callable[[int, int], float],
+    *,
+    uplinks: Sequence[int | None] = (),
+    copy_link_s: Sequence[float] = (),
+) -> tuple[Floats, Floats]:
+    """When the entries of a program begin and end, in seconds, and nothing else: for a search of orders.
+
+    program: with its messages, of which it is known that it can run.  action_s: by stage and kind, as in its
+    columns.  message_s: (from stage, to stage) -> seconds of a message between ranks.
+    uplinks, copy_link_s: see `with_uplinks`; none where each rank has an uplink of its own.
+    """
+    flow = flow_of(stages)
+    routes = program.message_index(flow).routes
+    ends = zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)
+    layout = timed_layout(program, flow, action_s, np.array([message_s(a, b) for a, b in ends], np.float64))
+    if len(uplinks):
+        layout = layout._replace(shared=with_uplinks(layout.shared, program, uplinks, copy_link_s))
+    state = new_state(layout, np.zeros(program.columns.ranks))
+    (run_sharing if layout.shared.link_count else run)(layout, state)
+    assert (state.position == layout.offsets[1:]).all(), "a program that cannot run"
+    return state.start, state.end
 
 
 def _needs_starts(program: Program, layout: ProgramLayout) -> bool:

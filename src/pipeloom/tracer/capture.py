@@ -12,22 +12,26 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
 from ..ir.errors import CaptureError
-from .attributes import AttributeWatch, attributes_kept
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
-from .checkpoints import statistics_in_checkpoints_refused
-from .export.program import captured_from_program
-from .export.torch_export import export_program
-from .fallback.module_cut import ModuleCut, cut_modules
-from .hooks import backward_hooks, refuse_parameter_hooks
+from .export import export_program
+from .guards import (
+    AttributeWatch,
+    attributes_kept,
+    backward_hooks,
+    keep_attributes,
+    refuse_parameter_hooks,
+    statistics_in_checkpoints_refused,
+)
 from .job import Job
 from .job_calls import ModelWithLoss, sample_batch
-from .random import python_random_kept, python_state
-from .tracing_lock import one_thread_at_a_time
+from .modules.cut import ModuleCut, cut_modules
+from .program import captured_from_program
+from .random import one_thread_at_a_time, python_random_kept, python_state
 
 _log = logging.getLogger("pipeloom")
 
@@ -92,17 +96,33 @@ def _exported(
     with python_random_kept():
         before = python_state()
         with attributes_kept(blueprint.model):
-            for call in (1, 2):  # what only the first call sets up, as `config.problem_type`, is settled then
-                watch = AttributeWatch(blueprint.model)
+            watch = AttributeWatch(blueprint.model)
+            program = _watched_export(blueprint, job, example, autocast, watch)
+            if (carried := next(watch.carried(), None)) is not None:
+                # What only the first call sets up, as `config.problem_type`, is settled in the second.
+                first, watch = program, AttributeWatch(blueprint.model)
                 program = _watched_export(blueprint, job, example, autocast, watch)
-                if not any(watch.carried()):
-                    break
-                if call == 2:
-                    next(watch.carried()).refuse()
+                for later in watch.carried():
+                    later.refuse()
+                if not _computes_the_same(first, program):
+                    carried.refuse()
         if python_state() != before:
             raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
     return captured_from_program(program, job, blueprint, list(example))
+
+
+def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
+    constants = first.constants.keys() == second.constants.keys() and all(
+        constant is second.constants[name]
+        or (
+            isinstance(constant, Tensor)
+            and not isinstance(constant, FakeTensor)
+            and torch.equal(constant, second.constants[name])
+        )
+        for name, constant in first.constants.items()
+    )
+    return constants and str(first.graph) == str(second.graph)
 
 
 def _watched_export(
@@ -150,6 +170,7 @@ def _as_modules(
         constants=module_cut.skeleton.constants,
         autocast=autocast,
         cut=module_cut,
+        put_back_attributes=keep_attributes(blueprint.model),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from ..ir.graph import OpGraph
 from .blueprint import Blueprint
+from .random import one_thread_at_a_time
 
 if TYPE_CHECKING:
-    from .fallback.module_cut import ModuleCut
+    from .modules.cut import ModuleCut
 
 
 @dataclass(eq=False)
@@ -29,7 +30,8 @@ class Captured:
     cut: how to run the model module by module, if `graph.fallback` says why it could not be exported; then
         `module` is empty.
     evaluation: the same micro-batches in evaluation mode, if that was captured already.
-    traced: what tracing made of its stages, for `stage_functions` to trace each once; may be emptied.
+    traced: what tracing made of its stages, for `stage_functions` to trace each once.
+    put_back_attributes: gives the model the Python values in its attributes again that its constructor left.
     """
 
     graph: OpGraph
@@ -42,6 +44,14 @@ class Captured:
     cut: ModuleCut | None = None
     evaluation: Captured | None = None
     traced: dict[Hashable, object] = field(default_factory=dict)
+    put_back_attributes: Callable[[], None] = lambda: None
+
+    @one_thread_at_a_time
+    def start_over(self) -> None:
+        """Forget what tracing made, and what earlier runs have left in the model. Pipelines that share a
+        capture must run one after another."""
+        self.traced.clear()
+        self.put_back_attributes()
 
     @property
     def draws_python_random(self) -> bool:

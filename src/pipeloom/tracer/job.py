@@ -1,10 +1,20 @@
-"""Job: everything pipeloom needs to know about what the user trains."""
+"""Job: everything pipeloom needs to know about what the user trains; and how it is found by name."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from ..ir.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,3 +61,74 @@ class Job:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     name: str = "model"
     modules: Sequence[Sequence[str]] | None = None
+
+
+_HINT = "name a function that returns a pipeloom.Job, as file.py:function or package.module:function"
+
+
+def load_job(spec: str) -> Job:
+    """Import the module and call the function.
+
+    Raises: ConfigError if the file, module or function is missing, the function wants arguments, or what
+        it returns is no Job. An exception inside the user's code is left as it is.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigError(f"model {spec!r} names no function", hint=_HINT)
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where, name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "has no function" if function is None else "has something that is not a function under"
+        near = difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
+        raise ConfigError(f"{where} {what} {name}", hint=f"did you mean {near[0]}?" if near else _HINT)
+    job = _call(spec, function)
+    if not isinstance(job, Job):
+        raise ConfigError(f"{spec} returned a {type(job).__name__} instead of a pipeloom.Job", hint=_HINT)
+    return job
+
+
+def _call(spec: str, function: object) -> object:
+    assert callable(function)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(f"{spec} cannot be called without arguments: {error}", hint=_HINT) from None
+    return function()
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", hint=_HINT)
+    path = path.resolve()
+    # Under its own name in sys.modules, so that classes in it can be pickled and import each other.
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None:  # such as a file called json.py: it must not hide the real one
+        spec.name = spec.loader.name = f"pipeloom_job_{path.stem}"  # type: ignore[attr-defined]
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
+
+
+def _from_name(name: str, function: str) -> ModuleType:
+    if os.sep in name or not all(name.split(".")):
+        near = f"did you mean {name}.py:{function}?" if Path(f"{name}.py").is_file() else _HINT
+        raise ConfigError(f"{name!r} is no name of a module", hint=near)
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # something that the module itself wants is missing
+        raise ConfigError(f"there is no module {name}", hint=_HINT) from None

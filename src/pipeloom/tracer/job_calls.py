@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ir.errors import CaptureError
 from .job import Job
-from .tracing_lock import one_thread_at_a_time
+from .random import one_thread_at_a_time
 
 
 @one_thread_at_a_time

@@ -25,8 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
-from ..ir.json_codec import shortened
-from ..ir.text_files import parse_toml
+from ..ir.text import parse_toml, shortened
 from ..settings import LARGEST, PlanSettings, setting
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -241,7 +240,7 @@ def _read(file: Path) -> str:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """`key=value` with the value in TOML; a text may stand without quotes, and nothing unsets.
+    """`key=value` with the value in TOML; a text may stand without quotes, and no value unsets.
 
     >>> _parse_override("model.width=64"), _parse_override("name=300"), _parse_override("data.paths=a.txt")
     (('model.width', 64), ('name', '300'), ('data.paths', ['a.txt']))
@@ -259,8 +258,11 @@ def _parse_override(override: str) -> tuple[str, Any]:
         return key, [raw]
     try:
         return key, msgspec.convert(raw, kind, strict=False)
-    except msgspec.ValidationError:
-        return key, raw  # which is refused with all that is wrong
+    except msgspec.ValidationError:  # a number out of its range, a table, or what is refused as a text
+        try:
+            return key, parse_toml(f"value = {raw}", "")["value"]
+        except ConfigError:
+            return key, raw
 
 
 def _items(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
-from ..ir import json_codec
 from ..ir.errors import PipeloomError
 from ..ir.plan import Plan
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes, load_noun, save_noun
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import CapturedModel, PlanRequest
@@ -68,7 +67,7 @@ def measure_steps(
     with tempfile.TemporaryDirectory(prefix="pipeloom-steps-") as folder:
         file = Path(folder) / "steps.json"
         work = (config, plan, handed, settings, steps, rehearses, file)
-        return processes.run(_measure, ranks_of(plan), *work) or json_codec.load(file, MeasuredSteps)
+        return processes.run(_measure, ranks_of(plan), *work) or load_noun(file, MeasuredSteps)
 
 
 def _measure(
@@ -91,7 +90,7 @@ def _measure(
             batch = job.batch(0, plan.microbatches * plan.microbatch_size)
             reports = tuple(pipeline.steps(repeat(batch, steps)))
         if pipeline.rank == 0:
-            json_codec.save(MeasuredSteps(rehearsed_s=rehearsed_s, reports=reports), file)
+            save_noun(MeasuredSteps(rehearsed_s=rehearsed_s, reports=reports), file)
 
 
 def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:

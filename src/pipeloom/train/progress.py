@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 
 LINE_EVERY = 10
 """Steps from one plain line to the next."""

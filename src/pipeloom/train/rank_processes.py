@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.plan import Plan
-from ..runtime.launch.launch import StartedRanks, launch
+from ..runtime.launch import StartedRanks, launch
 from .config import Config
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class RankProcesses:
         Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
         """
         from ..tracer.capture import capture
-        from ..tracer.export.evaluation import capture_evaluation
+        from ..tracer.evaluation import capture_evaluation
         from ..tracer.handover import hand_over, hand_over_evaluation
         from ..tracer.job_calls import sample_batch
 
@@ -115,10 +115,13 @@ class RankProcesses:
         """Run `main(*args)` in a process for each rank: in those that have started, if they are as many.
 
         main: a function of a module; see `run_rank`.
-        Returns: the exit status, as `launch` does, also for Ctrl-C and SIGTERM.
+        Returns: the exit status, as `launch` does. All ranks have ended then, and also after Ctrl-C.
         """
         if self._started is not None and self._started.ranks == ranks:
-            return self._started.run(run_rank, (main, *args))
+            try:
+                return self._started.run(run_rank, (main, *args))
+            finally:
+                self._stack.close()
         return launch(run_rank, ranks, args=(main, *args))
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
-from ..ir.text_files import write_whole
+from ..ir.text import write_whole
 from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace

@@ -22,18 +22,17 @@ from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
-from ..ir.text_files import write_whole
-from ..ir.units import parse_bytes
+from ..ir.text import parse_bytes, write_whole
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
 from ..planning import capture, make_request, plan_size, profile
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
-from ..runtime.launch.connect import connect
-from ..runtime.launch.processes import terminate_as_exit
+from ..runtime.connect import connect
+from ..runtime.launch import terminate_as_exit
 from ..tracer.captured import Captured
-from ..tracer.job_loader import load_job
+from ..tracer.job import load_job
 from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
@@ -191,7 +190,7 @@ def end_undisturbed() -> None:
 def interrupted(out: Path) -> str:
     """What a run that was broken off leaves."""
     if not (out / "config.toml").exists():
-        return f"{out} had not begun to train, and is gone"
+        return f"{out} had not begun to train, and nothing of it was written"
     try:
         return (
             f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"

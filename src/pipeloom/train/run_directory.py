@@ -1,7 +1,7 @@
 """Run directories: runs/<name>-<n>, with everything that a run leaves behind.
 
 config.toml      the resolved settings          plan.json     how the model is spread
-metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint/files.py
+metrics.jsonl    one line a step                checkpoint/   see runtime/checkpoint_files.py
 trace.json       for Perfetto                   report.html   open it in a browser
 summary.json     the figures that `--json` prints
 
@@ -10,7 +10,9 @@ Nothing of these is written before a run trains: a start that fails leaves a dir
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +25,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from ..ir.errors import ConfigError
-from ..ir.text_files import write_whole, writing
+from ..ir.text import write_whole, writing
 
 RUNS = Path("runs")
 
@@ -38,51 +40,78 @@ FILES = ("config.toml", "plan.json", METRICS, LOCK, "checkpoint", *REPORT)
 """All that a run reads and writes in its directory."""
 
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+"""What disks say that know no locks, as some network disks."""
+
+_log = logging.getLogger("pipeloom")
+
+
 @contextmanager
 def run_directory(name: str, out: Path | None, *, resume: bool) -> Iterator[Path]:
     """The directory of a new run, or of the one to resume, in which no other run trains meanwhile.
 
-    At the end it is removed if nothing was written into it.
+    At the end the folders that were made for it are removed if nothing was written into them.
     name: of the run.  out: its directory, if that is given.
     Raises: ConfigError if there is no run to resume, `out` holds one already, another process trains in it,
         a link would lead out of it, or the disk refuses.
     """
-    path = find_run(name, out) if resume else new_directory(name, out)
+    path, new_folders = (find_run(name, out), []) if resume else new_directory(name, out)
     lock = FileLock(path / LOCK, timeout=0)
     try:
         require_plain_files(path)
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"{path} is in use by another run", hint="wait until that has ended, or choose another --out"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot lock {path}: {error.strerror}", hint="choose another --out") from None
-    try:
+        _acquire(lock, path)
         if not resume and (path / "config.toml").exists():
             raise ConfigError(
                 f"{path} holds a run already", hint="add --resume to go on with it, or give another --out"
             )
         yield path
     finally:
-        (path / LOCK).unlink(missing_ok=True)
+        if lock.is_locked:
+            (path / LOCK).unlink(missing_ok=True)
         with suppress(OSError):  # something is in it
-            path.rmdir()
+            for folder in new_folders:
+                folder.rmdir()
         lock.release()
 
 
-def new_directory(name: str, out: Path | None) -> Path:
-    """A fresh directory: `out`, or the next free runs/<name>-<n>. Raises: ConfigError if the disk refuses."""
+def _acquire(lock: FileLock, path: Path) -> None:
+    was_there = (path / LOCK).exists()
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{path} is in use by another run", hint="wait until that has ended, or choose another --out"
+        ) from None
+    except OSError as error:
+        if not was_there:
+            (path / LOCK).unlink(missing_ok=True)
+        if error.errno not in NO_LOCKS:
+            raise ConfigError(f"cannot lock {path}: {error.strerror}", hint="choose another --out") from None
+        _log.warning(
+            "%s is on a disk without locks (%s): see to it that no other run trains in it",
+            path,
+            error.strerror,
+        )
+
+
+def new_directory(name: str, out: Path | None) -> tuple[Path, list[Path]]:
+    """A fresh directory: `out`, or the next free runs/<name>-<n>.
+
+    Returns: it, and the folders that were made, the innermost first.
+    Raises: ConfigError if the disk refuses.
+    """
     try:
         if out is not None:
+            new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
             out.mkdir(parents=True, exist_ok=True)
-            return out
+            return out, new_folders
+        new_folders = [] if RUNS.exists() else [RUNS]
         RUNS.mkdir(exist_ok=True)
         number = max(_numbers(name), default=0) + 1
         while True:
             try:
                 (path := RUNS / f"{name}-{number}").mkdir()
-                return path
+                return path, [path, *new_folders]
             except FileExistsError:  # another run started at the same moment
                 number += 1
     except OSError as error:
@@ -108,7 +137,8 @@ def find_run(name: str, out: Path | None) -> Path:
 
 def _numbers(name: str) -> list[int]:
     pattern = re.compile(re.escape(name) + r"-(\d+)")
-    return [int(m[1]) for run in RUNS.glob(f"{name}-*") if (m := pattern.fullmatch(run.name))]
+    runs = RUNS.iterdir() if RUNS.is_dir() else ()
+    return [int(m[1]) for run in runs if (m := pattern.fullmatch(run.name))]
 
 
 def require_plain_files(path: Path) -> None:
@@ -156,6 +186,7 @@ class Metrics:
     nothing else: the untrained model's. `learning_rate` and `grad_norm` stand only where they are known.
     `rehearsed_step_s`, on steps before which the run rehearsed, is what the step was predicted to take.
 
+    Figures that are no numbers stand as NaN or Infinity, as Python's json writes them.
     Appends to the file. A resumed run first drops the steps that it will run again, and what is no line of
     figures: the last one may have been cut by a crash.
     """
@@ -183,11 +214,15 @@ class Metrics:
             return []
         except OSError as error:
             raise ConfigError(f"cannot read {self.path}: {error.strerror}", hint="check its rights") from None
-        lines = []
+        lines, damaged = [], 0
         for line in content.splitlines(keepends=True):
-            with suppress(ValueError, RecursionError):
-                if line.endswith(b"\n"):
-                    lines.append((line.decode(), msgspec.json.decode(line, type=StepLine)))
+            try:
+                text = line.decode()
+                lines.append((text, msgspec.convert(json.loads(text), StepLine)))
+            except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+                damaged += line.endswith(b"\n")
+        if damaged:
+            _log.warning("%s has %d lines that are no figures of a step: left out", self.path, damaged)
         return lines
 
     def __enter__(self) -> Metrics:

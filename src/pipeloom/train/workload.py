@@ -13,8 +13,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..ir.errors import ConfigError
-from ..tracer.job import Job
-from ..tracer.job_loader import load_job
+from ..tracer.job import Job, load_job
 from .config import Config
 from .model import GPT
 from .text import Text, files_of, split, standard_library

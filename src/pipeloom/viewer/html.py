@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..ir.explanation import Explanation
-from ..ir.text_files import write_whole
+from ..ir.text import SizeUnit, show_share, write_whole
 from ..ir.timeline import Timeline
-from ..ir.units import SizeUnit, show_share
 from .labels import chunks
 from .plots import Figure, legend, loss_figure, memory_figure, timelines_figure
 from .stage_graph import StageEdge, draw_stages

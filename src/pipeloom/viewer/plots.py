@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.explanation import Explanation
+from ..ir.text import SizeUnit, byte_unit, show_share, show_time, time_unit
 from ..ir.timeline import Event, MemoryCurve, Timeline
-from ..ir.units import SizeUnit, byte_unit, show_share, show_time, time_unit
 from .labels import chunks, colour, group_name, label, partners
 from .reasons import sentence
 from .tables import source_name

@@ -15,7 +15,7 @@ from statistics import fmean as mean
 from typing import TypeAlias
 
 from ..ir.stages import StageGraph
-from ..ir.units import format_bytes
+from ..ir.text import format_bytes
 from .tables import StageRow
 
 Point: TypeAlias = tuple[float, float]

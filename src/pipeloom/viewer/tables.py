@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..ir.explanation import REASONS, Explanation
 from ..ir.plan import StageMemory
-from ..ir.timeline import Timeline
-from ..ir.units import (
+from ..ir.text import (
     SizeUnit,
     byte_unit,
     format_bytes,
@@ -21,6 +20,7 @@ from ..ir.units import (
     show_time,
     time_unit,
 )
+from ..ir.timeline import Timeline
 from .labels import label
 from .reasons import merged, sources
 

@@ -10,8 +10,8 @@ from itertools import groupby
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ..ir.text import show_share, show_time
 from ..ir.timeline import Event, Timeline
-from ..ir.units import show_share, show_time
 from .labels import Label, chunks, colour, computes, group_name, label
 from .tables import (
     Comparison,

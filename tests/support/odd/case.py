@@ -146,7 +146,6 @@ class Case:
         op at least), "anywhere": into two stages at each place in turn, or "around" each single op.
     slow: the first cut, too, is for the slow tests.  split: whether its backward can be split.
     evaluated: whether evaluation mode, too, can be cut there.
-    remembers: whether its modules keep numbers of Python, so that no two runs may share a capture.
     """
 
     model: Callable[[], nn.Module]
@@ -164,7 +163,6 @@ class Case:
     slow: bool = False
     split: bool = True
     evaluated: bool = True
-    remembers: bool = False
 
     def __str__(self) -> str:
         return self.name or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", " ", self.title).lower()
@@ -182,10 +180,6 @@ class Case:
 
     @cached_property
     def double(self) -> Job:
-        return self.anew()
-
-    def anew(self) -> Job:
-        """Another job, whose captures are shared with none."""
         return zoo.in_double(self.job)
 
     @property

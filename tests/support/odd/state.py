@@ -96,6 +96,103 @@ class StartsOtherwise(Stack):
             return h
 
 
+class ScaleOnTheClass(Stack):
+    """A default on the class, and the first call puts a value of its own in front of it."""
+
+    scale: float | None = None
+
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        if self.scale is None:
+            self.scale = 2.0
+            return h
+        return h * self.scale
+
+
+class ReadyOnTheClass(Stack):
+    class block(Block):
+        ready = False
+
+        def forward(self, h: Tensor) -> Tensor:
+            h = super().forward(h)
+            if not self.ready:
+                self.ready, h = True, h * 3
+            return h
+
+
+class CountsOnTheClass(Stack):
+    steps = 0
+
+    def run(self, h: Tensor) -> Tensor:
+        type(self).steps += 1
+        return super().run(h) * type(self).steps
+
+
+class CountsForAllBlocks(Stack):
+    class block(Block):
+        calls = [0]
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.calls[0] += 1
+            return super().forward(h) * self.calls[0]
+
+
+class ListOnTheClass(Stack):
+    seen: list[int] = []
+
+    def run(self, h: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().run(h) * len(self.seen)
+
+
+class Deletes(Stack):
+    def prepare(self) -> None:
+        self.first = True
+
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        if hasattr(self, "first"):
+            del self.first
+            return h * 3
+        return h
+
+
+class LooksAtItsDictionary(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        h = super().run(h)
+        if "first" not in vars(self):
+            self.first = True
+            return h * 3
+        return h
+
+
+class Slotted:
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class CountsInASlot(Stack):
+    def prepare(self) -> None:
+        self.held = Slotted()
+
+    def run(self, h: Tensor) -> Tensor:
+        self.held.steps += 1
+        return super().run(h) * self.held.steps
+
+
+class KeepsWhatItMade(Stack):
+    """All calls are alike."""
+
+    scale: float | None = None
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = 2.0
+        return super().run(h) * self.scale
+
+
 class SetsItUp(Stack):
     """The first call settles something in an object of settings, as classifiers of transformers do."""
 
@@ -299,10 +396,30 @@ CASES = [
             (DrawsItself, "generator"),
         )
     ),
+    *(
+        Case(
+            model,
+            "only values on instances were watched, and a value that the first call set was taken as settled",
+            expect=rf"refused: \({model.__name__ if owner == 'the model' else 'block'}\) "
+            rf"changes its attribute {attribute} \(",
+            hint="register_buffer",
+        )
+        for model, owner, attribute in (
+            (ScaleOnTheClass, "the model", "scale"),
+            (CountsOnTheClass, "the model", "steps"),
+            (CountsForAllBlocks, "blocks", "calls"),
+            (ListOnTheClass, "the model", "seen"),
+            (Deletes, "the model", "first"),
+            (LooksAtItsDictionary, "the model", "first"),
+            (CountsInASlot, "the model", "held"),
+        )
+    ),
+    Case(ReadyOnTheClass, "a flag on the class was taken as settled", between="attribute ready"),
+    Case(KeepsWhatItMade, "what the first call settles is no obstacle"),
     Case(CountsInABuffer, "what the refusal of a counter says to do", evaluated=False),
     Case(CountsForTheRecord, "a counter that nothing reads is no obstacle"),
-    Case(CountsInside, "counters were frozen by tracing", between="attribute steps", remembers=True),
-    Case(StartsOtherwise, "the first call is another one", between="attribute ready", remembers=True),
+    Case(CountsInside, "counters were frozen by tracing", between="attribute steps"),
+    Case(StartsOtherwise, "the first call is another one", between="attribute ready"),
     Case(SetsItUp, "what the first call settles is no obstacle"),
     Case(SetsItUpAndDecides, "what the first call settles is no obstacle", between="data"),
     Case(Averages, "a teacher that the forward averages was another one on each rank", evaluated=False),

@@ -17,13 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
-from ..stage_cost.arrays import Array, Indices
 from ..stage_cost.model import CostModel
 from ..stage_cost.peak_memory import Footprint
-from ..treatments.choose import TreatedStageEvaluator
+from ..stage_cost.tensors import Array, Indices
+from ..treatments.choose import Evaluation, Evaluator, Known, Memoised, choose_by_layers, treat_interval
 from ..treatments.greedy import choose_greedily
-from ..treatments.layers import choose_by_layers
-from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .problem import Problem
 
 Row = Callable[[int, Indices, Indices], Array]
@@ -109,34 +107,35 @@ class Search:
     @cached_property
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
-        if self.optimises:
-            return self._remembering(self.freeing(), ahead=False, watch=self.watch)
-        everything = KeepEverything(self.model, self.caps, self.in_flight)
-        return self._remembering(everything, ahead=False, watch=self.watch)
+        return self._weighing(ahead=False, watch=self.watch)
 
     @cached_property
     def ahead(self) -> Evaluator:
         """The same of stages that recompute in front of their backward."""
-        return self._remembering(self.freeing(ahead=True), ahead=True)
+        return self._weighing(ahead=True)
 
-    def _remembering(
-        self, evaluate: Evaluator, *, ahead: bool, watch: Callable[[int], None] | None = None
-    ) -> Evaluator:
+    def _weighing(self, *, ahead: bool, watch: Callable[[int], None] | None = None) -> Evaluator:
         """An evaluator that also knows what searches that this one was made of have found of stages with
         the same cap, micro-batches in flight and ways to free memory."""
-        how = ahead, self.treatments, tuple(self.layers.items())
-        return Memoised(
-            evaluate,
-            watch,
-            self.known,
-            lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how),
-        )
-
-    def freeing(self, *, ahead: bool = False) -> Evaluator:
-        """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
         layers = [self.layers.get(op.name, -1) for op in self.model.readers.ops] if self.layers else []
         solve = choose_by_layers(layers) if layers else choose_greedily
-        return TreatedStageEvaluator(self.model, self.caps, self.in_flight, self.treatments, solve, ahead)
+
+        def weigh(start: int, end: int, stage: int) -> Evaluation:
+            return treat_interval(
+                self.model,
+                start,
+                end,
+                stage,
+                in_flight=self.in_flight[stage],
+                cap=self.caps[stage],
+                treatments=self.treatments,
+                solve=solve,
+                ahead=ahead,
+            )
+
+        how = ahead, self.treatments, tuple(self.layers.items())
+        group = lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how)  # noqa: E731
+        return Memoised(weigh, watch, self.known, group)
 
     @property
     def optimises(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..stage_cost.arrays import Array, Indices
+from ..stage_cost.tensors import Array, Indices
 
 Row: TypeAlias = Callable[[int, Indices], Array]
 """(number of a down-set, numbers of such within it) -> values of the stages between: (ranks, sets)."""

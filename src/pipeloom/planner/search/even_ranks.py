@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..stage_cost.arrays import Array, Indices
+from ..stage_cost.tensors import Array, Indices
 from .cut_search import Search
 from .problem import Cuts
 

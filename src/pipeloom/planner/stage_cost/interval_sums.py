@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from .arrays import Array
-from .readers import Readers
+from .tensors import Array, Readers
 
 # The terms from which the bytes of an interval of ops are summed.
 

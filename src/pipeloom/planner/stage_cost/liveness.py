@@ -7,6 +7,14 @@ backward, as a new tensor or as that of the reader's output passed on; each furt
 it, in one of the two, or in a new tensor if both are held elsewhere too; it goes with the backward of the
 value's maker. Gradients that come from other stages lie in messages' buffers, those of parameters are added
 where they belong at once.
+
+A backward may be split. I makes the gradients of what the stage received, and all that these need: those of
+every value that depends on it. W makes the rest: those of parameters, and of values that depend on parameters
+only. For these it gets what the ops saved, and the gradients of the results of the ops that they belong to,
+which I hands on. Some backwards are one kernel for all gradients: they run in I, which hands on the finished
+gradients of their parameters. A stage that receives nothing with a gradient has nothing to do in I, and all
+in W. One walk is for all three: it goes over the ops once per phase, and makes the gradients of that phase;
+the whole backward B is a W in which all is made.
 """
 
 from __future__ import annotations
@@ -16,10 +24,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...ir.kernels import kernel
-from .arrays import Array, Indices, RaggedArray
-from .tensors import ADDED, PASSED, STATE, Tensors
+from .tensors import ADDED, PASSED, STATE, Array, Indices, RaggedArray, Tensors
 
 GIVEN = 0
 """The gradient tensor that is held elsewhere."""
@@ -51,6 +59,7 @@ class BackwardArrays(NamedTuple):
     outs: the op's outputs that have one.  gives: its inputs that have one.  passes: (gives,), see `NEW`.
     grad_size: (gradients,), bytes.  grad_made, grad_last: (gradients,), positions of ops.
     grad_scratch, begun: (ops,), bytes.  lets_go: (ops,), a storage, -1 for none.
+    one_kernel: (ops,), whether it makes all its gradients at once.
     """
 
     outs_first: Indices
@@ -64,14 +73,45 @@ class BackwardArrays(NamedTuple):
     grad_scratch: Array
     begun: Array
     lets_go: Indices
+    one_kernel: NDArray[np.bool_]
+
+
+IN_I, IN_W = 0, 1
+"""Phases of a backward; a whole one is all `IN_W`."""
+
+
+class PhaseArrays(NamedTuple):
+    """When a backward makes what, and lets go of it, by phase.
+
+    of_grad: (gives,), when each gradient is made.  releases: (storages,), when a residual goes.
+    ends: (ops,), the last phase in which an op runs.  handed: (ops,), the tensor that its I hands on to its
+    W, -1 for none.
+    """
+
+    of_grad: Indices
+    releases: Indices
+    ends: Indices
+    handed: Indices
+
+
+class SplitBackward(NamedTuple):
+    """Bytes of one micro-batch.
+
+    carried: from I to W, messages not counted.  input_grad, weight_grad: the most that I has on top of the
+    residuals, and W on top of what is carried, at any moment.
+    """
+
+    carried: float
+    input_grad: float
+    weight_grad: float
 
 
 class GradientArrays(NamedTuple):
     """Room for which tensor holds which gradient. Tensors are numbered from 1; `GIVEN` is no new one.
 
-    current: (gradients,), the tensor that holds each, -1 for none.  giver: (gradients,), the first op of the
-    stage that makes a part of each.  tensor_size: (tensors,), bytes.  holders: (tensors,), how many gradients
-    each holds.  given: (most inputs of an op,), the tensors that one op gives.
+    current: (gradients,), the tensor that holds each, -1 for none.  giver: (gradients,), the last op of the
+    backward that makes a part of each, see `_moment`.  tensor_size: (tensors,), bytes.  holders: (tensors,),
+    how many gradients each holds.  given: (most inputs of an op,), the tensors that one op gives.
     """
 
     current: Indices
@@ -173,17 +213,28 @@ def _dropped(tensor: int, holders: Indices, tensor_size: Array) -> float:
 
 
 @kernel
-def _first_givers(start: int, end: int, backward: BackwardArrays, current: Indices, giver: Indices) -> None:
-    """Which gradients are given from outside, and the first op of the stage that makes a part of each."""
+def _moment(p: int, phase: int, ops: int) -> int:
+    """A number of the backward of op p in a phase: the later it is, the smaller."""
+    return p + ops * (IN_W - phase)
+
+
+@kernel
+def _last_givers(
+    start: int, end: int, begin: int, backward: BackwardArrays, phases: PhaseArrays, work: SweepArrays
+) -> None:
+    """Which gradients are given from outside, and the last op that makes a part of each. begin: a phase."""
     outs_first, outs = backward.outs_first, backward.outs
     gives_first, gives = backward.gives_first, backward.gives
-    grad_last = backward.grad_last
+    current, giver, ops = work.gradients.current, work.gradients.giver, work.levels.shape[1]
+    for phase in range(begin, IN_W + 1):
+        for p in range(end - 1, start - 1, -1):
+            for k in range(gives_first[p], gives_first[p + 1]):
+                current[gives[k]] = -1
+                if phases.of_grad[k] == phase:
+                    giver[gives[k]] = _moment(p, phase, ops)
     for p in range(end - 1, start - 1, -1):
-        for k in range(gives_first[p], gives_first[p + 1]):
-            current[gives[k]] = -1
-            giver[gives[k]] = p
         for k in range(outs_first[p], outs_first[p + 1]):
-            current[outs[k]] = GIVEN if grad_last[outs[k]] >= end else -1
+            current[outs[k]] = GIVEN if backward.grad_last[outs[k]] >= end else -1
 
 
 @kernel
@@ -198,22 +249,30 @@ def _arriving(p: int, backward: BackwardArrays, current: Indices) -> int:
 
 @kernel
 def _give(
-    p: int, passed: int, tensors: int, backward: BackwardArrays, work: SweepArrays
+    p: int,
+    now: int,
+    passed: int,
+    tensors: int,
+    backward: BackwardArrays,
+    phases: PhaseArrays,
+    work: SweepArrays,
 ) -> tuple[int, float]:
-    """Write which tensor holds the gradient that op p gives each input: what it is passed, or new ones.
+    """Write which tensor holds the gradient that op p gives each input now: what it is passed, or new ones.
 
     tensors: the first free number.  Returns: the next free one, and the bytes of those that are new.
     """
     gives_first, gives = backward.gives_first, backward.gives
     passes, grad_size = backward.passes, backward.grad_size
     current, giver, tensor_size, holders, given = work.gradients
-    first, made = gives_first[p], 0.0
+    moment, first, made = _moment(p, now, work.levels.shape[1]), gives_first[p], 0.0
     for k in range(first, gives_first[p + 1]):
         g = gives[k]
+        if phases.of_grad[k] != now:
+            continue
         if passes[k] == PASSED:
             given[k - first] = passed
             holders[passed] += 1
-        elif passes[k] == ADDED and current[g] < 0 and giver[g] == p:
+        elif passes[k] == ADDED and current[g] < 0 and giver[g] == moment:
             given[k - first] = GIVEN
         else:
             given[k - first] = tensors
@@ -225,50 +284,86 @@ def _give(
 
 
 @kernel
-def _in_backward(
-    start: int, end: int, forward: ForwardArrays, backward: BackwardArrays, work: SweepArrays, level: float
+def _let_go_of_outputs(
+    p: int, now: int, passed: int, backward: BackwardArrays, phases: PhaseArrays, work: SweepArrays
 ) -> float:
-    """The same of the backward, from all residuals on.
+    """Bytes of the gradients of op p's outputs that are free after it; an I whose W comes later keeps what it
+    was passed."""
+    current, _, tensor_size, holders, _ = work.gradients
+    if phases.handed[p] >= 0:
+        return _dropped(passed, holders, tensor_size)
+    freed = 0.0
+    for k in range(backward.outs_first[p], backward.outs_first[p + 1]):
+        tensor = current[backward.outs[k]]
+        if tensor >= 0 and now < phases.ends[p] and phases.handed[p] < 0:
+            phases.handed[p] = tensor
+        else:
+            freed += _dropped(tensor, holders, tensor_size)
+    return freed
+
+
+@kernel
+def _in_backward(
+    start: int,
+    end: int,
+    now: int,
+    forward: ForwardArrays,
+    backward: BackwardArrays,
+    phases: PhaseArrays,
+    work: SweepArrays,
+    level: float,
+    tensors: int,
+) -> tuple[float, float, int]:
+    """One phase of the backward, from a level on. Returns the most that is alive, the level after it, and the
+    next free number of a tensor.
 
     `levels` gets what is alive before each op (1), the most from there until residuals go (2), and after (3);
     and (4) the most until then if the op lets go of nothing early.
     """
     saves_first, saves, extra, size = forward.saves_first, forward.saves, forward.extra, forward.size
-    outs_first, outs = backward.outs_first, backward.outs
     gives_first, gives = backward.gives_first, backward.gives
     grad_size, grad_made = backward.grad_size, backward.grad_made
     grad_scratch, begun, lets_go = backward.grad_scratch, backward.begun, backward.lets_go
+    of_grad, releases, ends, handed = phases
     _, saver, levels, (current, giver, tensor_size, holders, given) = work
-    _first_givers(start, end, backward, current, giver)
-    tensors = GIVEN + 1
     most = level
     for p in range(end - 1, start - 1, -1):
-        passed = _arriving(p, backward, current)
-        first = gives_first[p]
-        learns = passed >= 0
+        moment, first, behind = _moment(p, now, levels.shape[1]), gives_first[p], gives_first[p + 1]
+        passed = handed[p] if handed[p] >= 0 else _arriving(p, backward, current)
+        count = 0
+        for k in range(first, behind):
+            count += 1 if of_grad[k] == now else 0
+        learns = passed >= 0 and (count > 0 or (first == behind and ends[p] == now))
+        whole = count == behind - first
         levels[1, p] = level
         levels[2, p] = level
         levels[4, p] = level
         if learns:
-            early = level + begun[p]
-            tensors, made = _give(p, passed, tensors, backward, work)
+            early = level + (begun[p] if whole else 0.0)
+            tensors, made = _give(p, now, passed, tensors, backward, phases, work)
             level += made
-            levels[4, p] = max(early, level + grad_scratch[p])
-            gone = size[lets_go[p]] if lets_go[p] >= 0 and saver[lets_go[p]] == p else 0.0
-            levels[2, p] = max(early, level + grad_scratch[p] - gone)
-        for k in range(outs_first[p], outs_first[p + 1]):
-            level -= _dropped(current[outs[k]], holders, tensor_size)
-        level -= extra[p]
+            scratch = grad_scratch[p] if whole else 0.0
+            levels[4, p] = max(early, level + scratch)
+            gone = 0.0
+            if whole and lets_go[p] >= 0 and saver[lets_go[p]] == p:
+                gone = size[lets_go[p]]
+            levels[2, p] = max(early, level + scratch - gone)
+            level -= _let_go_of_outputs(p, now, passed, backward, phases, work)
+        if ends[p] == now:
+            level -= extra[p]
         for k in range(saves_first[p], saves_first[p + 1]):
-            if saver[saves[k]] == p:
+            if saver[saves[k]] == p and releases[saves[k]] == now:
                 level -= size[saves[k]]
-        for k in range(first, gives_first[p + 1] if learns else first):
-            if grad_made[gives[k]] == STATE and current[gives[k]] < 0 and giver[gives[k]] == p:
+        for k in range(first, behind if learns and now == IN_W else first):
+            g = gives[k]
+            if of_grad[k] == now and grad_made[g] == STATE and current[g] < 0 and giver[g] == moment:
                 level -= _dropped(given[k - first], holders, tensor_size)
                 given[k - first] = GIVEN
         levels[3, p] = level
-        for k in range(first, gives_first[p + 1] if learns else first):
+        for k in range(first, behind if learns else first):
             g = gives[k]
+            if of_grad[k] != now:
+                continue
             if current[g] < 0:
                 current[g] = given[k - first]
             elif current[g] > GIVEN and holders[current[g]] == 1:  # added up in place
@@ -285,10 +380,80 @@ def _in_backward(
                 holders[tensors] = 1
                 current[g] = tensors
                 tensors += 1
-            if grad_made[g] == STATE and giver[g] == p:
+            if now == IN_W and grad_made[g] == STATE and giver[g] == moment:
                 level -= _dropped(current[g], holders, tensor_size)
         most = max(most, levels[2, p], levels[3, p])
-    return most
+    return most, level, tensors
+
+
+@kernel
+def _divide(
+    start: int,
+    end: int,
+    forward: ForwardArrays,
+    backward: BackwardArrays,
+    phases: PhaseArrays,
+    reached: NDArray[np.bool_],
+) -> None:
+    """Write what I makes, and what W. reached: becomes the values that depend on what the stage receives."""
+    saves_first, saves = forward.saves_first, forward.saves
+    outs_first, outs = backward.outs_first, backward.outs
+    gives_first, gives, grad_made = backward.gives_first, backward.gives, backward.grad_made
+    of_grad, releases, ends, handed = phases
+    for p in range(start, end):
+        for k in range(gives_first[p], gives_first[p + 1]):
+            made = grad_made[gives[k]]
+            reached[gives[k]] = made >= 0 and not start <= made < end
+        for k in range(outs_first[p], outs_first[p + 1]):
+            reached[outs[k]] = False
+    for p in range(start, end):
+        reads = False
+        for k in range(gives_first[p], gives_first[p + 1]):
+            reads = reads or reached[gives[k]]
+        for k in range(outs_first[p], outs_first[p + 1]):
+            reached[outs[k]] = reached[outs[k]] or reads
+    for p in range(start, end):
+        ends[p], handed[p] = IN_I, -1
+        leads = False
+        for k in range(outs_first[p], outs_first[p + 1]):
+            leads = leads or reached[outs[k]]
+        for k in range(gives_first[p], gives_first[p + 1]):
+            in_i = leads and (backward.one_kernel[p] or reached[gives[k]])
+            of_grad[k] = IN_I if in_i else IN_W
+            ends[p] = max(ends[p], of_grad[k])
+        for k in range(saves_first[p], saves_first[p + 1]):
+            releases[saves[k]] = IN_I
+    for p in range(start, end):
+        for k in range(saves_first[p], saves_first[p + 1]):
+            releases[saves[k]] = max(releases[saves[k]], ends[p])
+
+
+@kernel
+def _split_sweep(
+    start: int,
+    end: int,
+    forward: ForwardArrays,
+    backward: BackwardArrays,
+    phases: PhaseArrays,
+    work: SweepArrays,
+    reached: NDArray[np.bool_],
+) -> tuple[float, float, float]:
+    """I and W of a stage, see `SplitBackward`. What I made for the stage in front is sent before W."""
+    current, _, tensor_size, holders, _ = work.gradients
+    gives, grad_made = backward.gives, backward.grad_made
+    residual, _ = _owners(start, end, forward, work.last_in, work.saver)
+    _divide(start, end, forward, backward, phases, reached)
+    _last_givers(start, end, IN_I, backward, phases, work)
+    most, level, tensors = _in_backward(
+        start, end, IN_I, forward, backward, phases, work, residual, GIVEN + 1
+    )
+    for k in range(backward.gives_first[start], backward.gives_first[end]):
+        g = gives[k]
+        if grad_made[g] >= 0 and not start <= grad_made[g] < end and current[g] >= 0:
+            level -= _dropped(current[g], holders, tensor_size)
+            current[g] = -1
+    last, _, _ = _in_backward(start, end, IN_W, forward, backward, phases, work, level, tensors)
+    return level, most - residual, last - level
 
 
 @kernel
@@ -297,6 +462,7 @@ def _sweeps(
     ends: Indices,
     forward: ForwardArrays,
     backward: BackwardArrays,
+    whole: PhaseArrays,
     work: SweepArrays,
     found: Array,
 ) -> None:
@@ -307,7 +473,10 @@ def _sweeps(
         residual, before = _owners(start, end, forward, last_in, saver)
         found[0, index] = residual
         found[1, index] = _in_forward(start, end, forward, work, before)
-        found[2, index] = _in_backward(start, end, forward, backward, work, residual)
+        _last_givers(start, end, IN_W, backward, whole, work)
+        found[2, index], _, _ = _in_backward(
+            start, end, IN_W, forward, backward, whole, work, residual, GIVEN + 1
+        )
 
 
 class LivenessSweep:
@@ -327,6 +496,11 @@ class LivenessSweep:
             t.grad_scratch,
             t.first,
             t.lets_go,
+            t.one_kernel,
+        )
+        gives, storages = len(t.passes), len(t.size)
+        self._whole = PhaseArrays(
+            np.full(gives, IN_W), np.full(storages, IN_W), np.full(len(t), IN_W), np.full(len(t), -1)
         )
         grads = 2 * len(t.passes) + 2
         self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
@@ -344,8 +518,17 @@ class LivenessSweep:
         found = np.zeros((3, len(ends)))
         work = SweepArrays(self.last_in, self.saver, self.levels, self._grads)
         sweep = _sweeps.form(int((ends - start).sum()))
-        sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, work, found)
+        sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, self._whole, work, found)
         return found
+
+    def split_backward(self, positions: Sequence[int]) -> SplitBackward:
+        """What I and W of any set of ops (ascending) hold."""
+        sweep, start, end = self.apart(positions)
+        phases = PhaseArrays(*(np.zeros_like(column) for column in sweep._whole))
+        reached = np.zeros(len(sweep._grads.current), np.bool_)
+        work = SweepArrays(sweep.last_in, sweep.saver, sweep.levels, sweep._grads)
+        walk = _split_sweep.form(end - start)
+        return SplitBackward(*walk(start, end, sweep.forward, sweep._backward, phases, work, reached))
 
     def of_stage(self, positions: Sequence[int]) -> tuple[float, float, float]:
         """The same three figures of any set of ops (ascending)."""

@@ -24,13 +24,10 @@ from ...ir.cluster import Cluster
 from ...ir.graph import OpGraph, step_bytes
 from ...ir.profile import Profile
 from ...ir.stages import StageGraph
-from .arrays import Array, Indices
 from .interval_sums import IntervalSums, interval_terms
-from .liveness import LivenessSweep
+from .liveness import LivenessSweep, SplitBackward
 from .peak_memory import CostOptions, Footprint, peak_bytes
-from .readers import Readers, find_saved_storages
-from .split_backward import SplitBackward, sweep_split_backward
-from .tensors import tensors_of
+from .tensors import Array, Indices, Readers, find_saved_storages, tensors_of
 
 SUMMED = (
     "parameters",
@@ -121,8 +118,7 @@ class CostModel:
         key = whole if len(whole) == len(positions) else tuple(positions)
         known: dict[Sequence[int], SplitBackward] = self._splits
         if key not in known:
-            targets = [op.target for op in self.readers.ops]
-            known[key] = sweep_split_backward(self.sweep, key, targets)
+            known[key] = self.sweep.split_backward(key)
         return known[key]
 
     # --- any stage --------------------------------------------------------------------------------

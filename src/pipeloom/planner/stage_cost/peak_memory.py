@@ -36,8 +36,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from ...ir.memory_policy import AT_ONCE
-from ...ir.weight_policy import FLUSH, WEIGHT_POLICIES
-from .arrays import Array, Indices
+from ...ir.weights import FLUSH, WEIGHT_POLICIES
+from .tensors import Array, Indices
 
 B = TypeVar("B", float, Array)
 """Bytes: a number for one stage, or an array with one entry per stage."""
@@ -56,7 +56,7 @@ class CostOptions:
         the next one is made; 0 where each is through at once.
     overlap: transfers run while the stage computes.
     microbatches: per step, of those that the device runs.
-    weights: the weight policy, see `ir.weight_policy`.  clips: gradients, by their norm over all ranks.
+    weights: the weight policy, see `ir.weights`.  clips: gradients, by their norm over all ranks.
     width: replicas of the stage, which sum their gradients.  sharing: of those that share out the optimizer's
         state, of which an even share is counted.
     offloaded_at_once: see `MemoryPolicy.at_once`.

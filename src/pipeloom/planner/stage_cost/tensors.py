@@ -1,4 +1,7 @@
-"""The tensors of a graph as arrays: who makes, reads and saves them, and how gradients flow back.
+"""The graph as the cost model sees it: who reads what, and its tensors as arrays.
+
+Plans assign the ops that are not cheap. A cheap op is cloned into each stage that uses it (ir.stages.cut), so
+to the cost model it is no op of the graph's order: what it reads, the ops that use it read.
 
 Storages are the tensors of the forward, views left out; what cheap ops make is there in every stage. Values
 with a gradient are counted one by one: what a view's gradient shares is said by `passes`. Batch, parameters
@@ -9,15 +12,134 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ir.graph import Op, OpGraph, views_of_state
+from ...ir.graph import Op, OpGraph, Value, storages, views_of_state
 from ...ir.memory_policy import residual_names
 from ...ir.profile import OpCost, Profile
-from .arrays import Array, Indices, RaggedArray, rows
-from .readers import Readers
+
+Array: TypeAlias = NDArray[np.float64]
+Indices: TypeAlias = NDArray[np.int64]
+
+
+class RaggedArray(NamedTuple):
+    """Lists of numbers, one after another: row r is `items[first[r] : first[r + 1]]`.
+
+    first: (rows + 1,).  items: (sum of the lengths,).
+    """
+
+    first: Indices
+    items: Indices
+
+    def __getitem__(self, row: int) -> Indices:  # type: ignore[override]
+        return self.items[self.first[row] : self.first[row + 1]]
+
+
+def rows(lists: Iterable[Iterable[int]]) -> RaggedArray:
+    """
+    >>> rows([[3, 4], [], [5]])[2].tolist()
+    [5]
+    """
+    each = [list(one) for one in lists]
+    first = np.cumsum([0, *map(len, each)])
+    return RaggedArray(first.astype(np.int64), np.array([i for one in each for i in one], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Readers:
+    """A graph as a row of assignable ops. Positions count the ops that are not cheap, from 0.
+
+    order: another topological order of these, as positions in that of the graph; () for that of the graph.
+    """
+
+    graph: OpGraph
+    order: tuple[int, ...] = ()
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops to assign, in order."""
+        ops = tuple(op for op in self.graph.ops if not op.cheap)
+        return tuple(ops[index] for index in self.order) if self.order else ops
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Op name -> position; cheap ops have none."""
+        return {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
+    def cheap_readers(self) -> dict[str, tuple[int, ...]]:
+        """Cheap op -> positions that need it, directly or through other cheap ops, ascending."""
+        readers: dict[str, set[int]] = {}
+        for op in reversed(self.graph.ops):
+            if op.cheap:
+                readers[op.name] = set()
+                for value in op.outputs:
+                    for name in self.graph.consumers[value.name]:
+                        readers[op.name] |= readers[name] if name in readers else {self.position[name]}
+        return {name: tuple(sorted(positions)) for name, positions in readers.items()}
+
+    @cached_property
+    def state_readers(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer -> positions of the ops that read it, cheap ones as above, ascending."""
+        readers: dict[str, set[int]] = {name: set() for name in (*self.graph.parameter, *self.graph.buffer)}
+        for op in self.graph.ops:
+            where = self.cheap_readers[op.name] if op.cheap else (self.position[op.name],)
+            for name in (*op.params, *op.buffers, *op.updates):
+                readers[name].update(where)
+        return {name: tuple(sorted(positions)) for name, positions in readers.items()}
+
+    def value_readers(self, value: str) -> tuple[int, ...]:
+        """Positions that need a value, directly or through cheap ops, ascending."""
+        positions: set[int] = set()
+        for reader in self.graph.consumers[value]:
+            positions.update(self.cheap_readers.get(reader) or (self.position.get(reader, -1),))
+        return tuple(sorted(positions - {-1}))
+
+    def grad_readers(self, value: str) -> tuple[int, ...]:
+        """Positions of the ops through which a gradient flows back to a value, ascending."""
+        if not self.graph.value[value].needs_grad:
+            return ()
+        ops = [self.graph.op[name] for name in self.graph.consumers[value]]
+        through = [op.name for op in ops if not op.cheap and any(v.needs_grad for v in op.outputs)]
+        return tuple(sorted(self.position[name] for name in through))
+
+    def produced_at(self, value: str) -> int:
+        """Position of a value's producer; -1 for what every stage has or makes itself (batch, cheap ops)."""
+        return self.position.get(self.graph.producer.get(value, ""), -1)
+
+    @cached_property
+    def cut_points(self) -> Indices:
+        """Positions in front of which a cut may be, both ends included: none between ops that share an
+        updated buffer."""
+        torn = np.zeros(len(self.ops) + 1, dtype=np.bool_)
+        for names in self.graph.together.values():
+            positions = [self.position[name] for name in names]
+            torn[min(positions) + 1 : max(positions) + 1] = True
+        return np.nonzero(~torn)[0]
+
+    @cached_property
+    def base(self) -> dict[str, str]:
+        """Value -> the value whose storage it shares in the end."""
+        return storages(self.graph)
+
+    def is_whole(self, value: Value) -> bool:
+        """Whether a value is as large as its storage. What is sent lies without gaps: a part is copied."""
+        return value.bytes == self.graph.value[self.base[value.name]].bytes
+
+
+def find_saved_storages(readers: Readers, profile: Profile) -> dict[str, tuple[str, ...]]:
+    """Op -> storages of the values that it saves; those of parameters and buffers are there anyway."""
+    state = views_of_state(readers.graph)
+    saved: dict[str, tuple[str, ...]] = {}
+    for op in readers.ops:
+        names = {readers.base[s]: None for s in profile.costs[op.name].saves if s not in state}
+        saved[op.name] = tuple(names)
+    return saved
+
 
 EVERYWHERE = -1
 """Maker of what every stage makes itself: the values of cheap ops."""
@@ -29,6 +151,9 @@ OUTSIDE = 1 << 60
 """A reader behind every stage: that of the loss, whose gradient is given, and that of a buffer's next state,
 which the forward hands out at its end."""
 
+
+ONE_KERNEL = ("norm", "conv", "attention", "grouped_mm")
+"""Parts of the names of ops whose backward makes all gradients at once."""
 
 NEW, PASSED, ADDED = 0, 1, 2
 """What the gradient of an op's input is: a new tensor; the output's own; a product that is added where it
@@ -49,6 +174,7 @@ class Tensors:
         below 0: a gradient of a parameter is added where it belongs before the others are made.
     first: op -> most bytes that its backward makes before it lets go of a storage, which is `lets_go`, -1 for
         none; 0 where it makes all at once.
+    one_kernel: op -> whether its backward is one kernel for all gradients, see `ONE_KERNEL`.
     """
 
     reads: RaggedArray
@@ -68,6 +194,7 @@ class Tensors:
     grad_scratch: Array
     first: Array
     lets_go: Indices
+    one_kernel: NDArray[np.bool_]
     names: tuple[str, ...]
     """Of the storages."""
     residuals: tuple[str, ...]
@@ -99,6 +226,7 @@ class Tensors:
             grad_scratch=self.grad_scratch[order],
             first=self.first[order],
             lets_go=self.lets_go[order],
+            one_kernel=self.one_kernel[order],
             made=place[self.made],
             grad_made=place[self.grad_made],
             last=_in_order(self.last, self.reads, place),
@@ -186,6 +314,7 @@ def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Pr
             for cost, names in zip(costs, gives, strict=True)
         ),
         first=_floats(c.grad_first_bytes for c in costs),
+        one_kernel=np.array([any(part in op.target for part in ONE_KERNEL) for op in ops]),
         lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
     )
 

@@ -20,16 +20,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..search.bands import bands_around, best_cuts_within
 from ..search.cut_search import Search
-from ..search.problem import Cuts, Key, Partition, Problem
+from ..search.problem import Cuts, Key, Partition, Problem, bands_around, best_cuts_within
 from .probe import parametric_search
 
 WIDTH = 2
 
 BAND = 4
 """Where what crosses a cut varies from place to place, neither half's time only grows with its ops; then all
-cuts up to so many widths from those found are tried together (bands.py); one width with many stages."""
+cuts up to so many widths from those found are tried together; one width with many stages."""
 
 TOGETHER = 8
 """Stages up to which halves are solved at each step of the bisection; larger halves are compared by what

@@ -31,7 +31,7 @@ from ..search.cut_search import Search, growing_part
 from ..search.down_sets import DownSets, PieceGraph, best_chain, count_down_sets
 from ..search.layer_groups import borders, layers
 from ..search.problem import Cuts
-from ..stage_cost.arrays import Array, Indices
+from ..stage_cost.tensors import Array, Indices
 
 MOST = 40_000
 """Down-sets beyond which Piper refuses a graph."""

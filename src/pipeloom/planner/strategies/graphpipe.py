@@ -24,7 +24,7 @@ import numpy as np
 from ..search.cut_search import Search
 from ..search.depth_labels import DepthLabels, Frontier
 from ..search.problem import Cuts
-from ..stage_cost.arrays import Array, Indices
+from ..stage_cost.tensors import Array, Indices
 
 PLACES = 128
 """Places of the first search."""

@@ -23,9 +23,18 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 
-from ..search.bands import Bands, bands_around, bands_below, best_cuts_within, count_intervals
 from ..search.cut_search import Search
-from ..search.problem import Cuts, Partition, Problem, largest
+from ..search.problem import (
+    Bands,
+    Cuts,
+    Partition,
+    Problem,
+    bands_around,
+    bands_below,
+    best_cuts_within,
+    count_intervals,
+    largest,
+)
 
 WINDOW = 8
 FOLLOW = 3

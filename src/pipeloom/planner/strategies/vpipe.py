@@ -17,7 +17,7 @@ from itertools import pairwise
 from ..search.cut_search import Search
 from ..search.layer_groups import borders, layers
 from ..search.problem import Cuts, Key, Partition, Problem
-from .pipedream import PartitionRules, layers_between, partition
+from .pipedream import layers_between, partition
 
 ROUNDS = 10
 GAIN = 1e-6
@@ -34,9 +34,8 @@ def vpipe(search: Search) -> Cuts:
     if len(places) <= len(search.caps):
         places = allowed
     problem = search.problem.coarser(places)
-    rules = PartitionRules(mode="paper", bandwidth=search.slowest_link)
-    start = partition(layers_between(search, places), len(search.caps), rules)
-    found = move_layers(problem, (0, *(end for _, end, _ in start.stages)))
+    _, start = partition(layers_between(search, places), len(search.caps), search.slowest_link)
+    found = move_layers(problem, start)
     return problem.positions(found.cuts)
 
 

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost.arrays import Array, Indices, RaggedArray
 from ..stage_cost.liveness import ForwardArrays
-from ..stage_cost.recompute_liveness import RecomputeLiveness
-from ..stage_cost.residuals import KEEP, RECOMPUTE
+from ..stage_cost.recompute_liveness import KEEP, RECOMPUTE, RecomputeLiveness
+from ..stage_cost.tensors import Array, Indices, RaggedArray
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""

@@ -1,31 +1,165 @@
-"""Per-tensor memory optimisation of one stage: keep, recompute or offload each residual, under a cap.
+"""Memory optimisation of one stage: keep, recompute or offload each residual, under a cap.
 
-A solver makes the choice, usually the greedy one (greedy.py). What is dropped is recomputed inside the
+A solver makes the choice, usually tensor by tensor (greedy.py). What is dropped is recomputed inside the
 backward, each residual in front of the first op that reads it.
 
 Source: DawnPiper's cost-model based memory optimisation (2505.05856), reconstructed from its abstract.
+
+Planners of layer granularity choose treatments of whole layers instead:
+
+    1. Offload whole layers, the largest first, while their copies hide behind the stage's computing.
+    2. Then, layer by layer, recompute or offload all that may be, by bytes freed at the peak per second that
+       it costs.
+
+No layer is treated in part, and none is spared once it is no longer needed: that is the contrast with the
+choice per tensor. A layer that is recomputed keeps what later layers read of it: it is made again from what
+the layer before has left, inside the backward like everything that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
-from ..search.evaluation import Evaluation
-from ..stage_cost.arrays import Indices
 from ..stage_cost.model import CostModel
-from ..stage_cost.peak_memory import peak_bytes, peak_terms, static_memory
-from ..stage_cost.recompute_liveness import RecomputeLiveness
-from ..stage_cost.residuals import OFFLOAD, RECOMPUTE, Residuals, find_residuals
-from ..stage_cost.treated_stage import HostCopies, cost_choice, host_copies
-from .greedy import TreatmentChoice, TreatmentProblem, choose_greedily
+from ..stage_cost.peak_memory import peak_bytes, static_memory
+from ..stage_cost.recompute_liveness import KEEP, OFFLOAD, RECOMPUTE, RecomputeLiveness, Residuals
+from ..stage_cost.stage_estimate import HostCopies, cost_choice, host_copies, stage_liveness
+from ..stage_cost.tensors import Indices
+from .greedy import Solver, TreatmentChoice, TreatmentProblem, choose_greedily, seconds_of
+
+
+def choose_by_layers(layer_of: Sequence[int]) -> Solver:
+    """A solver. layer_of: op, by its position -> number of its layer, -1 for none."""
+    number = np.array([*layer_of, -1])
+
+    def solve(task: TreatmentProblem) -> TreatmentChoice:
+        residuals, peak = task.moments.residuals, task.moments.peak
+        made, last_in, _ = task.moments.lives
+        own, read = number[made], number[np.where(last_in < 0, made, last_in)]
+        inner = (own == read) & (task.may > 0)
+        layers = [np.flatnonzero(own == layer) for layer in np.unique(own[own >= 0])]
+        choice = np.full(len(residuals), KEEP, dtype=np.int64)
+        level = peak(choice)
+        for layer in sorted(layers, key=lambda layer: -residuals.size[layer].sum()):
+            after = _treated(choice, layer, OFFLOAD)
+            if task.per_offloaded and level > task.allowance and _away(task, after) <= task.hidden:
+                choice, level = after, peak(after)
+        while level > task.allowance:
+            now = level, seconds_of(task, choice)
+            picks = [_worth(task, now, pick) for pick in _picks(task, choice, layers, inner)]
+            picks = [pick for pick in picks if pick[0] > 0]
+            if not picks:
+                return TreatmentChoice(True, seconds_of(task, choice), level, choice)
+            _, choice = max(picks, key=lambda pick: pick[0])
+            level = peak(choice)
+        return TreatmentChoice(False, seconds_of(task, choice), level, choice)
+
+    return solve
+
+
+def _treated(choice: Indices, which: Indices, treatment: int) -> Indices:
+    found = choice.copy()
+    found[which] = treatment
+    return found
+
+
+def _away(task: TreatmentProblem, choice: Indices) -> float:
+    return float(task.moments.residuals.size[choice == OFFLOAD].sum())
+
+
+def _picks(
+    task: TreatmentProblem, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]
+) -> Iterator[Indices]:
+    """The choices with one more layer treated."""
+    for layer in layers:
+        if (choice[layer] == KEEP).all():
+            if inner[layer].any():
+                yield _treated(choice, layer[inner[layer]], RECOMPUTE)
+            after = _treated(choice, layer, OFFLOAD)
+            if task.per_offloaded and _away(task, after) <= task.most:
+                yield after
+
+
+def _worth(task: TreatmentProblem, now: tuple[float, float], after: Indices) -> tuple[float, Indices]:
+    """Bytes freed at the peak per second that it costs, and the choice. now: peak and seconds before."""
+    seconds = seconds_of(task, after) - now[1]
+    freed = now[0] - task.moments.peak(after)
+    return (freed / seconds if seconds > 0 else freed * np.inf if freed > 0 else 0.0), after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Of one interval of ops as a stage.
+
+    seconds: time that one micro-batch occupies the stage, exposed recomputation and transfers included; inf
+        if it does not fit.
+    treatments: residual -> what becomes of it; those not named are kept.
+    peak_bytes: with these treatments; of what does not fit, the least that was reached.
+    """
+
+    seconds: float
+    treatments: Mapping[str, Treatment] = field(default_factory=dict)
+    peak_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        return self.seconds < inf
+
+
+class Evaluator(Protocol):
+    """Ops [start, end) as a stage -> their evaluation. Memoised: asking again costs nothing."""
+
+    def __call__(self, start: int, end: int, stage: int, /) -> Evaluation: ...
+
+
+Known: TypeAlias = dict[Hashable, dict[tuple[int, int], Evaluation]]
+"""All that a stage's evaluation depends on besides its ops -> (start, end) -> it."""
+
+
+class Memoised:
+    """An evaluator that remembers; `asked` counts the intervals that were really worked out.
+
+    watch: told that count whenever it grows.  known: what is remembered, shared with others.
+    group: stage -> its key there.
+    """
+
+    def __init__(
+        self,
+        evaluate: Evaluator,
+        watch: Callable[[int], None] | None = None,
+        known: Known | None = None,
+        group: Callable[[int], Hashable] = lambda stage: stage,
+    ) -> None:
+        self.evaluate = evaluate
+        self.watch = watch
+        self.known: Known = {} if known is None else known
+        self.group = group
+        self._of_stage: dict[int, dict[tuple[int, int], Evaluation]] = {}
+
+    def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
+        known = self._of_stage.get(stage)
+        if known is None:
+            known = self._of_stage[stage] = self.known.setdefault(self.group(stage), {})
+        key = (start, end)
+        if key not in known:
+            known[key] = self.evaluate(start, end, stage)
+            if self.watch is not None:
+                self.watch(self.asked)
+        return known[key]
+
+    @property
+    def asked(self) -> int:
+        return sum(map(len, self.known.values()))
+
 
 BOTH: tuple[Treatment, ...] = ("recompute", "offload")
-Solver = Callable[[TreatmentProblem], TreatmentChoice]
 
 
 def treat_interval(
@@ -54,18 +188,9 @@ def treat_interval(
     static = float(sum(static_memory(footprint, model.options, in_flight).values()))
     if static + footprint.step > cap or not treatments:
         return Evaluation(seconds=inf, peak_bytes=peak)
-    forward_s, cheap_s = model.forward_s[model.kind[stage], start:end], model.cheap_s[model.kind[stage]]
-    residuals = find_residuals(model.sweep, start, end, forward_s, cheap_s, footprint.saved_inputs > 0)
-    liveness = RecomputeLiveness(
-        sweep=model.sweep,
-        start=start,
-        end=end,
-        residuals=residuals,
-        terms=peak_terms(footprint, model.options, in_flight),
-        ahead=ahead,
-    )
+    liveness = stage_liveness(model, footprint, range(start, end), stage, in_flight=in_flight, ahead=ahead)
     copies = host_copies(model, stage)
-    window_s = float(forward_s.sum())
+    window_s = float(liveness.residuals.seconds.sum())
     freed = in_flight - min(in_flight, model.options.offloaded_at_once)
     problem = _treatment_problem(liveness, copies, window_s, (in_flight, freed), treatments, cap - static)
     solution = solve(problem)
@@ -74,7 +199,7 @@ def treat_interval(
         return Evaluation(seconds=inf, peak_bytes=peak)
     treated = cost_choice(footprint, liveness, solution.choice, copies)
     turn_s = treated.turn_s(model, stage, compute_s, window_s)
-    names = _name_treatments(residuals, solution.choice)
+    names = _name_treatments(liveness.residuals, solution.choice)
     return Evaluation(seconds=turn_s, treatments=names, peak_bytes=peak)
 
 
@@ -115,31 +240,3 @@ def _name_treatments(residuals: Residuals, choice: Indices) -> dict[str, Treatme
     words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
     kinds = zip(residuals.names, choice.tolist(), strict=True)
     return {name: words[kind] for name, kind in kinds if kind in words}
-
-
-@dataclass(frozen=True)
-class TreatedStageEvaluator:
-    """Evaluations with memory optimisation, as `evaluation.KeepEverything` without.
-
-    caps, in_flight: bytes, and micro-batches whose residuals are held at the peak, of each stage.
-    """
-
-    model: CostModel
-    caps: Sequence[int]
-    in_flight: Sequence[int]
-    treatments: Sequence[Treatment] = BOTH
-    solve: Solver = choose_greedily
-    ahead: bool = False
-
-    def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
-        return treat_interval(
-            self.model,
-            start,
-            end,
-            stage,
-            in_flight=self.in_flight[stage],
-            cap=self.caps[stage],
-            treatments=self.treatments,
-            solve=self.solve,
-            ahead=self.ahead,
-        )

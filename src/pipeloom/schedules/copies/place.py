@@ -1,6 +1,6 @@
 """The pass that puts copies into any rows: which micro-batches leave, and when they come back.
 
-    1. When everything happens without copies, by a small simulation (`clock.py`).
+    1. When everything happens without copies, by the simulator.
     2. Which residuals leave: those of the stages of a rank that are kept longest, or, under a limit, single
        micro-batches, the longest kept first. What is needed again too soon stays.
     3. When each must begin to come back: from the last backward to the first, each in the latest slot of its
@@ -32,6 +32,7 @@ from ...ir.columns import (
     W_,
     Bools,
     Columns,
+    Floats,
     Longs,
     Rows,
     columns_of,
@@ -39,10 +40,10 @@ from ...ir.columns import (
 from ...ir.errors import ScheduleError
 from ...ir.kernels import kernel
 from ...ir.schedule import Pair
+from ..language.row_times import row_times
 from ..language.shape import Shape
-from .clock import run, walk_of
+from ..language.uplinks import USUAL_K, Uplinks, shared_uplinks, with_copies
 from .rows import Lives, RankItems, RowInserts, Sizes, Work, find_inserts, find_reloads, held_bytes
-from .uplinks import USUAL_K, Floats, Uplinks, shared_uplinks, with_copies
 
 SHORT = 1.5
 """What is needed again within so many times its two copies stays on the device."""
@@ -90,7 +91,6 @@ class _Base(NamedTuple):
 def place_copies(
     rows: Iterable[Iterable[Action]],
     shape: Shape,
-    uplinks: Uplinks | None,
     copies: Copies,
     *,
     pairs: Sequence[Pair] = (),
@@ -98,7 +98,7 @@ def place_copies(
     """Rows with copies.
 
     rows: complete, in order, without copies.  shape: where its costs say nothing of copies, they take what
-    `with_copies` makes of `USUAL_K`.  uplinks: None for one of each rank.
+    `with_copies` makes of `USUAL_K`.
     Raises: ScheduleError if there are pairs, or no backwards.
     """
     columns = columns_of(rows)
@@ -109,7 +109,8 @@ def place_copies(
         )
     if not any(cost.offloaded_bytes for cost in shape.costs):
         shape = replace(shape, costs=with_copies(shape.costs, USUAL_K))
-    uplinks = uplinks or shared_uplinks(shape.costs, shape.ranks)
+    if shape.uplinks is None:
+        shape = replace(shape, uplinks=shared_uplinks(shape.costs, shape.ranks))
     index = ActionIndex(columns, stages=len(shape.placement), microbatches=shape.microbatches)
     last = index.of(B_)
     lives = Lives(
@@ -125,8 +126,8 @@ def place_copies(
         # Of a stage without copies a plan keeps all, unless its schedule fits the caps.
         dropped=np.array([cost.recomputed_bytes * (copies.room is not None) for cost in costs], np.float64),
     )
-    alone = run(walk_of(columns, shape, uplinks), shape.microbatches)
-    base = _Base(shape, columns, uplinks, lives, sizes, alone.start, alone.end)
+    assert shape.uplinks is not None
+    base = _Base(shape, columns, shape.uplinks, lives, sizes, *row_times(columns, shape))
     if not copies.strict and copies.room is None:
         return Rows(_best([_placing(base, _chosen(base, copies), copies)]))
     short = SHORT
@@ -146,7 +147,7 @@ def _placing(base: _Base, copied: Bools, copies: Copies) -> Iterator[tuple[float
     for limits in _limits(base, copied, copies):
         for margin in MARGINS:
             made = _placed(base, copied, limits, margin)
-            step_s = float(run(walk_of(made, base.shape, base.uplinks), base.shape.microbatches).end.max())
+            step_s = float(row_times(made, base.shape)[1].max())
             yield step_s, float(sum(limits)), made
 
 
@@ -264,7 +265,9 @@ def _placed(base: _Base, copied: Bools, limits: Floats, margin: float) -> Column
         wanted = np.searchsorted(before_s, begin_s[stages, numbers], side="right") - 1
         found = _row_inserts(base, items, wanted, held[low:high].copy(), float(limits[rank]))
         parts.append(_Inserts(found.at + low, found.code, stages[found.item], numbers[found.item]))
-    return _inserted(base.columns, parts)
+    kinds = base.columns.kinds
+    assert all(kinds.index(kind) == CODE[kind] for kind in COPYING), "they have the same codes in all columns"
+    return base.columns.insert(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 class _Inserts(NamedTuple):
@@ -336,19 +339,3 @@ def _slots(
         found[item] = begin
         own[rank] = begin
         shared[uplink] = begin
-
-
-def _inserted(old: Columns, parts: Sequence[_Inserts]) -> Columns:
-    """The columns with what is inserted, in the order in which it was found."""
-    at, code, stage, microbatch = (np.concatenate(column) for column in zip(*parts, strict=True))
-    counts = [len(part.at) for part in parts]
-    known = {kind: number for number, kind in enumerate(old.kinds)}
-    assert all(known[kind] == CODE[kind] for kind in COPYING), "they have the same codes in all columns"
-    return Columns(
-        kind=np.insert(old.kind, at, code.astype(old.kind.dtype)),
-        stage=np.insert(old.stage, at, stage.astype(old.stage.dtype)),
-        microbatch=np.insert(old.microbatch, at, microbatch.astype(old.microbatch.dtype)),
-        peer=np.insert(old.peer, at, -1),
-        offsets=old.offsets + np.concatenate(([0], np.cumsum(counts))),
-        kinds=old.kinds,
-    )

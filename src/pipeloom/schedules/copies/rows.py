@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...ir.columns import AWAIT_, OFFLOAD_, RELOAD_, Bools, Columns, Longs
+from ...ir.columns import AWAIT_, OFFLOAD_, RELOAD_, Bools, Columns, Floats, Longs
 from ...ir.kernels import kernel
-from .uplinks import Floats
 
 
 @dataclass(frozen=True, kw_only=True)

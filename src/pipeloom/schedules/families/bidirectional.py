@@ -15,10 +15,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...ir.action import Action, B, F, I, Kind, W
-from ..language.build import options
+from ..language.placements import both_ways, wave
 from ..language.recipe import Recipe
-from ..language.shape import Shape, path_clock
-from ..placements import both_ways, wave
+from ..language.shape import Shape, options, path_clock
 from .v_shape import zb_v_recipes
 
 

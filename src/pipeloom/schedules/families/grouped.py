@@ -23,12 +23,10 @@ from math import gcd
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import Rows
-from ..language.build import options, timings
 from ..language.patterns import phases, turns
-from ..language.periodic import Periodic
-from ..language.recipe import Recipe
-from ..language.shape import Shape, path_clock
-from .published import as_published
+from ..language.recipe import Recipe, timings
+from ..language.shape import Periodic, Shape, options, path_clock
+from ..list_scheduler.choose import as_published
 
 
 def looped_bfs(s: Shape) -> Recipe:

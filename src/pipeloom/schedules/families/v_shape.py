@@ -10,17 +10,20 @@ ranks: ZB-V p, V-Half p // 2 + 1, V-Min (p + 4) // 3, 1F1B-V the next above 2p /
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, permutations, starmap
 from typing import TypeAlias
 
-from ...ir.action import Action, F, I, W
-from ..language.build import options, timings
-from ..language.periodic import Periodic
-from ..language.recipe import Recipe
-from ..language.shape import Shape, path_clock
-from .blocks import block_clock
-from .published import as_published
+import numpy as np
+from numpy.typing import NDArray
+
+from ...ir.action import Action, F, I, Kind, W
+from ...ir.columns import Floats
+from ..language.placements import wave
+from ..language.recipe import Recipe, timings
+from ..language.shape import Periodic, Shape, options, path_clock
+from ..list_scheduler.choose import as_published
+from ..list_scheduler.tables import EPS
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
 """Which forwards may run early, and the forward, backward and turns of `path_clock`."""
@@ -164,3 +167,143 @@ def one_f_one_b_v(s: Shape) -> list[Recipe]:
         ],
         fill="",
     )
+
+
+ORDERS = np.array([(0, *rest) for rest in permutations(range(1, 6))])
+"""All cyclic orders of the six actions: F down, F up, I down, I up, W of I down, W of I up. Down is from the
+first rank to the last; the first chunk is run down in the forward and up in the backward."""
+
+SLACK = 1e-7
+"""Share of a period by which a hop may seem too short from rounding."""
+
+
+@dataclass(frozen=True)
+class MeanTimes:
+    """Mean seconds of F, I, W and a transfer; seconds from one micro-batch to the next; ranks."""
+
+    forward: float
+    back: float
+    weight: float
+    transfer: float
+    period: float
+    ranks: int
+
+    def wait(self, gap: Floats, least: float) -> Floats:
+        """The shortest wait of at least `least` that is `gap` up to whole periods."""
+        slack = SLACK * self.period
+        return least + np.mod(gap - least + slack, self.period) - slack
+
+
+def block_clock(s: Shape, memory: float) -> Periodic | None:
+    """A clock that repeats the best block; None if it holds more than `memory` micro-batches on a rank, or
+    if the shape is no V of a chain."""
+    if s.placement != wave(s.ranks) or s.ranks < 2 or len(s.stages.between) != 2 * s.ranks - 1:
+        return None
+    count = len(s.placement)
+    means = [sum(s.seconds(c, k) for c in range(count)) / count for k in (F, I, W)]
+    hops = [s.delay_s(a, b) for a, b in s.stages.between]
+    transfer = sum(hops) / max(1, sum(hop > 0 for hop in hops))
+    forward, back, weight_grad = means
+    times = MeanTimes(forward, back, weight_grad, transfer, s.period_s, s.ranks)
+    for weight in (1.0, 0.75, 1.25):
+        start = _starts(times, weight)
+        if _peak(times, start) <= memory + EPS:
+            return _clock(s, times, start)
+    return None
+
+
+def _clock(s: Shape, times: MeanTimes, start: Floats) -> Periodic:
+    at: dict[tuple[int, Kind], float] = {}
+    for rank, (first, second) in enumerate(s.rank_stages):
+        actions = ((first, F), (second, F), (second, I), (first, I), (second, W), (first, W))
+        at.update(zip(actions, map(float, start[rank]), strict=True))
+    return Periodic(at, times.period)
+
+
+def _starts(times: MeanTimes, weight: float) -> Floats:
+    """[rank, action] when micro-batch 0 runs. weight: of the outer hops (F down, I up) against the inner."""
+    seconds = np.array([times.forward] * 2 + [times.back] * 2 + [times.weight] * 2)
+    position = np.zeros((len(ORDERS), 6))
+    ends = np.cumsum(seconds[ORDERS], axis=1)
+    np.put_along_axis(position, ORDERS, ends - seconds[ORDERS], axis=1)
+    cost, shift = _hops(times, position, weight)
+    path = _path(times, position, cost)
+    phase = np.concatenate([[0.0], np.cumsum([shift[a, b] for a, b in zip(path, path[1:], strict=False)])])
+    return _unrolled(times, phase[:, None] + position[path])
+
+
+def _hops(times: MeanTimes, position: Floats, weight: float) -> tuple[Floats, Floats]:
+    """[order of a rank, order of the next] the least sum of the four hops between them, and the shift."""
+    own, following = position[:, None, :], position[None, :, :]
+    sign = np.array([1.0, -1.0, 1.0, -1.0])  # down: to the next rank; up: from it
+    gap = sign * (following - own)[..., :4]
+    least = np.array([times.forward, times.forward, times.back, times.back]) + times.transfer
+    share = np.array([weight, 2 - weight, 2 - weight, weight])
+    cost = np.full(gap.shape[:2], np.inf)
+    shift = np.zeros_like(cost)
+    for hop in range(4):
+        move = sign[hop] * (least[hop] - gap[..., hop])
+        hops = [share[h] * times.wait(gap[..., h] + sign[h] * move, float(least[h])) for h in range(4)]
+        total = np.sum(hops, axis=0)
+        better = total < cost - SLACK * times.period
+        cost[better], shift[better] = total[better], move[better]
+    return cost, shift
+
+
+def _path(times: MeanTimes, position: Floats, cost: Floats) -> list[int]:
+    """The order of each rank, so that the sum of all hops and turns is least. A late W costs a little."""
+    down, up, back_down, back_up, w_down, w_up = position.T
+    late = 0.01 * (times.wait(w_down - back_down, times.back) + times.wait(w_up - back_up, times.back))
+    total = times.wait(back_down - up, times.forward) + late  # the turn on the first rank
+    came: list[NDArray[np.int64]] = []
+    for _ in range(times.ranks - 1):
+        sums = total[:, None] + cost
+        came.append(sums.argmin(axis=0))
+        total = sums.min(axis=0) + late
+    total = total + times.wait(up - down, times.forward) + times.wait(back_up - back_down, times.back)
+    path = [int(total.argmin())]
+    for step in reversed(came):
+        path.append(int(step[path[-1]]))
+    return path[::-1]
+
+
+def _unrolled(times: MeanTimes, at: Floats) -> Floats:
+    """MeanTimes within a period -> times of one micro-batch on its way down, up, down and up."""
+    ranks, transfer = times.ranks, times.transfer
+    found = np.array(at)
+
+    def follow(rank: int, action: int, ready: float) -> float:
+        found[rank, action] = ready + times.wait(at[rank, action] - ready, 0.0)
+        return float(found[rank, action])
+
+    steps: Sequence[tuple[int, Sequence[int], float]] = (
+        (0, range(1, ranks), times.forward),
+        (1, range(ranks - 1, -1, -1), times.forward),
+        (2, range(ranks), times.forward),
+        (3, range(ranks - 1, -1, -1), times.back),
+    )
+    now = float(at[0, 0])
+    for action, way, turn in steps:
+        length = times.forward if action < 2 else times.back
+        for i, rank in enumerate(way):
+            alone = action > 0 and i == 0  # the turn stays on its rank
+            now = follow(rank, action, now + (turn if alone else length + transfer))
+    for rank in range(ranks):
+        for weight, back in ((4, 2), (5, 3)):
+            follow(rank, weight, float(found[rank, back]) + times.back)
+    return found
+
+
+def _peak(times: MeanTimes, start: Floats) -> float:
+    """Most micro-batches that a rank holds: each chunk counts half, from F to the end of W."""
+
+    def held(rank: int, moment: float) -> float:
+        count = 0.0
+        for forward, weight in ((0, 5), (1, 4)):
+            begun = np.floor((moment - start[rank, forward]) / times.period + SLACK)
+            ended = np.floor((moment - start[rank, weight] - times.weight) / times.period + SLACK)
+            count += begun - ended
+        return count / 2
+
+    moments = ((rank, float(start[rank, forward])) for rank in range(times.ranks) for forward in (0, 1))
+    return max(starmap(held, moments))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from ...ir.action import Action, B
 from ...ir.errors import ScheduleError
-from ..language.build import options
 from ..language.patterns import phases
 from ..language.recipe import Recipe
-from ..language.shape import Shape
+from ..language.shape import Shape, options
 
 
 def eager_1f1b(s: Shape) -> Recipe:

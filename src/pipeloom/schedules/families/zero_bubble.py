@@ -14,11 +14,10 @@ from dataclasses import replace
 from math import inf
 
 from ...ir.action import F, I
-from ..language.build import options
 from ..language.patterns import phases
 from ..language.recipe import Recipe
-from ..language.shape import Shape, path_clock
-from ..list_scheduler.problem import EPS
+from ..language.shape import Shape, options, path_clock
+from ..list_scheduler.tables import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:

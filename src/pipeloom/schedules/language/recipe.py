@@ -1,14 +1,30 @@
-"""Recipe: one way to order everything, in the words of the schedule language (see `language`)."""
+"""The schedule language: a recipe says what to run, in which order and within which limits.
+
+    def zb_h1(s: Shape) -> Recipe:                       # a whole schedule
+        rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
+        return Recipe(kinds="FIW", rows=rows, memory=lambda rank: s.ranks)
+
+The order is one of, or `before` with any of:
+    priority    sort key of an action; a rank takes the smallest that could run now (greedy)
+    clock       sort key too, but the whole order it gives is kept as a promise: a forward runs early only
+                if the limits then still let the rest follow, so limits can never block (see `engine`)
+    rows        the exact order of each rank, perhaps made by `phases`; kinds in `fill` find their own place
+Dependencies and transfers follow from the stage graph and are never written. Times decide when things are
+ready, so the same recipe gives another order for uneven stages.
+
+A family may return several recipes: the fastest for these costs that keeps to its limits is taken.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...ir.action import Action, Kind
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
+from .shape import Shape
 
 PerRank: TypeAlias = Callable[[int], float]
 RowMaker: TypeAlias = Callable[[int], Iterable[Action]]
@@ -91,3 +107,11 @@ class Recipe:
                 hint="use F, FB, FIW or, with rows=, FBIW; further kinds go with insert=",
             )
         return tuple(map(Kind, text))
+
+
+def timings(shape: Shape, recipe: Recipe) -> list[Recipe]:
+    """A recipe as it is; for uneven times also where W may stick out of its gap, wholly or by half, then
+    with actions that wait for more urgent ones."""
+    if shape.even:
+        return [recipe]
+    return [recipe, replace(recipe, overlap=1.0), replace(recipe, overlap=0.5, patience=0.5)]

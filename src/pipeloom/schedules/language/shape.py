@@ -1,11 +1,12 @@
-"""Shape: what a recipe is written for, and the questions it may ask about it."""
+"""Shape: what a recipe is written for, and the questions it may ask about it; and clocks that repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
+from typing import Any
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.costs import StageCost, action_seconds
@@ -13,7 +14,26 @@ from ...ir.errors import ScheduleError
 from ...ir.flow import Flow, flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.stages import StageGraph
-from .periodic import Periodic
+from .uplinks import Uplinks
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """A clock for recipes in which each micro-batch runs `period` after the one before.
+
+    first: (stage, kind) -> when micro-batch 0 runs; kinds that are not in there run with B.
+
+    >>> Periodic({(0, Kind("F")): 1.0, (0, B): 4.0}, period=3.0)(0, B, 2)
+    10.0
+    """
+
+    first: Mapping[tuple[int, Kind], float]
+    period: float
+
+    def __call__(self, stage: int, kind: Kind, microbatch: int) -> float:
+        own = self.first.get((stage, kind))
+        return (self.first[stage, B] if own is None else own) + self.period * microbatch
+
 
 MOST_SETS = 64
 """Sets of ranks, visited on the ways to one stage, up to which `Shape.depth` is exact."""
@@ -23,9 +43,12 @@ MOST_SETS = 64
 class Shape:
     """Stages, where they sit, how many micro-batches, and what everything takes.
 
-    placement: rank of each stage.  costs: one per stage.  transfer_s: (from stage, to stage) -> seconds
-    that a message takes between ranks.  limit_bytes: most bytes of residuals a rank may hold, one
-    number or one per rank; or None.
+    placement: rank of each stage.  costs: one per stage.  transfer_s: seconds that a message takes between
+        ranks, the same for all or by (from stage, to stage).
+    limit_bytes: most bytes of residuals a rank may hold, one number or one per rank; or None. The costs must
+        then say what residuals take.
+    uplinks: through which copies to the host go; None if each rank has its own.  room_bytes: what each rank
+        has for residuals, where `fit=1` asks for copies until they fit.
     options: numbers that a family reads, such as `group`.  shortest: "step", or "span" if of a family's
         recipes the one with the shortest time from a rank's first action to its last is wanted.
     """
@@ -34,10 +57,17 @@ class Shape:
     placement: tuple[int, ...]
     microbatches: int
     costs: tuple[StageCost, ...]
-    transfer_s: Callable[[int, int], float]
+    transfer_s: float | Callable[[int, int], float] = 0.0
     limit_bytes: float | tuple[float, ...] | None = None
+    uplinks: Uplinks | None = None
+    room_bytes: tuple[float, ...] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
     shortest: str = "step"
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What others have made of this shape, kept with it."""
+        return {}
 
     @cached_property
     def flow(self) -> Flow:
@@ -151,12 +181,23 @@ class Shape:
 
     def delay_s(self, source: int, target: int) -> float:
         """Seconds from the end of an action until its message is there; 0 on one rank."""
-        return 0.0 if self.placement[source] == self.placement[target] else self.transfer_s(source, target)
+        if self.placement[source] == self.placement[target]:
+            return 0.0
+        return self.transfer_s(source, target) if callable(self.transfer_s) else self.transfer_s
 
     def require(self, good: bool, problem: str, hint: str) -> None:
         """Refuse a shape that a family cannot be built for."""
         if not good:
             raise ScheduleError(problem, hint=hint)
+
+
+def options(shape: Shape, **defaults: float) -> Mapping[str, float]:
+    """The options of a family with their defaults. Raises: ScheduleError if the user gave another one."""
+    for name in shape.options:
+        if name not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise ScheduleError(f"this schedule has no option {name!r}", hint=f"its options: {known}")
+    return {**defaults, **shape.options}
 
 
 def path_clock(

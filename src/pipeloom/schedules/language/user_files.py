@@ -20,45 +20,18 @@ from types import ModuleType
 from typing import Any
 
 from ...ir.errors import ScheduleError
-
-LISTED = (".csv", ".txt")
-"""How the names of files end that list every action."""
+from .names import ScheduleName
 
 _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:function"
 
 
-def names_user_file(name: str) -> bool:
-    """Whether a schedule's name is that of a file and not of the library.
-
-    >>> names_user_file("mine.py:zigzag"), names_user_file("mine.csv"), names_user_file("gis_g:group=3")
-    (True, True, False)
-    """
-    return name.endswith(LISTED) or name.partition(":")[0].endswith(".py")
-
-
-def split_options(name: str) -> tuple[str, str]:
-    """A name without its options, and the options.
-
-    >>> split_options("gis_g:group=3"), split_options("mine.py:zigzag:group=2")
-    (('gis_g', 'group=3'), ('mine.py:zigzag', 'group=2'))
-    """
-    if name.endswith(LISTED):
-        return name, ""
-    if not names_user_file(name):
-        base, _, options = name.partition(":")
-        return base, options
-    file, _, rest = name.partition(":")
-    function, _, options = rest.partition(":")
-    return f"{file}:{function}", options
-
-
-def load_user_schedule(name: str) -> Any:
+def load_user_schedule(name: ScheduleName) -> Any:
     """What `file.py:function` names: a recipe's function, or an Entry.
 
     Raises: ScheduleError if the file or the name in it is missing, or is no function of one argument. An
         exception inside the user's code is left as it is.
     """
-    file, _, function = split_options(name)[0].partition(":")
+    file, _, function = name.family.partition(":")
     if not function:
         raise ScheduleError(
             f"{file} is a file and not a schedule",
@@ -73,7 +46,7 @@ def load_user_schedule(name: str) -> Any:
             hint=f"did you mean {file}:{near[0]}?" if near else _HINT,
         )
     if inspect.isclass(schedule) or (callable(schedule) and not _takes_one(schedule)):
-        raise ScheduleError(f"{name} is not a function of one Shape", hint=_HINT)
+        raise ScheduleError(f"{name.written} is not a function of one Shape", hint=_HINT)
     return schedule
 
 
@@ -90,7 +63,7 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ScheduleError(f"there is no file {path}", hint=_HINT)
     path = path.resolve()
-    # The user's job may be in the same file, which `tracer.job_loader` has then imported under such a name.
+    # The user's job may be in the same file, which `tracer.job` has then imported under such a name.
     names = (path.stem, f"pipeloom_job_{path.stem}", f"pipeloom_schedule_{path.stem}")
     for module_name in names:
         if getattr(sys.modules.get(module_name), "__file__", None) == str(path):

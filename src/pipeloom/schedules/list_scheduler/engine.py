@@ -5,54 +5,84 @@ chooses between the heads of its few streams. An action is announced to its user
 end is known then; so a rank sees what will arrive soon, and a filler (W) runs only where it fits the gap.
 
 Time is near linear: each action costs one event, and a look at the heads of the rank's streams. What goes on
-inside is in `inner_loop`; here it is started, and pairs and predicates, which ask Python functions, are run.
+inside is in `loop`; here it is started, and pairs and predicates, which ask Python functions, are run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 
 from ...ir.action import Action
-from ...ir.columns import Rows
+from ...ir.columns import Floats, Rows
+from ...ir.costs import pair_seconds
+from ...ir.dependencies import needs, produces
 from ...ir.errors import DeadlockError
 from ...ir.schedule import Pair
-from . import inner_loop
-from .inner_loop import TOO_LONG
-from .loop_tables import SchedulerState, Tables
-from .problem import EPS, Outcome, SchedulingProblem
-from .tables import as_lists, columns_in, tables_of
+from ..language.recipe import Recipe
+from . import loop
+from .loop import TOO_LONG
+from .tables import EPS, RecipeTables, SchedulerState, Tables, as_lists
 
 
-def run(task: SchedulingProblem, within_s: float = inf) -> Outcome | None:
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """rows: the actions of each rank.  step_s: until the last rank ends.  span_s: longest first-to-last time
+    of a rank.  peak: most memory of each rank.  starts: of each rank when its actions begin, one entry per
+    action.  pairs: neighbours that run as one unit."""
+
+    rows: Sequence[tuple[Action, ...]]
+    step_s: float
+    span_s: float
+    peak: tuple[float, ...]
+    starts: tuple[Floats, ...] = field(repr=False, compare=False)
+    pairs: tuple[Pair, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledRecipe:
+    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
+
+    recipe: Recipe
+    outcome: Outcome = field(repr=False)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Smaller is better: the step, then the longest span of a rank."""
+        return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
+
+
+def run(problem: RecipeTables, within_s: float = inf) -> Outcome | None:
     """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
     Raises: DeadlockError if the limits leave no rank anything that it may run.
     """
+    recipe, s = problem.recipe, problem.new_state()
     # A pair may take less time than its two actions: then what is left is not known.
-    t, s = tables_of(task, inf if task.together is not None else within_s + EPS)
-    rules = _Rules(task) if task.together is not None or task.before is not None else None
-    order_all = inner_loop.order_all.form(len(t.order)) if rules is None else rules.order_all
-    if rules is not None or order_all is inner_loop.order_all.interpreted:
+    t = problem.tables._replace(within=inf if recipe.together is not None else within_s + EPS)
+    rules = _Rules(problem) if recipe.together is not None or recipe.before is not None else None
+    order_all = loop.order_all.form(len(t.order)) if rules is None else rules.order_all
+    if rules is not None or order_all is loop.order_all.interpreted:
         t, s = as_lists(t), as_lists(s)
-    look = inner_loop.look.interpreted
-    for index in range(len(task.streams)):
+    look = loop.look.interpreted
+    for index in range(len(t.rank)):
         look(t, s, index)
-    if order_all(t, s, task.ranks) == TOO_LONG:
+    if order_all(t, s, problem.shape.ranks) == TOO_LONG:
         return None
     if sum(s.next) < len(t.order):
-        raise _stuck(task, t, s)
-    return _outcome(task, t, s, tuple(rules.pairs) if rules is not None else ())
+        raise _stuck(problem, t, s)
+    return _outcome(problem, s, tuple(rules.pairs) if rules is not None else ())
 
 
-def _outcome(task: SchedulingProblem, t: Tables, s: SchedulerState, pairs: tuple[Pair, ...]) -> Outcome:
-    starts = np.split(np.asarray(s.start), t.row_at[1:-1])
+def _outcome(problem: RecipeTables, s: SchedulerState, pairs: tuple[Pair, ...]) -> Outcome:
+    starts = np.split(np.asarray(s.start), problem.tables.row_at[1:-1])
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
     return Outcome(
-        rows=Rows(columns_in(task, t, s)),
+        rows=Rows(problem.columns(s)),
         step_s=max(ends),
         span_s=max(spans, default=0.0),
         peak=tuple(map(float, s.peak)),
@@ -68,11 +98,13 @@ class _Rules:
     comes to it: whether two actions go together may depend on any of their numbers.
     """
 
-    def __init__(self, task: SchedulingProblem) -> None:
-        self.task = task
-        self.stream_of = {(stream.stage, stream.kind): i for i, stream in enumerate(task.streams)}
+    def __init__(self, problem: RecipeTables) -> None:
+        self.problem, self.recipe, self.streams = problem, problem.recipe, problem.streams
+        stages = problem.tables.stage.tolist()
+        self.stream_of = {pair: i for i, pair in enumerate(zip(stages, self.streams.kinds, strict=True))}
+        self.second_of = _pairs_in_rows(problem)
         self.pairs: list[Pair] = []
-        self.order_all = inner_loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
+        self.order_all = loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
 
     def _hold_back(self, t: Tables, s: SchedulerState, rank: int) -> None:
         """Hold back what must wait for another action of the rank, or for the other one of its pair."""
@@ -82,7 +114,7 @@ class _Rules:
                 s.hold[index] = self._partner_ready(t, s, index) if free else inf
 
     def _is_turn(self, t: Tables, s: SchedulerState, rank: int, index: int) -> bool:
-        before = self.task.before
+        before = self.recipe.before
         if before is None:
             return True
         action = self._head(s, index)
@@ -91,7 +123,7 @@ class _Rules:
 
     def _second(self, s: SchedulerState, index: int) -> tuple[int, int] | None:
         """Stream and micro-batch of what goes with the next action of a stream, in fixed rows."""
-        action = self.task.paired.get(self._head(s, index)) if self.task.paired else None
+        action = self.second_of.get(self._head(s, index)) if self.second_of else None
         return None if action is None else (self.stream_of[action.stage, action.kind], action.microbatch)
 
     def _partner_ready(self, t: Tables, s: SchedulerState, index: int) -> float:
@@ -100,41 +132,39 @@ class _Rules:
         if second is None:
             return 0.0
         other, b = second
-        full = t.opens[other] and not inner_loop.may_open.interpreted(t, s, other, b)
+        full = t.opens[other] and not loop.may_open.interpreted(t, s, other, b)
         place = other * t.size + b
         return inf if full or s.missing[place] else float(s.arrival[place])
 
     def _begin_unit(self, t: Tables, s: SchedulerState, index: int, now: float) -> None:
-        """As `inner_loop.begin_unit`, where the unit may be a pair."""
-        task = self.task
+        """As `loop.begin_unit`, where the unit may be a pair."""
         pair = [index]
         fixed = self._second(s, index)
         if fixed is not None:
             pair = [index, fixed[0]]
-        elif task.together is not None and task.row_of is None and not s.fills[index]:
+        elif self.recipe.together is not None and self.problem.listed is None and not s.fills[index]:
             pair = self._companions(t, s, index, now)
         if len(pair) == 1:
-            inner_loop.begin_unit.interpreted(t, s, index, now)
+            loop.begin_unit.interpreted(t, s, index, now)
             return
-        assert task.joint is not None
         first, second = (self._head(s, i) for i in pair)
         self.pairs.append((first, second))
         before, after = (sum(self._around(t, s, i)[side] for i in pair) for side in (0, 1))
-        end = now + before + task.joint(first, second)
+        end = now + before + pair_seconds(self.problem.shape.costs, (first, second))
         for member in pair:
-            inner_loop.begin.interpreted(t, s, member, now, end, end + after)
+            loop.begin.interpreted(t, s, member, now, end, end + after)
 
     def _companions(self, t: Tables, s: SchedulerState, index: int, now: float) -> list[int]:
         """A stream and one that may run with it now, in the order in which they run; or it alone."""
-        together = self.task.together
+        together = self.recipe.together
         assert together is not None
         action = self._head(s, index)
         for other in _own(t, t.rank[index]):
-            if self.task.streams[index].unit or self.task.streams[other].unit:
+            if any(t.unit_at[i] < t.unit_at[i + 1] for i in (index, other)):
                 continue
             if other == index or s.ready[other] > now + EPS or (t.opens[other] and t.opens[index]):
                 continue
-            if t.opens[other] and not inner_loop.may_open.interpreted(t, s, other, s.batch[other]):
+            if t.opens[other] and not loop.may_open.interpreted(t, s, other, s.batch[other]):
                 continue
             if together(action, self._head(s, other)):
                 return [index, other]
@@ -148,7 +178,24 @@ class _Rules:
         return (t.before[place], t.after[place]) if len(t.before) else (0.0, 0.0)
 
     def _head(self, s: SchedulerState, index: int) -> Action:
-        return self.task.streams[index].action(int(s.batch[index]))
+        return self.streams.action(index, s.batch[index])
+
+
+def _pairs_in_rows(problem: RecipeTables) -> dict[Action, Action]:
+    """Neighbours in fixed rows that are to run as one unit; not those of which one needs the other."""
+    second_of: dict[Action, Action] = {}
+    together, flow = problem.recipe.together, problem.shape.flow
+    if together is None:
+        return second_of
+    for row in problem.listed or ():
+        taken = False
+        for a, b in zip(row, row[1:], strict=False):
+            alone = a.stage not in flow.shards and b.stage not in flow.shards
+            taken = not taken and alone and together(a, b)
+            taken = taken and set(produces(a)).isdisjoint(needs(b, flow))
+            if taken:
+                second_of[a] = b
+    return second_of
 
 
 def _own(t: Tables, rank: int) -> Sequence[int]:
@@ -156,42 +203,43 @@ def _own(t: Tables, rank: int) -> Sequence[int]:
     return t.own[t.own_at[rank] : t.own_at[rank + 1]]  # type: ignore[return-value]
 
 
-def _stuck(task: SchedulingProblem, t: Tables, s: SchedulerState) -> DeadlockError:
-    full, waits = zip(*_waits(task, t, s), strict=True)
+def _stuck(problem: RecipeTables, t: Tables, s: SchedulerState) -> DeadlockError:
+    full, waits = zip(*_waits(problem, t, s), strict=True)
     if any(full):
         return DeadlockError(
             "the limits block this order: " + "; ".join(waits[:16]),
             hint="limit each chunk on its own (in_flight_stage), so the last one has room, or order by a "
             "clock=, which keeps room for the forwards that let memory go",
         )
-    at_fault = "the rows" if task.row_of is not None else "what before= holds back"
+    at_fault = "the rows" if problem.listed is not None else "what before= holds back"
     return DeadlockError("no rank can move: " + "; ".join(waits[:16]), hint=f"reorder {at_fault}")
 
 
-def _waits(task: SchedulingProblem, t: Tables, s: SchedulerState) -> Iterator[tuple[bool, str]]:
+def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tuple[bool, str]]:
     """Of each rank that has not run all whether a limit holds it up, and in words what does."""
-    for rank in range(task.ranks):
-        own = t.own[t.own_at[rank] : t.own_at[rank + 1]]
+    action_of, before = problem.streams.action, problem.recipe.before
+    for rank in range(problem.shape.ranks):
+        own = _own(t, rank)
         heads = [int(i) for i in own if s.batch[i] >= 0]
         at = t.line_at[rank] + s.head[rank]
-        if task.row_of is not None and at < t.line_at[rank + 1]:
+        if problem.listed is not None and at < t.line_at[rank + 1]:
             heads = [int(t.line[at])]
         heads.sort(key=lambda i: s.missing[i * t.size + s.batch[i]] > 0)  # those at hand first
         full = [i for i in heads if _is_full(t, s, i)]
         if full:
-            action = task.streams[full[0]].action(int(s.batch[full[0]]))
+            action = action_of(full[0], s.batch[full[0]])
             opened = f"{s.opened[rank]} micro-batches open"
             yield True, f"rank {rank} has {action} at hand but its limit is full ({opened})"
         elif heads:
             index, b = heads[0], int(s.batch[heads[0]])
             needed = [
-                str(other.action(b))
-                for i, other in enumerate(task.streams)
-                if any(user == index for user, _ in other.feeds) and not _has_run(t, s, i, b)
-            ] or [str(task.streams[i].action(b)) for i in task.streams[index].unit]
-            action = task.streams[index].action(b)
-            others = (task.streams[i].action(int(s.batch[i])) for i in own if s.batch[i] >= 0 and i != index)
-            first = [str(other) for other in others if task.before is not None and task.before(other, action)]
+                str(action_of(i, b))
+                for i in range(len(t.rank))
+                if index in t.feeds[t.feeds_at[i] : t.feeds_at[i + 1]] and not _has_run(t, s, i, b)
+            ] or [str(action_of(i, b)) for i in t.unit[t.unit_at[index] : t.unit_at[index + 1]]]
+            action = action_of(index, b)
+            others = (action_of(i, s.batch[i]) for i in own if s.batch[i] >= 0 and i != index)
+            first = [str(other) for other in others if before is not None and before(other, action)]
             if needed:
                 what = f"needs {needed[0]}"
             elif first:
@@ -205,7 +253,7 @@ def _is_full(t: Tables, s: SchedulerState, index: int) -> bool:
     """Whether only a limit keeps the next action of a stream from running."""
     b = s.batch[index]
     at_hand = s.missing[index * t.size + b] == 0
-    return bool(at_hand and t.opens[index] and not inner_loop.may_open.interpreted(t, s, index, b))
+    return bool(at_hand and t.opens[index] and not loop.may_open.interpreted(t, s, index, b))
 
 
 def _has_run(t: Tables, s: SchedulerState, index: int, b: int) -> bool:

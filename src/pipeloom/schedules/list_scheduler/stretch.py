@@ -16,7 +16,8 @@ from ...ir.action import F
 from ...ir.columns import F_, Columns, Rows, columns_of
 from ..language.recipe import Recipe, per_rank
 from ..language.shape import Shape
-from .problem import EPS, Outcome, ScheduledRecipe
+from .engine import Outcome, ScheduledRecipe
+from .tables import EPS
 
 MOST = 4
 """Micro-batches of the longest period that is looked for."""

@@ -1,141 +1,218 @@
-"""A task as the tables that the list scheduler's loop works on, and its rows as columns."""
+"""What the loop of the list scheduler works on: arrays.
+
+A stream is all actions of one kind on one stage, which run in a fixed order of micro-batches. The streams of
+a shape, with what they wait for, are made once (`streams_of`); a recipe adds its limits, and the places of
+actions in the order that it gives (`tables_of`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...ir.action import Action, F, Kind
-from ...ir.columns import CODE, CODED, Columns, Longs
+from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.columns import B_, CODE, CODED, Bools, Columns, Floats, Longs, Rows, columns_of
+from ...ir.dependencies import needs
 from ...ir.errors import ScheduleError
-from ..language.periodic import Periodic
-from .inner_loop import ALL, NONE, WARM
-from .loop_tables import SchedulerState, Tables
-from .problem import SchedulingProblem, Stream
+from ...ir.operation import OPERATIONS, Operation
+from ..language.recipe import Recipe, per_rank
+from ..language.shape import Periodic, Shape
+
+EPS = 1e-9
+"""Times and sizes this close (relative to 1 s, 1 unit) are equal."""
 
 NEVER = 1 << 40
 """What an action that is not run waits for: more than there is."""
 
-_EARLY = {"all": ALL, "warm": WARM, "none": NONE}
+ALL, WARM, NONE = range(3)
+EARLY = {"all": ALL, "warm": WARM, "none": NONE}
+"""Codes of `Recipe.early`."""
+
+
+class Tables(NamedTuple):
+    """What does not change. Per stream, per rank, per place in a rank's order.
+
+    seconds, memory: of an action; memory changes when it starts, if above 0, or ends, if below.
+    urgent: others wait for its results.  filler: runs only where nothing else can.  drains: the same once all
+    forwards of the rank have begun.  opens, closes: F opens a micro-batch, B or I closes it.
+    order: micro-batches of each stream, those of stream i from `order_at[i]` on.
+    feeds: streams that use the results of stream i, from `feeds_at[i]` on.  delay: seconds until they are
+    there.  route: the link that the message takes, or -1 on one rank.
+    place: of an action in the order of its rank, or its key as a number; -1 if it has none.  line: stream of
+    each place in that order, those of rank r from `line_at[r]` on; empty for keys.
+    own: the streams of rank r, from `own_at[r]` on.  limit, open_rank, open_stage: `inf` for none.
+    before, after: seconds of what a user inserted beside an action; empty if nothing is.
+    unit: the other streams of the stream's unit, those of stream i from `unit_at[i]` on: on other ranks, in
+    the same order of micro-batches. All of a unit begin together.
+    strict: `place` is the exact order of all but fillers.  safe: it is a promise, see `Recipe.clock`.
+    within: seconds after which a run is given up.
+    """
+
+    size: int
+    rank: Longs
+    stage: Longs
+    seconds: Floats
+    memory: Floats
+    urgent: Bools
+    filler: Bools
+    drains: Bools
+    opens: Bools
+    closes: Bools
+    order_at: Longs
+    order: Longs
+    feeds_at: Longs
+    feeds: Longs
+    delay: Floats
+    place: Longs
+    line_at: Longs
+    line: Longs
+    own_at: Longs
+    own: Longs
+    limit: Floats
+    open_rank: Floats
+    open_stage: Floats
+    before: Floats
+    after: Floats
+    unit_at: Longs
+    unit: Longs
+    row_at: Longs
+    route: Longs
+    strict: bool
+    safe: bool
+    level: bool
+    early: int
+    patience: float
+    overlap: tuple[float, float]
+    within: float
+
+
+class SchedulerState(NamedTuple):
+    """What changes. Per stream its next action: position, micro-batch, key, when it could start (`ready`) and
+    what holds it back besides, and whether it fills gaps by now; per action what it still waits for and when
+    the rest is there; per rank when it is free, how long it was idle between its actions (and last the most
+    of all), what it holds, what fillers owe it, and how far it is; the rows, as in `Tables.row_at`; per link
+    when it is free; `event` and `event_rank` are a heap of when which rank looks around, of `events[0]`."""
+
+    next: Longs
+    batch: Longs
+    key: Longs
+    ready: Floats
+    hold: Floats
+    fills: Bools
+    missing: Longs
+    arrival: Floats
+    free: Floats
+    idle: Floats
+    used: Floats
+    owed: Floats
+    peak: Floats
+    left: Floats
+    opened: Longs
+    opened_stage: Longs
+    unopened: Longs
+    closed: Bools
+    head: Longs
+    done: Bools
+    woken: Longs
+    marked: Bools
+    written: Longs
+    row: Longs
+    row_batch: Longs
+    start: Floats
+    link: Floats
+    event: Floats
+    event_rank: Longs
+    events: Longs
+
+
 Table = TypeVar("Table", Tables, SchedulerState)
 
 
-def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, SchedulerState]:
-    """Tables of arrays, and the state before anything runs."""
-    streams = task.streams
-    orders = [np.asarray(s.order, np.int64) for s in streams]
-    size = max((int(order.max()) + 1 for order in orders if len(order)), default=0)
-    rank = np.array([s.rank for s in streams], np.int64)
-    stages = max((s.stage for s in streams), default=0) + 1
-    place, line_at, line = _places(task, orders, size)
-    lengths = np.array([len(order) for order in orders], np.int64)
-    seconds = np.array([s.seconds for s in streams], np.float64)
-    opens = np.array([s.opens for s in streams], np.bool_)
-    filler = np.array([s.filler for s in streams], np.bool_)
-    per_rank = np.bincount(rank, lengths, task.ranks).astype(np.int64)
-    before, after = _beside(streams, orders, size)
-    t = Tables(
-        size=size,
-        rank=rank,
-        stage=np.array([s.stage for s in streams], np.int64),
-        seconds=seconds,
-        memory=np.array([s.memory for s in streams], np.float64),
-        # Others wait for its results; an I that only its own W waits for holds up nobody in the drain.
-        urgent=np.array([any(streams[u].kind != "W" for u, _ in s.feeds) for s in streams], np.bool_),
-        filler=filler,
-        drains=np.array([s.drains for s in streams], np.bool_),
-        opens=opens,
-        closes=np.array([s.closes for s in streams], np.bool_),
-        order_at=_offsets(lengths),
-        order=np.concatenate([*orders, np.empty(0, np.int64)]),
-        feeds_at=_offsets(np.array([len(s.feeds) for s in streams], np.int64)),
-        feeds=np.array([user for s in streams for user, _ in s.feeds], np.int64),
-        delay=np.array([delay for s in streams for _, delay in s.feeds], np.float64),
-        place=place,
-        line_at=line_at,
-        line=line,
-        own_at=_offsets(np.bincount(rank, minlength=task.ranks)),
-        own=np.argsort(rank, kind="stable"),
-        limit=_limits(task.memory, task.ranks),
-        open_rank=_limits(task.open_rank, task.ranks),
-        open_stage=_limits(task.open_stage, stages),
-        before=before,
-        after=after,
-        unit_at=_offsets(np.array([len(s.unit) for s in streams], np.int64)),
-        unit=np.array([other for s in streams for other in s.unit], np.int64),
-        row_at=_offsets(per_rank),
-        route=_routes(task),
-        strict=task.row_of is not None,
-        safe=task.clock is not None,
-        level=task.level,
-        early=_EARLY[task.early],
-        patience=float(task.patience),
-        overlap=(float(task.overlap[0]), float(task.overlap[1])),
-        within=float(within_s),
-    )
-    return t, _state(task, t, lengths)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Streams:
+    """The streams of a shape. kinds, orders: of each its kind, and its micro-batches in their order.
+    tables: without the rules of any recipe.  missing, left, unopened: of the state at the start."""
+
+    kinds: tuple[Kind, ...]
+    orders: tuple[Longs, ...]
+    tables: Tables
+    missing: Longs
+    left: Floats
+    unopened: Longs
+
+    def action(self, index: int, microbatch: int) -> Action:
+        return Action(int(self.tables.stage[index]), self.kinds[index], int(microbatch))
 
 
-def _routes(task: SchedulingProblem) -> Longs:
-    """Of each feed the link from its rank to the one that it feeds; -1 without a message."""
-    return np.array(
-        [
-            s.rank * task.ranks + task.streams[user].rank if delay > 0 else -1
-            for s in task.streams
-            for user, delay in s.feeds
-        ],
-        np.int64,
-    )
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecipeTables:
+    """What a recipe asks of a shape, as tables. listed: its rows, if it gives any, without fillers.
+    beside: the operations that go next to their anchors when all else is ordered."""
 
+    shape: Shape
+    recipe: Recipe
+    streams: Streams
+    tables: Tables
+    listed: Rows[Action] | None
+    beside: tuple[Operation, ...]
 
-def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> SchedulerState:
-    """Before anything runs. lengths: micro-batches of each stream."""
-    streams, size = task.streams, t.size
-    count, actions = len(streams), len(t.order)
-    missing = np.repeat(np.array([s.needs for s in streams], np.int64)[:, None], size, axis=1)
-    for index in np.flatnonzero(lengths < size).tolist():
-        runs = np.zeros(size, np.bool_)
-        runs[t.order[t.order_at[index] : t.order_at[index + 1]]] = True
-        missing[index, ~runs] = NEVER
-    left = np.bincount(t.rank, t.seconds * lengths, task.ranks).astype(np.float64)
-    unopened = np.bincount(t.rank, t.opens * lengths, task.ranks).astype(np.int64)
-    events = 2 * actions + task.ranks  # one when an action ends, one when its data are there
-    return SchedulerState(
-        next=_none(count),
-        batch=_none(count) - 1,
-        key=_none(count),
-        ready=np.full(count, inf),
-        hold=np.zeros(count),
-        fills=t.filler.copy(),
-        missing=missing.reshape(-1),
-        arrival=np.zeros(count * size),
-        free=np.zeros(task.ranks),
-        idle=np.zeros(task.ranks + 1),
-        used=np.zeros(task.ranks),
-        owed=np.zeros(task.ranks),
-        peak=np.zeros(task.ranks),
-        left=left,
-        opened=_none(task.ranks),
-        opened_stage=_none(len(t.open_stage)),
-        unopened=unopened,
-        closed=np.zeros(task.ranks, np.bool_),
-        head=_none(task.ranks),
-        done=np.zeros(len(t.line), np.bool_),
-        woken=_none(task.ranks),
-        marked=np.zeros(task.ranks, np.bool_),
-        written=_none(task.ranks),
-        row=_none(actions),
-        row_batch=_none(actions),
-        start=np.zeros(actions),
-        link=np.zeros(task.ranks**2),
-        event=np.zeros(events),
-        event_rank=_none(events),
-        events=_none(1),
-    )
+    def new_state(self) -> SchedulerState:
+        """Before anything runs."""
+        t, streams = self.tables, self.streams
+        count, actions, ranks = len(t.rank), len(t.order), len(t.limit)
+        events = 2 * actions + ranks  # one when an action ends, one when its data are there
+        return SchedulerState(
+            next=_zeros(count),
+            batch=_zeros(count) - 1,
+            key=_zeros(count),
+            ready=np.full(count, inf),
+            hold=np.zeros(count),
+            fills=t.filler.copy(),
+            missing=streams.missing.copy(),
+            arrival=np.zeros(count * t.size),
+            free=np.zeros(ranks),
+            idle=np.zeros(ranks + 1),
+            used=np.zeros(ranks),
+            owed=np.zeros(ranks),
+            peak=np.zeros(ranks),
+            left=streams.left.copy(),
+            opened=_zeros(ranks),
+            opened_stage=_zeros(len(t.open_stage)),
+            unopened=streams.unopened.copy(),
+            closed=np.zeros(ranks, np.bool_),
+            head=_zeros(ranks),
+            done=np.zeros(len(t.line), np.bool_),
+            woken=_zeros(ranks),
+            marked=np.zeros(ranks, np.bool_),
+            written=_zeros(ranks),
+            row=_zeros(actions),
+            row_batch=_zeros(actions),
+            start=np.zeros(actions),
+            link=np.zeros(ranks**2),
+            event=np.zeros(events),
+            event_rank=_zeros(events),
+            events=_zeros(1),
+        )
+
+    def columns(self, s: SchedulerState) -> Columns:
+        """The rows that the loop has written."""
+        codes: dict[Kind, int] = dict(CODE)
+        for kind in self.streams.kinds:
+            codes.setdefault(kind, len(codes))
+        row = np.asarray(s.row)
+        return Columns(
+            kind=np.array([codes[kind] for kind in self.streams.kinds], np.int16)[row],
+            stage=self.tables.stage.astype(np.int32)[row],
+            microbatch=np.asarray(s.row_batch, np.int32),
+            peer=np.full(len(row), -1, np.int32),
+            offsets=self.tables.row_at,
+            kinds=CODED if len(codes) == len(CODED) else tuple(codes),
+        )
 
 
 def as_lists(table: Table) -> Table:
@@ -143,167 +220,440 @@ def as_lists(table: Table) -> Table:
     return type(table)(*(x.tolist() if isinstance(x, np.ndarray) else x for x in table))  # type: ignore[arg-type]
 
 
-def columns_in(task: SchedulingProblem, t: Tables, s: SchedulerState) -> Columns:
-    """The rows that the loop has written."""
-    codes: dict[Kind, int] = dict(CODE)
-    for stream in task.streams:
-        codes.setdefault(stream.kind, len(codes))
-    kinds = np.array([codes[stream.kind] for stream in task.streams], np.int16)
-    row = np.asarray(s.row)
-    return Columns(
-        kind=kinds[row],
-        stage=np.asarray(t.stage, np.int32)[row],
-        microbatch=np.asarray(s.row_batch, np.int32),
-        peer=np.full(len(row), -1, np.int32),
-        offsets=np.asarray(t.row_at),
-        kinds=CODED if len(codes) == len(CODED) else tuple(codes),
-    )
-
-
-def _places(task: SchedulingProblem, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
-    """`place`, `line_at` and `line` of the tables."""
-    if task.row_of is not None:
-        return _by_rows(task, task.row_of.columns, orders, size)
-    if task.clock is not None:
-        return _by_clock(task, orders, size)
-    assert task.key is not None
-    place = np.full((len(orders), size), -1, np.int64)
-    own: list[list[tuple[Any, int, int]]] = [[] for _ in range(task.ranks)]
-    for index, stream in enumerate(task.streams):
-        own[stream.rank] += [(task.key(stream.action(b)), index, b) for b in orders[index].tolist()]
-    for entries in own:
-        entries.sort(key=lambda entry: entry[0])
-        number, last = -1, None
-        for key, index, b in entries:
-            if number < 0 or key != last:
-                number, last = number + 1, key
-            place[index, b] = number
-    return place.reshape(-1), _none(task.ranks + 1), _none(0)
-
-
-def _by_rows(
-    task: SchedulingProblem, rows: Columns, orders: list[Longs], size: int
-) -> tuple[Longs, Longs, Longs]:
-    stages = max((s.stage for s in task.streams), default=0) + 1
-    stream = np.full((stages, len(rows.kinds)), -1, np.int64)
-    codes = {kind: code for code, kind in reversed(list(enumerate(rows.kinds)))}
-    for index, s in enumerate(task.streams):
-        if s.kind in codes:
-            stream[s.stage, codes[s.kind]] = index
-    known = (rows.stage >= 0) & (rows.stage < stages)
-    line = np.where(known, stream[np.where(known, rows.stage, 0), rows.kind], -1)
-    if (line < 0).any():
-        at = int(np.argmax(line < 0))
-        action = rows.at(at)
-        raise ScheduleError(
-            f"the row of rank {rows.rank_of(at)} has {action}, but stage {action.stage} has no {action.kind}",
-            hint="add the kind to kinds= or insert=, or drop the action",
-        )
-    _refuse_strays(task, rows, line, orders, size)
-    position = np.arange(len(line)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
-    place = np.full((len(orders), size), -1, np.int64)
-    place[line, rows.microbatch] = position
-    for index, s in enumerate(task.streams):
-        own = place[index, orders[index]]
-        if not s.filler and (own < 0).any():
-            lacking = s.action(int(orders[index][np.argmax(own < 0)]))
-            raise ScheduleError(f"the rows never run {lacking}", hint=f"add it to the row of rank {s.rank}")
-        if (np.diff(own) < 0).any():
-            at = int(np.argmax(np.diff(own) < 0))
-            first, then = (s.action(int(b)) for b in orders[index][at : at + 2])
+def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
+    """The tables of a recipe on a shape. Raises: ScheduleError if it does not fit the shape."""
+    listed = _listed(shape, recipe)
+    named = set(recipe.fill) | (set() if listed is None else _kinds_in(listed.columns))
+    loose = tuple(o for o in recipe.insert if o.kind in named)
+    for operation in loose:
+        if operation.before is not None and operation.kind in recipe.fill:
             raise ScheduleError(
-                f"the row of rank {s.rank} has {then} in front of {first}",
-                hint=f"a stage runs the {s.kind} of its micro-batches in one order: {first}, then {then}",
+                f"{operation.kind} runs before {operation.before}, so it cannot fill gaps",
+                hint="leave it out of fill=, or declare it with after=",
             )
-    return place.reshape(-1), rows.offsets, line
-
-
-def _refuse_strays(
-    task: SchedulingProblem, rows: Columns, line: Longs, orders: list[Longs], size: int
-) -> None:
-    """Entries that would never get their turn: in the wrong row, of no micro-batch, beside a B, or twice."""
-
-    def refuse(bad: NDArray[np.bool_], problem: Callable[[Action], str], hint: str) -> None:
-        if bad.any():
-            at = int(np.argmax(bad))
-            action, where = rows.at(at), f"the row of rank {rows.rank_of(at)}"
-            assert isinstance(action, Action)
-            raise ScheduleError(f"{where} has {action}{problem(action)}", hint=hint)
-
-    home = np.array([s.rank for s in task.streams], np.int64)
-    rank = np.repeat(np.arange(len(rows.offsets) - 1), np.diff(rows.offsets))
-    refuse(
-        home[line] != rank,
-        lambda a: f", but stage {a.stage} is on another rank",
-        "move it to the row of that rank, or place the stage here",
+    beside = tuple(o for o in recipe.insert if o not in loose)
+    streams = streams_of(shape, recipe, loose, _whole(recipe, listed))
+    filler = np.array([kind in recipe.fill for kind in streams.kinds], np.bool_)
+    if listed is not None:
+        listed = _without(listed, {kind for kind in streams.kinds if kind in recipe.fill})
+    memory, limit = _memory(shape, recipe, streams, beside)
+    places = _Places(shape, streams, filler)
+    if listed is not None:
+        place, line_at, line = places.by_rows(listed.columns)
+    elif recipe.clock is not None:
+        place, line_at, line = places.by_clock(recipe.clock)
+    else:
+        assert recipe.priority is not None
+        place, line_at, line = places.by_key(recipe.priority)
+    before, after = _around(shape, streams, beside)
+    overlap = recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap)
+    stages = range(len(shape.placement))
+    tables = streams.tables._replace(
+        memory=memory,
+        filler=filler,
+        drains=np.array([kind in recipe.drain for kind in streams.kinds], np.bool_),
+        place=place,
+        line_at=line_at,
+        line=line,
+        limit=limit,
+        open_rank=_limits(recipe.in_flight, range(shape.ranks)),
+        open_stage=_limits(recipe.in_flight_stage, stages),
+        before=before,
+        after=after,
+        strict=listed is not None,
+        safe=recipe.clock is not None,
+        level=recipe.level,
+        early=EARLY[recipe.early],
+        patience=float(recipe.patience),
+        overlap=(float(overlap[0]), float(overlap[1])),
     )
-    refuse(
-        (rows.microbatch < 0) | (rows.microbatch >= size),
-        lambda a: f", but there are {size} micro-batches",
-        "drop it: micro-batches count from 0",
+    return RecipeTables(
+        shape=shape, recipe=recipe, streams=streams, tables=tables, listed=listed, beside=beside
     )
-    runs = np.zeros((len(orders), size), np.bool_)
-    for index, order in enumerate(orders):
-        runs[index, order] = True
-    refuse(
-        ~runs[line, rows.microbatch],
-        lambda a: ", which its stage does not run at this micro-batch",
-        "a micro-batch has B, or I and W; an operation only those that its every= says",
+
+
+def _listed(shape: Shape, recipe: Recipe) -> Rows[Action] | None:
+    rows = recipe.rows
+    if rows is None:
+        return None
+    listed = [rows(r) for r in range(shape.ranks)] if callable(rows) else rows
+    if len(listed) != shape.ranks:
+        raise ScheduleError(f"{len(listed)} rows for {shape.ranks} ranks", hint="give one row per rank")
+    return listed if isinstance(listed, Rows) else Rows(columns_of(listed))
+
+
+def _kinds_in(columns: Columns) -> set[Kind]:
+    return {columns.kinds[code] for code in np.unique(columns.kind).tolist()}
+
+
+def _without(rows: Rows[Action], kinds: set[Kind]) -> Rows[Action]:
+    """The rows without what is to find its own place."""
+    columns = rows.columns
+    codes = [code for code, kind in enumerate(columns.kinds) if kind in kinds]
+    dropped = np.isin(columns.kind, codes)
+    return Rows(columns.where(~dropped)) if dropped.any() else rows
+
+
+def _whole(recipe: Recipe, listed: Rows[Action] | None) -> frozenset[tuple[int, int]]:
+    """Stages and micro-batches whose backward the rows run as one B, where a stage may do either."""
+    if listed is None or recipe.kinds in ("F", "FB", "FIW"):
+        return frozenset()
+    columns = listed.columns
+    at = columns.kind == B_
+    return frozenset(zip(columns.stage[at].tolist(), columns.microbatch[at].tolist(), strict=True))
+
+
+def streams_of(
+    shape: Shape, recipe: Recipe, loose: Sequence[Operation], whole: frozenset[tuple[int, int]]
+) -> Streams:
+    """The streams of a shape; for recipes with the same kinds of actions they are made once.
+
+    loose: the operations that find their own place, as W does.  whole: see `_whole`.
+    """
+    count = len(shape.placement)
+    kinds = tuple(recipe.kinds_of(stage) for stage in range(count))
+    key = ("streams", kinds, recipe.slices)
+    if loose or whole:
+        return _streams(shape, recipe, kinds, loose, whole)
+    if key not in shape.memo:
+        shape.memo[key] = _streams(shape, recipe, kinds, loose, whole)
+    found: Streams = shape.memo[key]
+    return found
+
+
+def _streams(
+    shape: Shape,
+    recipe: Recipe,
+    built_in: Sequence[tuple[Kind, ...]],
+    loose: Sequence[Operation],
+    whole: frozenset[tuple[int, int]],
+) -> Streams:
+    placement, shards = shape.placement, shape.flow.shards
+    kinds_of = [
+        (*own, *(o.kind for o in loose if any(_runs_at(shape, o, stage))))
+        for stage, own in enumerate(built_in)
+    ]
+    pairs = [(stage, kind) for stage, own in enumerate(kinds_of) for kind in own]
+    index = {pair: number for number, pair in enumerate(pairs)}
+    feeds: list[list[tuple[int, float]]] = [[] for _ in pairs]
+    needed = [0] * len(pairs)
+    for target in _in_order_of_data(shape, pairs):
+        for source, ways in _sources(shape, target, kinds_of):
+            needed[index[target]] += 1
+            for kind in ways:
+                feeds[index[source, kind]].append((index[target], shape.delay_s(source, target[0])))
+    units = [
+        [index[o, kind] for o in shards.get(stage, ())] if kind in (F, B, I) else [] for stage, kind in pairs
+    ]
+    orders = tuple(np.asarray(_order(shape, recipe, s, kinds_of[s], k, whole), np.int64) for s, k in pairs)
+    size = max((int(order.max()) + 1 for order in orders if len(order)), default=0)
+    rank = np.array([placement[stage] for stage, _ in pairs], np.int64)
+    lengths = np.array([len(order) for order in orders], np.int64)
+    seconds = np.array([shape.seconds(s, k) if _occupies(k) else 0.0 for s, k in pairs], np.float64)
+    opens = np.array([kind == F for _, kind in pairs], np.bool_)
+    none, nothing = np.zeros(0), _zeros(0)
+    tables = Tables(
+        size=size,
+        rank=rank,
+        stage=np.array([stage for stage, _ in pairs], np.int64),
+        seconds=seconds,
+        memory=none,
+        # An I that only its own W waits for holds up nobody in the drain.
+        urgent=np.array([any(pairs[user][1] != W for user, _ in own) for own in feeds], np.bool_),
+        filler=none.astype(np.bool_),
+        drains=none.astype(np.bool_),
+        opens=opens,
+        closes=np.array([kind in (B, I) for _, kind in pairs], np.bool_),
+        order_at=_offsets(lengths),
+        order=np.concatenate([*orders, nothing]),
+        feeds_at=_offsets([len(own) for own in feeds]),
+        feeds=np.array([user for own in feeds for user, _ in own], np.int64),
+        delay=np.array([delay for own in feeds for _, delay in own], np.float64),
+        place=nothing,
+        line_at=nothing,
+        line=nothing,
+        own_at=_offsets(np.bincount(rank, minlength=shape.ranks)),
+        own=np.argsort(rank, kind="stable"),
+        limit=none,
+        open_rank=none,
+        open_stage=none,
+        before=none,
+        after=none,
+        unit_at=_offsets([len(unit) for unit in units]),
+        unit=np.array([other for unit in units for other in unit], np.int64),
+        row_at=_offsets(np.bincount(rank, lengths, shape.ranks).astype(np.int64)),
+        route=np.array(
+            [
+                rank[source] * shape.ranks + rank[user] if delay > 0 else -1
+                for source, own in enumerate(feeds)
+                for user, delay in own
+            ],
+            np.int64,
+        ),
+        strict=False,
+        safe=False,
+        level=False,
+        early=ALL,
+        patience=0.0,
+        overlap=(0.0, 0.0),
+        within=inf,
     )
-    _, first = np.unique(line * size + rows.microbatch, return_index=True)
-    again = np.ones(len(line), np.bool_)
-    again[first] = False
-    refuse(again, lambda a: " a second time", "run every action once")
+    missing = np.repeat(np.array(needed, np.int64)[:, None], size, axis=1)
+    for number in np.flatnonzero(lengths < size).tolist():
+        runs = np.zeros(size, np.bool_)
+        runs[orders[number]] = True
+        missing[number, ~runs] = NEVER
+    return Streams(
+        kinds=tuple(kind for _, kind in pairs),
+        orders=orders,
+        tables=tables,
+        missing=missing.reshape(-1),
+        left=np.bincount(rank, seconds * lengths, shape.ranks).astype(np.float64),
+        unopened=np.bincount(rank, opens * lengths, shape.ranks).astype(np.int64),
+    )
 
 
-def _by_clock(task: SchedulingProblem, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
-    """At equal times backwards come first, as they let memory go, and later stages before earlier ones."""
-    assert task.clock is not None
-    place = np.full((len(orders), size), -1, np.int64)
-    own: list[list[int]] = [[] for _ in range(task.ranks)]
-    for index, s in enumerate(task.streams):
-        own[s.rank].append(index)
-    lines = []
-    for indices in own:
-        indices.sort(key=lambda i: (task.streams[i].kind == F, -task.depth[task.streams[i].stage], i))
-        stream = np.repeat(np.array(indices, np.int64), [len(orders[i]) for i in indices])
-        batch = np.concatenate([orders[i] for i in indices])
-        moments = np.concatenate([_moments(task.clock, task.streams[i], orders[i]) for i in indices])
-        order = np.argsort(moments, kind="stable")
-        lines.append(stream[order])
-        place[stream[order], batch[order]] = np.arange(len(order))
-    line_at = _offsets(np.array([len(line) for line in lines], np.int64))
-    return place.reshape(-1), line_at, np.concatenate(lines)
+def _in_order_of_data(shape: Shape, pairs: Sequence[tuple[int, Kind]]) -> list[tuple[int, Kind]]:
+    """Messages of one action to one rank follow each other: those of forwards in the order of the data."""
+    place = {stage: number for number, stage in enumerate(shape.flow.order)}
+    forwards = sorted((pair for pair in pairs if pair[1] == F), key=lambda pair: place[pair[0]])
+    return [*forwards, *(pair for pair in pairs if pair[1] != F)]
 
 
-def _moments(clock: Callable[[int, Kind, int], float], s: Stream, order: Longs) -> NDArray[np.float64]:
-    """What the clock says for each micro-batch of a stream."""
-    if isinstance(clock, Periodic):
-        return np.asarray(clock(s.stage, s.kind, 0) + clock.period * order, np.float64)
-    return np.array([clock(s.stage, s.kind, b) for b in order.tolist()], np.float64)
+def _sources(
+    shape: Shape, target: tuple[int, Kind], kinds_of: Sequence[Sequence[Kind]]
+) -> list[tuple[int, Sequence[Kind]]]:
+    """What an action waits for: stages, each with the kinds of which it runs one for a micro-batch."""
+    stage, kind = target
+    operation = OPERATIONS.get(kind)
+    if operation is not None:
+        anchors = [own for own in kinds_of[stage] if operation.stands_at(own)]
+        return [(stage, anchors)] if operation.after is not None else []
+    if kind == W:
+        return [(stage, (I,))]
+    return [
+        (source, [own for own in kinds_of[source] if own in (B, I)] if phase else (F,))
+        for source, _, phase in needs(Action(stage, kind, 0), shape.flow)
+    ]
 
 
-def _beside(
-    streams: tuple[Stream, ...], orders: list[Longs], size: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _occupies(kind: Kind) -> bool:
+    return kind not in OPERATIONS or OPERATIONS[kind].stream == "compute"
+
+
+def _runs_at(shape: Shape, operation: Operation, stage: int) -> list[int]:
+    return [b for b in range(shape.microbatches) if operation.runs(stage, shape.placement[stage], b)]
+
+
+def _order(
+    shape: Shape,
+    recipe: Recipe,
+    stage: int,
+    kinds: Sequence[Kind],
+    kind: Kind,
+    whole: frozenset[tuple[int, int]],
+) -> Sequence[int]:
+    """Micro-batches in the order in which a stream runs them; slices go back where they came from."""
+    k = recipe.slices
+    order: Sequence[int] = range(shape.microbatches)
+    if k > 1 and kind != F:
+        order = [low + k - 1 - i for low in range(0, shape.microbatches, k) for i in range(k)]
+    if kind in OPERATIONS:
+        wanted = set(_runs_at(shape, OPERATIONS[kind], stage))
+        order = [b for b in order if b in wanted]
+    elif kind in (B, I, W) and B in kinds and I in kinds:
+        order = [b for b in order if ((stage, b) in whole) == (kind == B)]
+    return order
+
+
+def _memory(
+    shape: Shape, recipe: Recipe, streams: Streams, beside: Sequence[Operation]
+) -> tuple[Floats, Floats]:
+    """What each stream adds or gives back, and each rank's limit: in bytes where bytes are limited.
+
+    Operations count where bytes do: by what they leave, if they run at every micro-batch; and the most that
+    one of them needs for itself is kept free.
+    """
+    ranks = range(shape.ranks)
+    stages = streams.tables.stage.tolist()
+    if recipe.memory_bytes is None and shape.limit_bytes is None:
+        most = inf if recipe.memory is None else recipe.memory
+        share = [1.0 / len(own) for own in shape.rank_stages]
+        sign = {F: 1.0, B: -1.0, W: -1.0}
+        changes = [
+            sign.get(kind, 0.0) * share[shape.placement[s]]
+            for s, kind in zip(stages, streams.kinds, strict=True)
+        ]
+        return np.array(changes), np.array([per_rank(most, rank) for rank in ranks])
+
+    def change(stage: int, kind: Kind) -> float:
+        if (operation := OPERATIONS.get(kind)) is not None:
+            return float(operation.acquired(stage) - operation.released(stage))
+        near = [o for o in beside if o.every == 1 and o.stands_at(kind)]
+        runs = [o for o in near if o.runs(stage, shape.placement[stage], 0)]
+        left = sum(o.acquired(stage) - o.released(stage) for o in runs)
+        return float(shape.costs[stage].held_change(kind) + left)
+
+    def free(rank: int) -> int:
+        """Bytes that operations hold only while they run."""
+        both = [(o, s) for o in recipe.insert for s in shape.rank_stages[rank]]
+        return max((min(o.acquired(s), o.released(s)) for o, s in both), default=0)
+
+    limits = list(shape.limits_bytes)
+    if recipe.memory_bytes is not None:
+        limits = [min(limit, per_rank(recipe.memory_bytes, r)) for r, limit in enumerate(limits)]
+    changes = [change(s, kind) for s, kind in zip(stages, streams.kinds, strict=True)]
+    return np.array(changes), np.array([limit - free(rank) for rank, limit in enumerate(limits)], np.float64)
+
+
+def _around(shape: Shape, streams: Streams, beside: Sequence[Operation]) -> tuple[Floats, Floats]:
     """Seconds of what stands right before and right after each action; empty if nothing does."""
-    if all(s.around is None for s in streams):
-        return np.empty(0), np.empty(0)
-    both = np.zeros((2, len(streams), size))
-    for index, s in enumerate(streams):
-        if s.around is not None:
-            for b in orders[index].tolist():
-                both[:, index, b] = s.around(b)
-    return both[0].reshape(-1), both[1].reshape(-1)
+    size = streams.tables.size
+    both = np.zeros((2, len(streams.kinds), size))
+    some = False
+    for index, (kind, order) in enumerate(zip(streams.kinds, streams.orders, strict=True)):
+        stage, rank = int(streams.tables.stage[index]), int(streams.tables.rank[index])
+        near = [o for o in beside if o.stands_at(kind)]
+        # What runs beside computing costs the rank nothing, unless the anchor must wait for it.
+        front = [o for o in near if o.before is not None and (o.stream == "compute" or not o.ahead)]
+        behind = [o for o in near if o.after is not None and o.stream == "compute"]
+        for side, operations in enumerate((front, behind)):
+            some = some or bool(operations)
+            for b in order.tolist() if operations else ():
+                running = (o for o in operations if o.runs(stage, rank, b))
+                both[side, index, b] = sum(shape.seconds(stage, o.kind) for o in running)
+    return (both[0].reshape(-1), both[1].reshape(-1)) if some else (np.zeros(0), np.zeros(0))
 
 
-def _offsets(lengths: NDArray[np.int64]) -> Longs:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+class _Places:
+    """`place`, `line_at` and `line` of the tables, from the order that a recipe gives."""
+
+    def __init__(self, shape: Shape, streams: Streams, filler: Bools) -> None:
+        self.shape, self.streams, self.filler = shape, streams, filler
+        self.place = np.full((len(streams.kinds), streams.tables.size), -1, np.int64)
+        t = streams.tables
+        self.own = [t.own[t.own_at[r] : t.own_at[r + 1]].tolist() for r in range(shape.ranks)]
+
+    def by_key(self, key: Callable[[Action], Any]) -> tuple[Longs, Longs, Longs]:
+        """Equal keys get one number."""
+        for own in self.own:
+            entries = [
+                (key(self.streams.action(index, b)), index, b)
+                for index in own
+                for b in self.streams.orders[index].tolist()
+            ]
+            entries.sort(key=lambda entry: entry[0])
+            number, last = -1, None
+            for value, index, b in entries:
+                if number < 0 or value != last:
+                    number, last = number + 1, value
+                self.place[index, b] = number
+        return self.place.reshape(-1), _zeros(self.shape.ranks + 1), _zeros(0)
+
+    def by_clock(self, clock: Callable[[int, Kind, int], float]) -> tuple[Longs, Longs, Longs]:
+        """At equal times backwards come first, as they let memory go, and later stages first."""
+        kinds, orders, stages = self.streams.kinds, self.streams.orders, self.streams.tables.stage.tolist()
+        place = {stage: number for number, stage in enumerate(self.shape.flow.order)}
+        shards = self.shape.flow.shards
+        # The same for all ranks of a stage, so that these have their units in one order.
+        depth = [place[min(s, *shards.get(s, (s,)))] for s in range(len(place))]
+        lines = []
+        for own in self.own:
+            own.sort(key=lambda i: (kinds[i] == F, -depth[stages[i]], i))
+            stream = np.repeat(np.array(own, np.int64), [len(orders[i]) for i in own])
+            batch = np.concatenate([orders[i] for i in own])
+            moments = np.concatenate([_moments(clock, stages[i], kinds[i], orders[i]) for i in own])
+            order = np.argsort(moments, kind="stable")
+            lines.append(stream[order])
+            self.place[stream[order], batch[order]] = np.arange(len(order))
+        return self.place.reshape(-1), _offsets([len(line) for line in lines]), np.concatenate(lines)
+
+    def by_rows(self, rows: Columns) -> tuple[Longs, Longs, Longs]:
+        """Raises: ScheduleError if they are not what the streams run."""
+        streams, stages = self.streams, len(self.shape.placement)
+        stream = np.full((stages, len(rows.kinds)), -1, np.int64)
+        codes = {kind: code for code, kind in reversed(list(enumerate(rows.kinds)))}
+        for index, kind in enumerate(streams.kinds):
+            if kind in codes:
+                stream[streams.tables.stage[index], codes[kind]] = index
+        known = (rows.stage >= 0) & (rows.stage < stages)
+        line = np.where(known, stream[np.where(known, rows.stage, 0), rows.kind], -1)
+        if (line < 0).any():
+            at = int(np.argmax(line < 0))
+            action = rows.at(at)
+            raise ScheduleError(
+                f"the row of rank {rows.rank_of(at)} has {action}, but stage {action.stage} has no "
+                f"{action.kind}",
+                hint="add the kind to kinds= or insert=, or drop the action",
+            )
+        self._refuse_strays(rows, line)
+        position = np.arange(len(line)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
+        self.place[line, rows.microbatch] = position
+        for index, order in enumerate(streams.orders):
+            own = self.place[index, order]
+            rank = int(streams.tables.rank[index])
+            if not self.filler[index] and (own < 0).any():
+                lacking = streams.action(index, order[np.argmax(own < 0)])
+                raise ScheduleError(f"the rows never run {lacking}", hint=f"add it to the row of rank {rank}")
+            if (np.diff(own) < 0).any():
+                at = int(np.argmax(np.diff(own) < 0))
+                first, then = (streams.action(index, b) for b in order[at : at + 2])
+                raise ScheduleError(
+                    f"the row of rank {rank} has {then} in front of {first}",
+                    hint=f"a stage runs the {first.kind} of its micro-batches in one order: {first}, "
+                    f"then {then}",
+                )
+        return self.place.reshape(-1), rows.offsets, line
+
+    def _refuse_strays(self, rows: Columns, line: Longs) -> None:
+        """Entries that would never get their turn: in the wrong row, of no micro-batch, beside a B, or
+        twice."""
+        size = self.streams.tables.size
+
+        def refuse(bad: Bools, problem: Callable[[Action], str], hint: str) -> None:
+            if bad.any():
+                at = int(np.argmax(bad))
+                action, where = rows.at(at), f"the row of rank {rows.rank_of(at)}"
+                assert isinstance(action, Action)
+                raise ScheduleError(f"{where} has {action}{problem(action)}", hint=hint)
+
+        rank = np.repeat(np.arange(rows.ranks), np.diff(rows.offsets))
+        refuse(
+            self.streams.tables.rank[line] != rank,
+            lambda a: f", but stage {a.stage} is on another rank",
+            "move it to the row of that rank, or place the stage here",
+        )
+        refuse(
+            (rows.microbatch < 0) | (rows.microbatch >= size),
+            lambda a: f", but there are {size} micro-batches",
+            "drop it: micro-batches count from 0",
+        )
+        runs = self.streams.missing.reshape(-1, size) != NEVER
+        refuse(
+            ~runs[line, rows.microbatch],
+            lambda a: ", which its stage does not run at this micro-batch",
+            "a micro-batch has B, or I and W; an operation only those that its every= says",
+        )
+        _, first = np.unique(line * size + rows.microbatch, return_index=True)
+        again = np.ones(len(line), np.bool_)
+        again[first] = False
+        refuse(again, lambda a: " a second time", "run every action once")
 
 
-def _limits(given: tuple[float, ...], count: int) -> NDArray[np.float64]:
-    return np.array(given, np.float64) if given else np.full(count, inf)
+def _moments(clock: Callable[[int, Kind, int], float], stage: int, kind: Kind, order: Longs) -> Floats:
+    """What a clock says for each micro-batch of a stream."""
+    if isinstance(clock, Periodic):
+        return np.asarray(clock(stage, kind, 0) + clock.period * order, np.float64)
+    return np.array([clock(stage, kind, b) for b in order.tolist()], np.float64)
 
 
-def _none(count: int) -> Longs:
+def _offsets(lengths: Sequence[int] | Longs) -> Longs:
+    return np.array([0, *accumulate(lengths)], np.int64)
+
+
+def _limits(limit: Callable[[int], float] | None, each: Sequence[int]) -> Floats:
+    return np.array([inf if limit is None else limit(one) for one in each], np.float64)
+
+
+def _zeros(count: int) -> Longs:
     return np.zeros(count, np.int64)

@@ -4,7 +4,7 @@ micro-batches."""
 from __future__ import annotations
 
 from ...ir.errors import ScheduleError
-from .candidate import OrderCandidate
+from .orders import OrderCandidate
 from .problem import SearchProblem
 from .search import SearchResult
 

@@ -20,10 +20,10 @@ from ...ir.errors import ScheduleError
 from ...ir.flow import dag
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
-from ...ir.units import enough_bytes
+from ...ir.text import enough_bytes
+from ..language.placements import spread
 from ..language.shape import Shape
-from ..placements import spread
-from .arrays import Units
+from .timing import Units
 
 
 @dataclass(frozen=True, kw_only=True)

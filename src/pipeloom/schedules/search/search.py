@@ -17,18 +17,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, log2
+from math import ceil, inf, log2
 
 from ...ir.errors import PlanError
+from . import exact, library, moments, priorities, rows
 from .bounds import Bound, lower_bound
-from .candidate import OrderCandidate, fits, one_by_one
-from .engine import Round
-from .levels import Levels, levels_of
+from .moments import repeating_of
+from .orders import Engine, OrderCandidate, Round, fits, one_by_one
 from .problem import SearchProblem
-from .registry import ENGINES
-from .repeating_orders import repeating_of
 
-LARGE = 1500
+ENGINES: dict[str, Engine] = {
+    "library": library.library_orders,
+    "priorities": priorities.dispatch_orders,
+    "clock": moments.anneal_repeating,
+    "kernel": exact.solve_periods,
+    "rows": rows.anneal_best,
+    "exact": exact.solve_orders,
+}
+"""In the order in which they run: later ones go on from what earlier ones found."""
+
+LARGE_SEARCH = 1500
 """Actions of a step from twice which on fewer orders are tried, the more actions the fewer."""
 
 QUICK, SLOW, FIRST = 7.0, 0.55, 0.25
@@ -48,8 +56,6 @@ be tried, and how many of its schedules are, the best ones."""
 
 EVERY = 2
 """Of the thorough sizes for which the library is built."""
-
-SAME = 1e-9
 
 LIBRARY = "library: "
 """What the engine of a candidate begins with that is a schedule of the library."""
@@ -291,7 +297,7 @@ class _Search:
             repeating=known.repeating,
             bound=lower_bound(known.problem),
             seed=self.options.seed * 1009 + number,
-            effort=share * self.options.effort * min(1.0, 2 * LARGE / self.problem.entries),
+            effort=share * self.options.effort * min(1.0, 2 * LARGE_SEARCH / self.problem.entries),
             without_limits=self.without_limits,
         )
 
@@ -330,3 +336,106 @@ def _refuse_too_little(problem: SearchProblem, first: OrderCandidate) -> None:
                 f"{problem.shown_size(problem.limits[rank])}",
                 hint="allow more memory, or give some of its stages to other ranks",
             )
+
+
+FINE, CLOSE, THOROUGH = 1.03, 1.06, 4 / 3
+"""By which one size is at least larger than the one before: of the climb, of those at which few schedules of
+the library are built, and of those at which all engines run and all schedules are built."""
+
+LARGE = 500
+"""Actions of a step from which on sizes are further apart, in proportion."""
+
+COARSEST = 2.0
+"""By which sizes are apart at most."""
+
+PARTS = 64
+"""Of a micro-batch, in which sizes are counted where stages hold any bytes."""
+
+SAME = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """problem: as it was asked.  shares: per rank its limit, of the largest one.  low, top: the least size
+    with which any order runs, and that beyond which nothing is held.  asked: the largest size within the
+    limits, at most `top`.  grain: of which sizes are multiples.  All sizes are 0 where nothing is held."""
+
+    problem: SearchProblem
+    shares: tuple[float, ...]
+    low: float
+    top: float
+    asked: float
+    grain: float
+
+    def at(self, size: float) -> SearchProblem:
+        """The problem with the limits of a size, never above those that were asked for."""
+        if self.top == 0:
+            return self.problem
+        pairs = zip(self.shares, self.problem.limits, strict=True)
+        return replace(self.problem, caps=tuple(min(share * size, cap) for share, cap in pairs))
+
+    def above(self, size: float, ratio: float) -> float:
+        """The next size that is so many times as large; infinite above the top."""
+        if size >= self.top:
+            return inf
+        return min(self.top, ceil(size * ratio / self.grain * (1 - SAME)) * self.grain)
+
+    @property
+    def fine(self) -> float:
+        """By which neighbouring sizes are apart."""
+        return min(COARSEST, 1 + (FINE - 1) * max(1.0, self.problem.entries / LARGE))
+
+    def thorough(self) -> tuple[float, ...]:
+        """The sizes up to the one that was asked for at which all engines run, and for which schedules of the
+        library are built.
+
+        >>> from .problem import SearchStage
+        >>> stage = SearchStage(name="0", forward_s=1, input_grad_s=1, weight_grad_s=1, residual_bytes=2.0)
+        >>> levels_of(SearchProblem(stages=(stage,), microbatches=20, caps=(25.0,))).thorough()
+        (2.0, 4.0, 8.0, 16.0)
+        """
+        sizes, size = [], self.low
+        while size <= self.asked:
+            sizes.append(size)
+            size = self.after_thorough(size)
+        return tuple(sizes)
+
+    def after_thorough(self, size: float) -> float:
+        """The next thorough size; far apart where there is room for twice as many micro-batches as ranks."""
+        near = size < 2 * self.low * self.problem.ranks
+        return self.above(size, max(THOROUGH, self.fine) if near else COARSEST)
+
+    def from_thorough(self, number: int) -> tuple[float, ...]:
+        """A thorough size and those between it and the next one, as far as they are within the limits."""
+        size = self.thorough()[number]
+        sizes, end = [], self.after_thorough(size)
+        while size < end and size <= self.asked:
+            sizes.append(size)
+            size = self.above(size, max(self.fine, CLOSE))
+        return tuple(sizes)
+
+
+def levels_of(problem: SearchProblem) -> Levels:
+    """The levels of a problem in which one micro-batch after the other keeps to the limits."""
+    unit, finite = max(problem.rank_bytes), [cap for cap in problem.limits if cap < inf]
+    most = max(finite, default=inf)
+    shares = tuple(
+        1.0 if not finite or cap == most else round(cap / most, 9) if cap < inf else inf
+        for cap in problem.limits
+    )
+    peaks = one_by_one(problem).peaks
+    low = max(peak / share if peak else 0.0 for peak, share in zip(peaks, shares, strict=True))
+    held = [problem.microbatches * own for own in problem.rank_bytes]
+    top = max(low, *(all_ / share if all_ else 0.0 for all_, share in zip(held, shares, strict=True)))
+    sizes = {stage.residual_bytes for stage in problem.stages if stage.residual_bytes > 0}
+    grain = min(sizes, default=1.0)
+    if any(abs(size / grain - round(size / grain)) > SAME for size in sizes):
+        grain = unit / PARTS
+    return Levels(
+        problem=problem,
+        shares=shares,
+        low=low,
+        top=top,
+        asked=min(top, max(low, most * (1 + SAME))),
+        grain=grain,
+    )

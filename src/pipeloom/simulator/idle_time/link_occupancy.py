@@ -20,7 +20,7 @@ from ...ir.columns import SEND_B_, SEND_F_
 from ...ir.flow import Flow
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
-from ...ir.tied_gradients import reductions
+from ...ir.weights import reductions
 from ..all_reduce import link_seconds
 from ..layout import message_bytes
 from ..shared_links import crosses

@@ -38,8 +38,8 @@ from ...ir.flow import flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
-from ...ir.tied_gradients import reductions
 from ...ir.timeline import Timeline
+from ...ir.weights import reductions
 from .link_occupancy import LinkOccupancy
 from .timeline_index import Key, SpansByEnd, TimedSpan, TimelineIndex
 
@@ -209,7 +209,7 @@ class Causes:
         if (self._copies or self._meets) and (action := self._action(item.action)) is not None:
             if reload := self._reload(action, item.repeat):
                 yield reload
-            for other in meeting_actions(action, OPERATIONS, self._flow):
+            for other in meeting_actions(action, self._flow):
                 if (partner := self._made.get((str(other), item.repeat))) and (last := self.before(partner)):
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):

@@ -6,7 +6,9 @@ from its modules.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -57,7 +59,8 @@ Tensors = dict[Slot, Any]
 from whole modules also the autograd graph, which only they can use."""
 
 
-class StageFunctions(Protocol):
+@dataclass(eq=False, kw_only=True)
+class StageFunctions(ABC):
     """The functions of stage `index`.
 
         forward(state, inputs, seed)             -> outputs, residuals
@@ -73,44 +76,38 @@ class StageFunctions(Protocol):
 
     params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
     loss: name of the loss among the outputs, on the stage that makes it.
+    differentiable: whether any gradient flows through it.
     residual_bytes: name -> bytes of the tensors that its backward is given of its forward; none that the
         forward drops and the backward itself makes again.
     offloaded, recomputed: names of those that leave the device in between, and that the forward drops for
         `recompute` to make again.
     carried_bytes: made by the stage and alive between `backward_input` and `backward_weight`.
-    kept_inputs: received values and batch inputs that the backward reads again.
+    kept_inputs: received values and batch inputs that the backward may read again.
     examples: received values that a trial run needs as they are, such as indices; others may be made up.
     """
 
     index: int
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    batch: tuple[str, ...]
-    received: tuple[str, ...]
-    sent: tuple[str, ...]
-    loss: str | None
-    residual_bytes: Mapping[str, int]
-    offloaded: frozenset[str]
-    recomputed: frozenset[str]
-    examples: Mapping[str, Tensor]
+    params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
+    loss: str | None = None
+    differentiable: bool = True
+    residual_bytes: Mapping[str, int] = field(default_factory=dict)
+    offloaded: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
+    carried_bytes: int = 0
+    kept_inputs: frozenset[str] = frozenset()
+    examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def kept_inputs(self) -> frozenset[str]: ...
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether any gradient flows through this stage."""
-        ...
-
-    @property
-    def carried_bytes(self) -> int: ...
-
-    @property
+    @abstractmethod
     def peak_bytes(self) -> Mapping[str, int]:
         """For "forward", "backward", "input_grad", "weight_grad" and "recompute" the most bytes alive above
         the level at the start; predicted until the first run has measured it."""
-        ...
 
+    @abstractmethod
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
@@ -123,15 +120,15 @@ class StageFunctions(Protocol):
         Returns: outputs by name (crossing values, the loss, `buffer:FQN` for next buffer states), and
             the residuals, which belong to the backward.
         """
-        ...
 
+    @abstractmethod
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
         """Make the residuals that the forward dropped, bit for bit, from those that it kept.
 
         state: as the forward of this micro-batch read it.
         """
-        ...
 
+    @abstractmethod
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
@@ -141,8 +138,8 @@ class StageFunctions(Protocol):
         sink: gets the gradients of the parameters.
         Returns: gradients of the received values.
         """
-        ...
 
+    @abstractmethod
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
@@ -150,15 +147,14 @@ class StageFunctions(Protocol):
 
         Returns: gradients of the received values, and what `backward_weight` needs.
         """
-        ...
 
+    @abstractmethod
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
         """Gradients of the parameters, into `sink`; empties `carried`."""
-        ...
 
+    @abstractmethod
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Forward in evaluation mode (no dropout, running statistics), nothing kept."""
-        ...
 
 
 def activation_bytes(tensors: Tensors) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -28,8 +28,7 @@ from torch.fx import traceback
 
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..layout import DimOrder, copy_in_order, ensure_unshared, memory_order, zeros_like_value
-from ..tensors import storage_ids
+from ..tensors import DimOrder, copy_in_order, ensure_unshared, memory_order, storage_ids, zeros_like_value
 
 
 @dataclass(eq=False)
@@ -132,7 +131,7 @@ class Joint:
     inputs: placeholder -> name, as in StageModule.names.
     tangents: placeholder -> name of the output whose gradient it is.
     outputs: name -> node.  grads: name -> gradient node, for the inputs that have one.
-    orders: of values that do not lie as their dimensions are numbered, see `tracer.layout`.
+    orders: of values that do not lie as their dimensions are numbered, see `tracer.tensors`.
     """
 
     graph: fx.Graph
@@ -265,3 +264,49 @@ def _identify(
             assert isinstance(described, GradAOTOutput), described
             grads[input_name(described.grad_of)] = node
     return Joint(graph, traced, inputs, tangents, outputs, grads, orders)
+
+
+_RENAMES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_VIEW = torch.ops.aten.view.default
+_TRANSPOSE = torch.ops.aten.t.default
+
+
+def simplify(joint: Joint) -> Joint:
+    """The same graph, changed in place: no `detach`, no `t` of `t`, and no `view` that could fail."""
+    stands_for: dict[fx.Node, fx.Node] = {}
+    for node in list(joint.graph.nodes):
+        if node.target is _VIEW:
+            node.target = torch.ops.aten.reshape.default
+        same = _same_tensor(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            stands_for[node] = same
+
+    def final(node: fx.Node) -> fx.Node:
+        while node in stands_for:
+            node = stands_for[node]
+        return node
+
+    for node in reversed(list(joint.graph.nodes)):
+        left_over = node in stands_for or node.target is _TRANSPOSE
+        if left_over and not node.users:
+            joint.graph.erase_node(node)
+    return replace(
+        joint,
+        outputs={name: final(node) for name, node in joint.outputs.items()},
+        grads={name: final(node) for name, node in joint.grads.items()},
+    )
+
+
+def _same_tensor(node: fx.Node) -> fx.Node | None:
+    """The node whose tensor this call gives back, if that is all it does."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target in _RENAMES:
+        return source
+    if node.target is _TRANSPOSE and source.target is _TRANSPOSE:
+        inner = source.args[0]
+        assert isinstance(inner, fx.Node)
+        return inner
+    return None

@@ -17,16 +17,13 @@ from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..fallback.module_cut import module_stage_functions
-from ..layout import DimOrder, ensure_unshared
-from ..random import seed_draws
-from ..tensors import storage_ids, tensors_of
-from ..tracing_lock import one_thread_at_a_time
-from .compile_graph import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
+from ..modules.cut import module_stage_functions
+from ..random import one_thread_at_a_time, seed_draws
+from ..tensors import DimOrder, ensure_unshared, storage_ids, tensors_of
+from .compiled import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
 from .functions import Sink, Slot, StageFunctions, Tensors
-from .joint import StageModule, extract, orders_of, trace_joint
-from .recompute import require_possible
-from .simplify import simplify
+from .joint import StageModule, extract, orders_of, simplify, trace_joint
+from .residuals import require_possible
 from .split import Part, Splitter, draw_keys
 
 KEEP_ALL: Mapping[str, Treatment] = MappingProxyType({})
@@ -51,47 +48,19 @@ class CompiledPart:
         return results
 
 
-@dataclass(eq=False)
-class GraphFunctions:
-    """See `tracer.stage.functions.StageFunctions`.
+@dataclass(eq=False, kw_only=True)
+class GraphFunctions(StageFunctions):
+    """A stage of a captured graph.
 
     kept_buffers: updated buffers whose previous state the backward reads.
-    orders: of the values that it sends and of next states of buffers, see `tracer.layout`.
+    orders: of the values that it sends and of next states of buffers, see `tracer.tensors`.
     constants: tensors of the captured forward, by the names under which its ops read them.
     """
 
-    index: int
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    batch: tuple[str, ...]
-    received: tuple[str, ...]
-    sent: tuple[str, ...]
-    loss: str | None
-    residual_bytes: Mapping[str, int]
-    offloaded: frozenset[str]
-    recomputed: frozenset[str]
-    kept_inputs: frozenset[str]
     kept_buffers: frozenset[str]
     functions: Mapping[str, CompiledPart]
     constants: Mapping[str, Tensor]
-    orders: Mapping[str, DimOrder] = field(default_factory=dict)
-    examples: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def differentiable(self) -> bool:
-        return "backward" in self.functions
-
-    @property
-    def carried_bytes(self) -> int:
-        if not self.differentiable:
-            return 0
-        part = self.functions["weight_grad"].part
-        return sum(
-            t.untyped_storage().nbytes()
-            for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
-            if slot.kind in ("residual", "carried")
-            for t in tensors_of(node.meta["val"])
-        )
+    orders: Mapping[str, DimOrder]
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -177,6 +146,16 @@ class GraphFunctions:
         return results
 
 
+def _carried_bytes(weight_grad: Part) -> int:
+    placeholders = zip(weight_grad.graph.find_nodes(op="placeholder"), weight_grad.inputs, strict=True)
+    return sum(
+        t.untyped_storage().nbytes()
+        for node, slot in placeholders
+        if slot.kind in ("residual", "carried")
+        for t in tensors_of(node.meta["val"])
+    )
+
+
 def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
@@ -229,6 +208,8 @@ def stage_functions(
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index,
+        differentiable=trained,
+        carried_bytes=_carried_bytes(parts["weight_grad"]) if trained else 0,
         params=stages.params[index],
         buffers=stages.buffers[index],
         batch=tuple(by_kind["batch"]),
@@ -280,9 +261,9 @@ def _splitter(
     splitter is only read."""
     nodes = tuple(node.name for node in module.module.graph.nodes)
     key = (nodes, module.names, module.outputs, module.learning, device, compiled)
-    if key not in captured.traced:
-        captured.traced[key] = _traced_splitter(module, captured, device, compiled)
-    splitter = captured.traced[key]
+    splitter = captured.traced.get(key)  # once: another rank may forget all of them at any time
+    if splitter is None:
+        splitter = captured.traced[key] = _traced_splitter(module, captured, device, compiled)
     assert isinstance(splitter, Splitter)
     return splitter, splitter.joint.attributes
 

@@ -1,0 +1,726 @@
+"""GraphPipe (arXiv 2406.17145): stages as a DAG against stages as a chain, and models with branches.
+
+    python bench/graphpipe.py models --keys "mmt 8"
+    pipeloom plan bench/graphpipe.py:mmt --cluster "8 x v100-16" --ranks 8
+    pipeloom plan bench/graphpipe.py:small_mmt --ranks 5
+
+models   MMT, DLRM and CANDLE-Uno of published size on 4, 8, 16 and 32 V100s of 16 GB, by roofline:
+         `graphpipe`, the best chain (`--no-branches`), `pipedream-graph` and `piper`; chains also as
+         sequential pipelines, in which every stage waits for the one before it, too (the paper's baseline).
+         Each with its best number of pipelines side by side and rows per micro-batch, all of the same cells;
+         and the DAG in that cell of the others: what parallel stages alone gain. On 32 devices three numbers
+         of rows per micro-batch are tried. Rows per step grow with the devices, as in the paper, whose
+         numbers of rows are lost but for MMT on 8 (128 rows). A key begins no cell after --minutes.
+launches MMT on 8 and 32, one pipeline, where each kernel takes longer besides its work than a V100's 4 us.
+case     The paper's case study on 8 V100s, one pipeline; and under caps that the DAG just keeps to.
+order    MMT whose towers run in turn against MMT whose towers run one after another.
+random   Random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
+         against that of `exact` and of the best chain.
+brute    Random series-parallel graphs of 5 to 8 ops in 2 to 4 stages against every convex partition.
+huge     Four towers of 9,984 ops on 8 and 32 devices, every residual kept: processor seconds, and the
+         bottleneck against perfect division.
+
+Everything is simulated. The paper measured on Summit: up to 1.6 times the throughput of the best chain,
+parallel stages alone 1.12 to 1.40 times on 32 devices; case study depth 4 against 8, 1.2 times.
+
+Models, with seeded random data, at published sizes and at sizes for two cores. The first three and the case
+study are those of the paper's appendix A.2. What it leaves open, and what stands here instead:
+
+mmt         Multi-Modal Transformer: 4 branches of 8 Transformer layers, sequences of 256, hidden 1024, 16
+            heads, feed-forward 4096, joined at the end. Open: vocabularies, so that each branch reads
+            vectors of the hidden size; the head: the mean over the positions of all branches side by side,
+            a linear layer to 1000 classes, cross-entropy. Elsewhere the paper has two branches.
+mmt_in_turn The same model, its towers run layer by layer in turn: a planner must not depend on the order.
+dlrm        7 dense branches of 4 feed-forward layers of 4096; 7 tables of 1 million rows of 64, of which each
+            looks up 100, laid side by side; joined; feed-forward layers of 4096. Open: how many there are at
+            the end, here 4 and one to a single number; the width of dense inputs, here 4096; the loss, here
+            binary cross-entropy. Elsewhere the paper has 8 branches.
+candle      CANDLE-Uno: 7 branches of 4 feed-forward layers of 4096, joined. Open: what follows, here 4 layers
+            of 4096 and one to a single number with a squared error; and the inputs, here as in FlexFlow's
+            example: two doses, RNA sequences of 942, two drugs' descriptors of 5270 and fingerprints of 2048,
+            and SGD of 0.01. There only 5 of the 7 have a branch. Elsewhere the paper has 8 branches.
+case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: all sizes, here
+            those of mmt.
+
+clip        Two towers and a contrastive loss over the micro-batch: ViT-B/32 of CLIP (Radford et al. 2021,
+            arXiv 2103.00020): 12 layers of 768 over 49 patches and a class token, 12 of 512 over 77 tokens.
+unet        U-Net (Ronneberger et al. 2015, arXiv 1505.04597): 4 levels, 64 to 1024 channels, images of 572,
+            convolutions without padding. Its skips are edges that others jump over, no parallel branches.
+
+Layers are pre-norm Transformer layers without dropout. Nothing here is a published implementation.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from machine import by_roofline, changed, parser_of, print_table, roofline_plan, run_parts
+from model import Layer
+
+# isort: split
+from branching_graphs import KINDS as GRAPH_KINDS, best_of_all, random_graph, request_for, step_s
+from layered import layered_towers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeloom import Job, plan_request, planning
+from pipeloom.clusters.names import find_cluster
+from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.stages import sequential
+from pipeloom.lowering.passes import lower
+from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.request import PlanOptions
+from pipeloom.simulator.simulate import simulate
+
+Batch = dict[str, Tensor]
+
+
+class Dense(nn.Module):
+    """One feed-forward layer: linear, ReLU."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.linear(x))
+
+
+class Tower(nn.Module):
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def dense_tower(inputs: int, width: int, layers: int) -> Tower:
+    return Tower(Dense(inputs if depth == 0 else width, width) for depth in range(layers))
+
+
+class MultiModal(nn.Module):
+    """Towers of Transformer layers, joined at the end. in_turn: run layer by layer, not tower by tower."""
+
+    def __init__(
+        self,
+        towers: int,
+        layers: int,
+        width: int,
+        heads: int,
+        inner: int,
+        *,
+        classes: int,
+        in_turn: bool = False,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        make = partial(Layer, width, heads, inner, norm=norm)
+        self.towers = nn.ModuleList(Tower(make() for _ in range(layers)) for _ in range(towers))
+        self.head = nn.Linear(towers * width, classes)
+        self.in_turn = in_turn
+
+    def forward(self, target: Tensor, **modalities: Tensor) -> dict[str, Tensor]:
+        xs = list(modalities.values())
+        if self.in_turn:
+            for layers in zip(*(tower.layers for tower in self.towers), strict=True):
+                xs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+        else:
+            xs = [tower(x) for tower, x in zip(self.towers, xs, strict=True)]
+        joined = torch.cat(xs, dim=-1).mean(1)
+        return {"loss": functional.cross_entropy(self.head(joined), target)}
+
+
+class Recommendation(nn.Module):
+    """DLRM: dense towers and bags of embeddings, joined."""
+
+    def __init__(
+        self,
+        dense: int,
+        sparse: int,
+        width: int,
+        *,
+        inputs: int,
+        entries: int,
+        dim: int,
+        bag: int,
+        layers: int,
+    ) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(dense_tower(inputs, width, layers) for _ in range(dense))
+        self.tables = nn.ModuleList(nn.Embedding(entries, dim) for _ in range(sparse))
+        self.top = dense_tower(dense * width + sparse * bag * dim, width, layers)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, target: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        dense = [tower(inputs[f"dense{i}"]) for i, tower in enumerate(self.towers)]
+        sparse = [table(inputs[f"sparse{i}"]).flatten(1) for i, table in enumerate(self.tables)]
+        score = self.last(self.top(torch.cat([*dense, *sparse], dim=1))).squeeze(1)
+        return {"loss": functional.binary_cross_entropy_with_logits(score, target)}
+
+
+class Uno(nn.Module):
+    """CANDLE-Uno: a tower per input, joined."""
+
+    def __init__(self, inputs: Mapping[str, int], width: int, layers: int) -> None:
+        super().__init__()
+        self.names = tuple(inputs)
+        self.towers = nn.ModuleList(dense_tower(size, width, layers) for size in inputs.values())
+        self.top = dense_tower(len(inputs) * width, width, layers)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, target: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        xs = [tower(inputs[name]) for name, tower in zip(self.names, self.towers, strict=True)]
+        return {"loss": functional.mse_loss(self.last(self.top(torch.cat(xs, dim=1))).squeeze(1), target)}
+
+
+class Contrastive(nn.Module):
+    """CLIP: an image tower and a text tower, and each pair against all others of its micro-batch."""
+
+    def __init__(
+        self,
+        image: tuple[int, int, int],
+        text: tuple[int, int, int],
+        *,
+        layers: int,
+        joint: int,
+        patch: int,
+        vocabulary: int,
+    ) -> None:
+        """image, text: positions, width and heads of each tower."""
+        super().__init__()
+        (patches, wide, image_heads), (length, narrow, text_heads) = image, text
+        self.patches = nn.Conv2d(3, wide, patch, patch, bias=False)
+        self.token = nn.Parameter(0.02 * torch.randn(1, 1, wide))
+        self.image_places = nn.Parameter(0.02 * torch.randn(1, patches + 1, wide))
+        self.words = nn.Embedding(vocabulary, narrow)
+        self.text_places = nn.Parameter(0.02 * torch.randn(1, length, narrow))
+        self.image = Tower(Layer(wide, image_heads, 4 * wide) for _ in range(layers))
+        self.text = Tower(Layer(narrow, text_heads, 4 * narrow, causal=True) for _ in range(layers))
+        self.image_norm, self.text_norm = nn.LayerNorm(wide), nn.LayerNorm(narrow)
+        self.image_head = nn.Linear(wide, joint, bias=False)
+        self.text_head = nn.Linear(narrow, joint, bias=False)
+        self.scale = nn.Parameter(torch.tensor(2.659))  # ln(1 / 0.07)
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        patches = self.patches(image).flatten(2).transpose(1, 2)
+        seen = torch.cat([self.token.expand(image.shape[0], -1, -1), patches], dim=1) + self.image_places
+        a = functional.normalize(self.image_head(self.image_norm(self.image(seen)[:, 0])), dim=-1)
+        read = self.text(self.words(text) + self.text_places)
+        b = functional.normalize(self.text_head(self.text_norm(read[:, -1])), dim=-1)
+        logits = self.scale.exp() * a @ b.T
+        pairs = torch.arange(image.shape[0])
+        both = functional.cross_entropy(logits, pairs) + functional.cross_entropy(logits.T, pairs)
+        return {"loss": both / 2}
+
+
+class Convolutions(nn.Module):
+    """Two convolutions of 3 x 3 without padding, each with a ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(inputs, outputs, 3), nn.Conv2d(outputs, outputs, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.second(functional.relu(self.first(x))))
+
+
+class UNet(nn.Module):
+    def __init__(self, levels: int, channels: int, classes: int) -> None:
+        super().__init__()
+        sizes = [channels << level for level in range(levels + 1)]
+        self.downs = nn.ModuleList(Convolutions(a, b) for a, b in zip([1, *sizes], sizes[:-1], strict=False))
+        self.middle = Convolutions(sizes[-2], sizes[-1])
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in reversed(sizes[:-1]))
+        self.ups = nn.ModuleList(Convolutions(2 * c, c) for c in reversed(sizes[:-1]))
+        self.head = nn.Conv2d(channels, classes, 1)
+
+    def forward(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
+        kept, x = [], image
+        for down in self.downs:
+            kept.append(down(x))
+            x = functional.max_pool2d(kept[-1], 2)
+        x = self.middle(x)
+        for grow, up in zip(self.grow, self.ups, strict=True):
+            x, skip = grow(x), kept.pop()
+            edge = (skip.shape[-1] - x.shape[-1]) // 2
+            x = up(torch.cat([skip[..., edge : edge + x.shape[-2], edge : edge + x.shape[-1]], x], dim=1))
+        return {"loss": functional.cross_entropy(self.head(x), target)}
+
+
+def seeded(make: Callable[[torch.Generator, int], Batch]) -> Callable[[int, int], Batch]:
+    """(seed, rows) -> a batch of random numbers, the same for the same seed."""
+    return lambda seed, rows: make(torch.Generator().manual_seed(seed), rows)
+
+
+def mmt(
+    *,
+    towers: int = 4,
+    layers: int = 8,
+    width: int = 1024,
+    heads: int = 16,
+    length: int = 256,
+    classes: int = 1000,
+    in_turn: bool = False,
+    norm: bool = True,
+    name: str = "mmt",
+) -> Job:
+    """The Multi-Modal Transformer; feed-forward layers are four times as wide as the model."""
+    sizes = (towers, layers, width, heads, 4 * width)
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        xs = {f"modality{i}": torch.randn(rows, length, width, generator=g) for i in range(towers)}
+        return {"target": torch.randint(classes, (rows,), generator=g), **xs}
+
+    def model() -> nn.Module:
+        return MultiModal(*sizes, classes=classes, in_turn=in_turn, norm=norm)
+
+    return Job(model=model, batch=seeded(batch), name=name)
+
+
+mmt_in_turn = partial(mmt, in_turn=True, name="mmt-in-turn")
+case_study = partial(mmt, towers=2, layers=4, norm=False, name="case-study")
+
+
+def dlrm(
+    *,
+    branches: int = 7,
+    width: int = 4096,
+    inputs: int = 4096,
+    entries: int = 1_000_000,
+    dim: int = 64,
+    bag: int = 100,
+    layers: int = 4,
+) -> Job:
+    """Branches: so many dense ones and as many tables."""
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        dense = {f"dense{i}": torch.randn(rows, inputs, generator=g) for i in range(branches)}
+        sparse = {f"sparse{i}": torch.randint(entries, (rows, bag), generator=g) for i in range(branches)}
+        return {"target": torch.randint(2, (rows,), generator=g).float(), **dense, **sparse}
+
+    def model() -> nn.Module:
+        sizes = {"inputs": inputs, "entries": entries, "dim": dim, "bag": bag, "layers": layers}
+        return Recommendation(branches, branches, width, **sizes)
+
+    return Job(model=model, batch=seeded(batch), name="dlrm")
+
+
+UNO = (1, 942, 5270, 2048, 1, 5270, 2048)
+"""A dose, RNA sequences; a drug's descriptors and fingerprints; the other drug's dose, and the same."""
+
+
+def candle(*, width: int = 4096, inputs: Sequence[int] = UNO, layers: int = 4) -> Job:
+    """CANDLE-Uno, one branch per input."""
+    named = {f"input{i}": size for i, size in enumerate(inputs)}
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        xs = {name: torch.randn(rows, size, generator=g) for name, size in named.items()}
+        return {"target": torch.rand(rows, generator=g), **xs}
+
+    return Job(
+        model=lambda: Uno(named, width, layers),
+        batch=seeded(batch),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        name="candle",
+    )
+
+
+def clip(
+    *,
+    image: tuple[int, int] = (768, 12),
+    text: tuple[int, int] = (512, 8),
+    layers: int = 12,
+    joint: int = 512,
+    pixels: int = 224,
+    patch: int = 32,
+    length: int = 77,
+    vocabulary: int = 49408,
+) -> Job:
+    """Two towers with a contrastive loss. image, text: width and heads."""
+    patches = (pixels // patch) ** 2
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        images = torch.randn(rows, 3, pixels, pixels, generator=g)
+        return {"image": images, "text": torch.randint(vocabulary, (rows, length), generator=g)}
+
+    def model() -> nn.Module:
+        sizes = {"layers": layers, "joint": joint, "patch": patch, "vocabulary": vocabulary}
+        return Contrastive((patches, *image), (length, *text), **sizes)
+
+    return Job(model=model, batch=seeded(batch), name="clip")
+
+
+def unet(*, levels: int = 4, channels: int = 64, pixels: int = 572, classes: int = 2) -> Job:
+    """U-Net; each level loses 4 pixels on the way down and 4 on the way up."""
+    inner = pixels
+    for _ in range(levels):
+        inner = (inner - 4) // 2
+    inner -= 4
+    for _ in range(levels):
+        inner = 2 * inner - 4
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        image = torch.randn(rows, 1, pixels, pixels, generator=g)
+        return {"image": image, "target": torch.randint(classes, (rows, inner, inner), generator=g)}
+
+    return Job(model=lambda: UNet(levels, channels, classes), batch=seeded(batch), name="unet")
+
+
+_TINY = {"width": 16, "heads": 2, "length": 6, "classes": 5}
+small_mmt = partial(mmt, layers=2, **_TINY)
+small_mmt_in_turn = partial(mmt_in_turn, layers=2, **_TINY)
+small_case_study = partial(case_study, **_TINY)
+small_dlrm = partial(dlrm, branches=2, width=16, inputs=8, entries=20, dim=4, bag=3, layers=2)
+small_candle = partial(candle, width=16, inputs=(1, 6, 8, 4), layers=2)
+small_clip = partial(
+    clip, image=(16, 2), text=(12, 2), layers=2, joint=8, pixels=8, patch=4, length=5, vocabulary=20
+)
+small_unet = partial(unet, levels=2, channels=4, pixels=44)
+
+PUBLISHED: Mapping[str, Callable[[], Job]] = {
+    "mmt": mmt,
+    "mmt_in_turn": mmt_in_turn,
+    "dlrm": dlrm,
+    "candle": candle,
+    "case_study": case_study,
+    "clip": clip,
+    "unet": unet,
+}
+SMALL: Mapping[str, Callable[[], Job]] = {
+    "mmt": small_mmt,
+    "mmt_in_turn": small_mmt_in_turn,
+    "dlrm": small_dlrm,
+    "candle": small_candle,
+    "case_study": small_case_study,
+    "clip": small_clip,
+    "unet": small_unet,
+}
+"""The same with every branch, of a few layers that two cores run in milliseconds."""
+
+# --- the DAG against chains -----------------------------------------------------------------------
+
+DEVICES = (4, 8, 16, 32)
+ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
+FIRST_SIZE = {"mmt": 2, "dlrm": 256, "candle": 512, "case_study": 4}
+"""Rows of the micro-batches that are tried first."""
+FEW_SIZES = {"mmt": (1, 2, 4), "dlrm": (128, 256, 512), "candle": (256, 512, 1024)}
+"""Rows of the micro-batches that are tried on 32 devices, where a plan takes long: those around the fastest
+ones on fewer devices. Elsewhere all are, as far as the climb gets."""
+SAMPLES = {"mmt": (2, 4), "dlrm": (8, 16), "candle": (16, 32), "case_study": (2, 4)}
+"""Rows at which a model is captured; between and beyond these it is interpolated."""
+
+KINDS = {
+    "graphpipe": ("graphpipe", True),
+    "chain": ("graphpipe", False),
+    "pipedream-graph": ("pipedream-graph", False),
+    "piper": ("piper", False),
+}
+"""Kind -> (planner, whether its stages may run side by side)."""
+
+LAUNCHES = (5e-5, 2e-4)
+"""Seconds that each kernel takes besides its work; a V100: 4e-6."""
+
+
+class Cell(NamedTuple):
+    """Pipelines side by side, and rows of a micro-batch."""
+
+    width: int
+    size: int
+
+
+Figures: TypeAlias = dict[str, dict[str, Any]]
+"""Kind -> its figures in one cell; one that does not fit, or is refused, is missing. The chain also counts as
+one that is run as a sequential pipeline."""
+
+SEQUENTIAL = "chain, sequential"
+
+
+def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:
+    """V100s of 16 GB, 4 in each node: those that the paper used of Summit's."""
+    found = find_cluster(f"{devices // 4} nodes of 4 x v100-16" if devices > 4 else f"{devices} x v100-16")
+    return found if launch_s is None else changed(found, launch_s=launch_s)
+
+
+def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
+    """(rows, cluster) -> the model of published size."""
+    first, second = (planning.capture(PUBLISHED[name](), rows).graph for rows in SAMPLES[name])
+
+    def at(rows: int, cluster: Cluster) -> ProfiledModel:
+        ends = zip((first, second), SAMPLES[name], strict=True)
+        return interpolate_sample(*(by_roofline(graph, cluster, size) for graph, size in ends), rows)
+
+    return at
+
+
+def plan_of(kind: str, cluster: Cluster, rows: int, model: ProfiledModel, width: int = 1) -> Plan:
+    """A plan for all devices, every residual kept. Raises: PlanError if it is refused, or does not fit."""
+    planner, branches = KINDS[kind]
+    request = plan_request.PlanRequest(
+        cluster=cluster,
+        options=PlanOptions(
+            ranks=len(cluster.devices) // width,
+            replicas=width,
+            microbatches=width,
+            planner=planner,
+            global_batch=rows,
+            branches=branches,
+            treatments=(),
+        ),
+    )
+    return request.plan(model, explained=False)
+
+
+def sequential_s(plan: Plan, model: ProfiledModel, cluster: Cluster) -> float:
+    """Seconds of the simulated step if every stage also waits for the one in front of it, and for the
+    gradient of the one behind it."""
+    in_a_row = sequential(plan.replicated(plan.stage_graph(model.graph)))
+    costs = PlanCosts(model.graph, model.profiles, cluster).stages(plan)
+    program = lower(plan.as_schedule, in_a_row, policy=plan.memory)
+    return simulate(program, in_a_row, costs, cluster).step_s
+
+
+def figures_at(
+    cell: Cell,
+    cluster: Cluster,
+    rows: int,
+    model: ProfiledModel,
+    kinds: Sequence[str],
+    refused: dict[str, str],
+) -> Figures:
+    """The plans of one cell. refused: kind -> why, is filled; these are not asked again."""
+    found: Figures = {}
+    for kind in kinds:
+        if kind in refused:
+            continue
+        try:
+            plan = plan_of(kind, cluster, rows, model, cell.width)
+        except InfeasibleError:
+            continue
+        except PlanError as error:
+            refused[kind] = error.message
+            continue
+        depth = int(plan.notes.get("branches.depth", str(len(plan.stages))))
+        found[kind] = {"step_s": plan.predicted_step_s, "peak_bytes": max(plan.peaks), "depth": depth}
+        if kind == "chain":
+            found[SEQUENTIAL] = {**found[kind], "step_s": sequential_s(plan, model, cluster)}
+    return found
+
+
+def best_cells(cells: Mapping[Cell, Figures]) -> dict[str, Cell]:
+    """The cell in which each kind is fastest."""
+    kinds = dict.fromkeys(kind for figures in cells.values() for kind in figures)
+    return {
+        kind: min(
+            (cell for cell in cells if kind in cells[cell]),
+            key=lambda cell, kind=kind: cells[cell][kind]["step_s"],
+        )
+        for kind in kinds
+    }
+
+
+def climb(
+    rows: int,
+    cluster: Cluster,
+    first: int,
+    at: Callable[[int, Cluster], ProfiledModel],
+    kinds: Sequence[str] = tuple(KINDS),
+    *,
+    widths: bool = True,
+    sizes: Sequence[int] = (),
+    minutes: float = inf,
+) -> dict[Cell, Figures]:
+    """All cells that a climb from one pipeline tries: twice and half the size and the width of each kind's
+    fastest one. All kinds try the same cells, so that none ends up in a worse one than another.
+
+    rows: of a step.  first: rows of a micro-batch in the first cell.  sizes: the only rows of a micro-batch
+    that are tried; none: any.  minutes: after which no further cell is begun.
+    """
+    ends = time.monotonic() + 60 * minutes
+    cells: dict[Cell, Figures] = {}
+    refused: dict[str, str] = {}
+    wanted = [Cell(1, first)]
+    while wanted and time.monotonic() < ends:
+        cell = wanted[0]
+        cells[cell] = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, refused)
+        near = [Cell(1, min(cell.size for cell in cells) // 2)]  # if nothing fits yet
+        if best := best_cells(cells).values():
+            near = [Cell(w, s) for width, size in best for w, s in ((width, 2 * size), (width, size // 2))]
+            if widths:
+                near += [Cell(w, size) for width, size in best for w in (2 * width, width // 2)]
+        wanted = [
+            cell
+            for cell in dict.fromkeys(near)
+            if cell not in cells
+            and (cell.size in sizes if sizes else cell.size > 0)
+            and 0 < cell.width <= len(cluster.devices) // 2
+            and cell.width * cell.size <= rows
+        ]
+    for kind, why in refused.items():
+        print(f"{kind} is refused: {why}")
+    if wanted:
+        print(f"stopped after {minutes:g} minutes: {wanted[0]} and maybe others are missing")
+    return cells
+
+
+def print_best(title: str, cells: Mapping[Cell, Figures], rows: int) -> None:
+    """The fastest cell of each kind, with any number of pipelines side by side and with one; how much faster
+    the DAG is than each of the others: in all, and by stages side by side alone, in the other's cell."""
+    one = {cell: figures for cell, figures in cells.items() if cell.width == 1}
+    lines = []
+    for name, chosen in (("any", cells), ("one", one)):
+        best = best_cells(chosen)
+        for kind, cell in best.items():
+            own, same = chosen[cell][kind], chosen[cell].get("graphpipe")
+            line: dict[str, Any] = {"pipelines": name, "kind": kind, **cell._asdict()}
+            line |= {
+                "rows_per_s": rows / own["step_s"],
+                "peak_bytes": own["peak_bytes"],
+                "depth": own["depth"],
+            }
+            if "graphpipe" in best:
+                line["gain"] = own["step_s"] / chosen[best["graphpipe"]]["graphpipe"]["step_s"]
+            lines.append(line | ({"alone": own["step_s"] / same["step_s"]} if same else {}))
+    print_table(lines, title)
+    gains = {
+        cell.size: round(figures[SEQUENTIAL]["step_s"] / figures["graphpipe"]["step_s"], 3)
+        for cell, figures in sorted(one.items())
+        if {SEQUENTIAL, "graphpipe"} <= figures.keys()
+    }
+    print("gain over the sequential chain by rows of a micro-batch:", gains, flush=True)
+
+
+def models(only: Sequence[str], minutes: float) -> None:
+    """Each model on each number of devices. only: such as "mmt 8"; all if there are none."""
+    for name in ROWS_PER_DEVICE:
+        chosen = [devices for devices in DEVICES if not only or f"{name} {devices}" in only]
+        at = models_at(name) if chosen else None
+        for devices in chosen:
+            assert at is not None
+            rows, sizes = ROWS_PER_DEVICE[name] * devices, FEW_SIZES[name] if devices == 32 else ()
+            cells = climb(rows, cluster_of(devices), FIRST_SIZE[name], at, sizes=sizes, minutes=minutes)
+            print_best(f"{name} {devices}", cells, rows)
+
+
+def launches(minutes: float) -> None:
+    """MMT in one pipeline where kernels take longer besides their work: small micro-batches have a price."""
+    kinds, at = ("graphpipe", "chain"), models_at("mmt")
+    for devices, launch_s in product((8, 32), LAUNCHES):
+        rows, cluster = ROWS_PER_DEVICE["mmt"] * devices, cluster_of(devices, launch_s)
+        cells = climb(rows, cluster, FIRST_SIZE["mmt"], at, kinds, widths=False, minutes=minutes)
+        print_best(f"mmt {devices}, {launch_s * 1e6:.0f} us", cells, rows)
+
+
+def case(minutes: float) -> None:
+    """The case study, two branches, joined, on 8 devices; then under caps that the DAG just keeps to, with
+    micro-batches of each size. Planners count messages by a bound: a cap of just a plan's peak does not give
+    that plan again."""
+    rows, at, kinds = 128, models_at("case_study"), ("graphpipe", "chain")
+    cells = climb(rows, cluster_of(8), FIRST_SIZE["case_study"], at, kinds, widths=False, minutes=minutes)
+    print_best("case study", cells, rows)
+    lines = []
+    for peak in sorted((figures["graphpipe"]["peak_bytes"] for figures in cells.values()), reverse=True):
+        cap = round(1.03 * peak)
+        cluster = changed(cluster_of(8), memory_bytes=cap)
+        for cell in cells:
+            found = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, {})
+            steps = {kind: found.get(kind, {}).get("step_s") for kind in kinds}
+            lines.append({"cap, GiB": cap / 2**30, "rows": cell.size, **steps})
+    print_table(lines, "case study under caps: seconds of a step")
+
+
+def order() -> list[dict[str, Any]]:
+    """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
+    lines = []
+    for name in ("mmt", "mmt_in_turn"):
+        graph, cluster = planning.capture(PUBLISHED[name](), 4).graph, cluster_of(8)
+        plan = plan_of("graphpipe", cluster, 128, by_roofline(graph, cluster, 4))
+        lines.append({"model": name, "step_s": plan.predicted_step_s})
+    return lines
+
+
+def at_random(count: int) -> list[dict[str, Any]]:
+    """Whether `graphpipe` is ever slower than the others."""
+    planned, faster, slower = 0, 0, []
+    for seed in range(count):
+        dice = random.Random(seed)
+        graph, profile = random_graph(seed, dice.randint(6, 40), GRAPH_KINDS[seed % 3])
+        how = request_for(graph, profile, dice.randint(2, 6), slack=dice.uniform(1, 1.3))
+        dag = step_s(how)
+        other = min(step_s(how, "exact"), step_s(how, branches=False))
+        planned += dag < inf
+        faster += dag < other * (1 - 1e-6)
+        if dag > other * (1 + 1e-6):
+            slower.append(seed)
+    return [{"graphs": count, "planned": planned, "faster": faster, "slower, seeds": slower}]
+
+
+def brute(count: int) -> list[dict[str, Any]]:
+    """Plans against the best of all convex partitions. misses: ratios of those that are not the best."""
+    with_a_plan, no_plan_found, misses = 0, 0, []
+    for seed in range(count):
+        dice = random.Random(seed + 10**6)
+        ops, stages = dice.randint(5, 8), dice.randint(2, 4)
+        graph, profile = random_graph(seed, ops, "series-parallel")
+        how = request_for(graph, profile, stages, slack=dice.choice([None, 1.0, 1.1, 1.3]))
+        planned = step_s(how)
+        least = best_of_all(how, stages, below=planned)
+        with_a_plan += least < inf
+        if least < inf and planned == inf:
+            no_plan_found += 1
+        elif least < inf and planned > least * (1 + 1e-9):
+            misses.append(planned / least)
+    optimal = with_a_plan - no_plan_found - len(misses)
+    row = {"graphs": count, "with a plan": with_a_plan, "optimal": optimal, "no plan found": no_plan_found}
+    return [row | {"misses": sorted(misses, reverse=True)}]
+
+
+def huge() -> list[dict[str, Any]]:
+    """Seconds to plan a graph of 10,000 ops."""
+    lines = []
+    graph = layered_towers(4, 208)
+    for devices in (8, 32):
+        cluster = find_cluster(f"{devices} x v100-32 with 640GiB")
+        how = {"schedule": "1f1b", "microbatches": 2 * devices, "planner": "graphpipe", "treatments": ()}
+        begin = time.process_time()
+        plan = roofline_plan(graph, cluster, **how)
+        took = time.process_time() - begin
+        turns = [part.turn_s for part in plan.stages]
+        row = {"devices": devices, "ops": len(graph.ops), "processor_s": took}
+        lines.append(row | {"slowest over mean": max(turns) * devices / sum(turns), **plan.notes})
+    return lines
+
+
+def main() -> int:
+    run: dict[str, Callable[[], Any]] = {
+        "models": lambda: models(given.keys, given.minutes),
+        "launches": lambda: launches(given.minutes),
+        "case": lambda: case(given.minutes),
+        "order": order,
+        "random": lambda: at_random(given.graphs or 200),
+        "brute": lambda: brute(given.graphs or 500),
+        "huge": huge,
+    }
+    parser = parser_of(__doc__, run)
+    parser.add_argument("--keys", nargs="+", default=(), help='of models, such as "mmt 8"')
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which a key begins no cell")
+    parser.add_argument("--graphs", type=int, help="of random and brute; default 200 and 500")
+    given = parser.parse_args()
+    return run_parts(given.parts, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Weights: which version of them a stage uses, who steps which, and what is summed over which ranks.
+
+A weight policy says which version of its weights a stage uses for a micro-batch, and how many it keeps:
+
+    flush   one version: all micro-batches use it, and the update comes after the last backward
+    stash   PipeDream: a forward uses the newest version its stage has made, its backward that copy again
+            (arXiv 1806.03377, section 3.3)
+    2bw     PipeDream-2BW: micro-batch k uses version max(k // every - 1, 0) on all stages, k from 0, so that
+            two are enough (arXiv 2006.09503, section 3.1)
+
+A policy is one entry of the table that checks, planners, commands and the runtime read.
+
+Replicas may share out the state of the optimizer: each keeps that of its share of the parameters, and steps
+these. Source: stage 1 of ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054, section 5.1).
+
+A rank that holds tied parameters, or replicas of a stage, has one REDUCE, on the lowest of its stages that
+reads one. It stands for one sum for each set of ranks that shares parameters with it, of all that they
+share. It begins them all and waits for them all, so that no order can block.
+
+Where replicas share out the optimizer's state, what exactly they share is summed for the owner of each
+parameter only, with half the bytes of a sum for all. A parameter that other ranks read too,
+such as an embedding tied over the first and the last stage, is stepped once among the replicas of each, so
+all of its ranks get its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import ScheduleError
+from .stages import StageGraph
+
+FLUSH = "flush"
+"""The policy of a schedule and of a plan unless they say otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPolicy:
+    """One way to update weights.
+
+    about: a few words for the help of commands, after "How weights are updated:".
+    flushes: an update comes after the last backward of a step, so there is one per schedule.
+    version: number of a micro-batch, micro-batches per update, newest version that the stage has made -> the
+        version that the micro-batch uses. Versions count from 0.
+    copies: most micro-batches in flight, a number or an array -> copies of a stage's parameters that a
+        planner counts, the one that is trained included.
+    kept: versions that a stage keeps unless told otherwise; None for as many as it needs.
+    """
+
+    about: str
+    version: Callable[[int, int, int], int]
+    copies: Callable[[Any], Any]
+    flushes: bool = False
+    kept: int | None = None
+
+
+WEIGHT_POLICIES: dict[str, WeightPolicy] = {
+    FLUSH: WeightPolicy(
+        about="once all backwards are done",
+        version=lambda microbatch, every, newest: newest,
+        copies=lambda in_flight: 1,
+        flushes=True,
+    ),
+    "stash": WeightPolicy(
+        about="as in PipeDream",
+        version=lambda microbatch, every, newest: newest,
+        copies=lambda in_flight: in_flight,
+    ),
+    "2bw": WeightPolicy(
+        about="as in PipeDream-2BW",
+        version=lambda microbatch, every, newest: max(microbatch // every - 1, 0),
+        copies=lambda in_flight: 2,
+        kept=2,
+    ),
+}
+"""The one table of policies; `register_weight_policy` adds to it."""
+
+
+def register_weight_policy(name: str, policy: WeightPolicy) -> None:
+    """Make a policy known by a name. Raises: ScheduleError if the name is taken.
+
+    >>> from unittest.mock import patch
+    >>> slow = WeightPolicy(about="", version=lambda k, every, newest: 0, copies=lambda in_flight: 1)
+    >>> with patch.dict(WEIGHT_POLICIES):
+    ...     register_weight_policy("frozen", slow)
+    ...     Updates(policy="frozen").rule is slow
+    True
+    """
+    if name in WEIGHT_POLICIES:
+        raise ScheduleError(f"a weight policy named {name!r} exists already", hint="choose another name")
+    WEIGHT_POLICIES[name] = policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """When the weights of a schedule change, and how many versions of them are kept.
+
+    policy: its name.  every: micro-batches per update; one that flushes has all of the schedule, whatever
+        stands here.
+    kept: versions that each stage keeps, the newest and those before it; None for the policy's own number.
+    Raises: ScheduleError if there is no such policy, or a number is not positive.
+    """
+
+    policy: str = FLUSH
+    every: int = 1
+    kept: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in WEIGHT_POLICIES:
+            *names, last = WEIGHT_POLICIES
+            raise ScheduleError(
+                f"weights are updated by policy {self.policy!r}", hint=f"use {', '.join(names)} or {last}"
+            )
+        if self.every < 1 or (self.kept is not None and self.kept < 1):
+            raise ScheduleError(
+                f"an update every {self.every} micro-batches, with {self.kept} versions kept",
+                hint="both are at least 1",
+            )
+
+    @property
+    def rule(self) -> WeightPolicy:
+        return WEIGHT_POLICIES[self.policy]
+
+    @property
+    def limit(self) -> int | None:
+        """Versions that each stage keeps, None for no limit."""
+        return self.rule.kept if self.kept is None else self.kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShares:
+    """Who steps which parameter. ranks: those that hold the same stages.  owner: parameter -> one of them."""
+
+    ranks: tuple[int, ...]
+    owner: Mapping[str, int]
+
+    def of(self, rank: int) -> frozenset[str]:
+        """The parameters that a rank steps."""
+        return frozenset(name for name, owner in self.owner.items() if owner == rank)
+
+
+def optimizer_shares(
+    stages: StageGraph, placement: Sequence[int], sizes: Mapping[str, int]
+) -> tuple[OptimizerShares, ...]:
+    """For each rank how the trained parameters of its stages are shared out: the largest first, into the
+    emptiest share. So no share is larger than an even one by more than the largest parameter.
+
+    stages: of all replicas.  placement: rank of each.  sizes: bytes of the parameters that are trained.
+    A parameter that other stages read too is shared out once more among theirs.
+
+    >>> from pipeloom.ir.flow import dag
+    >>> from pipeloom.ir.stages import replicate
+    >>> two = replicate(dag(1, [], params={0: ("a", "b", "c")}))
+    >>> optimizer_shares(two, (0, 1), {"a": 3, "b": 2, "c": 2})[1].owner
+    {'a': 0, 'b': 1, 'c': 1}
+    """
+    held: list[set[int]] = [set() for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        held[rank].add(stages.origin(stage))
+    alike: dict[frozenset[int], list[int]] = {}
+    for rank, origins in enumerate(held):
+        alike.setdefault(frozenset(origins), []).append(rank)
+    made = {}
+    for group, ranks in alike.items():
+        names = {name for stage in group for name in stages.params[stage] if name in sizes}
+        load = dict.fromkeys(ranks, 0)
+        owner = {}
+        for name in sorted(names, key=lambda name: (-sizes[name], name)):
+            owner[name] = min(ranks, key=lambda rank: (load[rank], rank))
+            load[owner[name]] += sizes[name]
+        made[group] = OptimizerShares(ranks=tuple(ranks), owner=owner)
+    return tuple(made[frozenset(origins)] for origins in held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """The gradients of the parameters `names`, each of which is on all of `ranks` and on no other one, are
+    added over these. `stages`: those that read one of them. All three ascend.  owner: the only rank that gets
+    the sums; None where all do.
+
+    A rank with several of the stages has one gradient for them. With a single rank nothing is sent.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    owner: int | None = None
+
+
+def reductions(stages: StageGraph, placement: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:
+    """For each rank what its REDUCE does, by ranks; empty for a rank without tied parameters.
+
+    placement: rank of each stage.
+
+    >>> from pipeloom.ir.flow import dag
+    >>> tied = dag(3, [(0, 1), (1, 2)], params={0: ("embedding", "scale"), 2: ("embedding", "scale")})
+    >>> [[(r.names, r.ranks) for r in rank] for rank in reductions(tied, (0, 1, 2))]
+    [[(('embedding', 'scale'), (0, 2))], [], [(('embedding', 'scale'), (0, 2))]]
+    """
+    names: dict[tuple[int, ...], list[str]] = {}
+    read: dict[tuple[int, ...], set[int]] = {}
+    for name in sorted(stages.tied):
+        ranks = tuple(sorted({placement[stage] for stage in stages.tied[name]}))
+        names.setdefault(ranks, []).append(name)
+        read.setdefault(ranks, set()).update(stages.tied[name])
+    by_rank: list[list[Reduction]] = [[] for _ in range(max(placement) + 1)]
+    for ranks in sorted(names):
+        reduction = Reduction(names=tuple(names[ranks]), stages=tuple(sorted(read[ranks])), ranks=ranks)
+        for rank in ranks:
+            by_rank[rank].append(reduction)
+    return tuple(tuple(row) for row in by_rank)
+
+
+def for_owners(reduction: Reduction, shares: Sequence[OptimizerShares]) -> tuple[Reduction, ...]:
+    """What a reduction becomes where replicas share out the optimizer's state: one for each of its ranks that
+    owns something, in their order, or itself if its ranks are not the replicas of one set of stages.
+
+    shares: of all ranks; empty where nothing is shared out.
+
+    >>> shares = (OptimizerShares(ranks=(0, 1), owner={"a": 1, "b": 0, "c": 1}),) * 2
+    >>> both = Reduction(names=("a", "b", "c"), stages=(0, 1), ranks=(0, 1))
+    >>> [(part.names, part.owner) for part in for_owners(both, shares)]
+    [(('b',), 0), (('a', 'c'), 1)]
+    """
+    share = shares[reduction.ranks[0]] if shares else None
+    if share is None or share.ranks != reduction.ranks or len(share.ranks) == 1:
+        return (reduction,)
+    parts = []
+    for rank in share.ranks:
+        if names := tuple(name for name in reduction.names if share.owner.get(name) == rank):
+            parts.append(replace(reduction, names=names, owner=rank))
+    return tuple(parts)
+
+
+def names_for_owners(
+    stages: StageGraph, placement: Sequence[int], shares: Sequence[OptimizerShares]
+) -> tuple[frozenset[str], ...]:
+    """For each rank the parameters whose gradients are summed for one owner only, its own or another's."""
+    rows = reductions(stages, placement)
+    return tuple(
+        frozenset(
+            name
+            for reduction in row
+            for part in for_owners(reduction, shares)
+            if part.owner is not None
+            for name in part.names
+        )
+        for row in rows
+    )

@@ -1,0 +1,498 @@
+"""The channel: how a rank exchanges tensors with the other ranks of its pipeline.
+
+A `Channel` decides what to post, keep, wait for and free; a `Transport` moves the bytes. Receives are posted
+ahead of need, since a transfer starts only once both ends are posted: with `ahead` receives posted per
+source, the next messages arrive while this rank computes.
+
+    buffers of one source      | in use | arrived or arriving | buffer taken |  no buffer yet
+    messages                   m0       m1                    m3             m4 ...
+                                        received              posted         with_buffer
+
+When a message is received, the buffer of the next is taken at once, but its receive is posted at the next
+call, after what this rank computes in between: near the end of a transfer the transport is busy with the
+messages behind it, and who posts a receive then waits for it, with gloo for up to 5 ms on busy cores.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented names
+
+from ..ir.errors import CommunicationError, PeerError
+from ..tracer.tensors import has_order, permute_to_memory
+from .board import Board
+from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
+from .nccl import NcclTransport, nccl_group
+from .transport import (
+    SMALL_BYTES,
+    CompletedTransfer,
+    GlooTransport,
+    PendingTransfer,
+    SumGroup,
+    Transport,
+    gloo_group,
+)
+from .watch import Watch
+
+T = TypeVar("T")
+
+
+LOCAL_INTERVAL_S = 0.1
+"""How often threads look whether another one has failed."""
+
+POLL_S = 1e-4
+"""How often `finish_send` looks, in seconds."""
+
+
+@dataclass
+class MessageSource:
+    """The messages of one source in this step, and how far this rank is with them.
+
+    earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.
+    received <= posted <= with_buffer: how many have come, have a receive posted, have a buffer, or had.
+    """
+
+    earlier: int = 0
+    messages: tuple[Message, ...] = ()
+    with_buffer: int = 0
+    posted: int = 0
+    received: int = 0
+    waiting_for: dict[str, int] = field(default_factory=dict)
+
+
+class PostedReceive(NamedTuple):
+    buffer: Tensor
+    transfer: PendingTransfer
+
+
+@dataclass
+class PostedSend:
+    """A message under way. number: among all sends.  packed: its buffer is the pool's, not the caller's."""
+
+    number: int
+    message: Message
+    transfer: PendingTransfer
+    buffer: Tensor
+    packed: bool
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum or a broadcast over the ranks of a group, under way. Nobody uses its tensor before `wait`."""
+
+    group: SumGroup
+    transfer: PendingTransfer
+    _wait: Callable[[SumGroup, PendingTransfer], None]
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once; never blocks."""
+        return self.transfer.done()
+
+    def wait(self) -> None:
+        """Raises: CommunicationError if it does not end in time; PeerError if another rank failed."""
+        self._wait(self.group, self.transfer)
+
+
+class Channel:
+    """How a rank exchanges tensors with the other ranks of its pipeline, over any transport.
+
+    watch: entered by the caller before the first step.
+    device: where receive buffers live.  ahead: receives kept posted per source.
+    timeout_s: limit of each single wait.
+    A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
+    is held; a small one at `end` or `finish_send`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watch,
+        *,
+        device: torch.device,
+        ahead: int = 2,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.rank = transport.rank
+        self.ranks = transport.ranks
+        self._sending_bytes = 0
+        self._transport = transport
+        self.watch = watch
+        self._ahead = ahead
+        self._timeout_s = timeout_s
+        self._pool = BufferPool(device)
+        self._sources: dict[int, MessageSource] = {}
+        # Receive buffers by the message's key: not posted yet, posted, and received but not released.
+        self._unposted: dict[str, Tensor] = {}
+        self._receives: dict[str, PostedReceive] = {}
+        self._in_use: dict[str, Tensor] = {}
+        self._sends: list[PostedSend] = []
+        self._small_sends: list[PostedSend] = []
+        self._send_count = 0
+        self._sent_to: dict[int, int] = {}
+        watch.on_failure(transport.interrupt)
+        watch.on_exit(transport.close)
+
+    @property
+    def held_bytes(self) -> int:
+        """`used_bytes` and `sending_bytes`."""
+        if self._sends:
+            self._free_finished_sends()
+        return self._pool.used_bytes + self._sending_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of receive buffers (open, or received and not released) and of packed send buffers.
+
+        One value that lies as it is to be sent is sent from the caller's own tensor: see `sending_bytes`.
+        """
+        self._free_finished_sends()
+        return self._pool.used_bytes
+
+    @property
+    def sending_bytes(self) -> int:
+        """Bytes of the caller's tensors that unfinished sends keep alive."""
+        self._free_finished_sends()
+        return self._sending_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of buffers kept for reuse."""
+        return self._pool.idle_bytes
+
+    def begin(self, incoming: Sequence[Message]) -> None:
+        """Start a step: all messages this rank will get, per source in the order it sends them.
+
+        Posts the first `ahead` receives of each source.
+        """
+        self.watch.check()
+        self._free_finished_sends()
+        self._pool.drop_unused()
+        by_source: dict[int, list[Message]] = {}
+        for message in incoming:
+            by_source.setdefault(message.source, []).append(message)
+        for rank, messages in by_source.items():
+            source = self._sources.setdefault(rank, MessageSource())
+            source.messages = tuple(messages)
+            source.waiting_for = {message.key: index for index, message in enumerate(messages)}
+            self._take_buffers(source, self._ahead)
+        self._post_receives()
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Post a send. The tensors must not be written to afterwards.
+
+        One tensor that lies in memory as the message has it is sent from there; others are packed first.
+        Raises: CommunicationError if they are not what the message announces; nothing is sent then.
+        """
+        check_tensors(message, tensors)
+        self.watch.check()
+        self._free_finished_sends()
+        self._post_receives()
+        index = self._sent_to.get(message.target, 0)
+        self._sent_to[message.target] = index + 1
+        if not message.bytes:
+            return  # the receiver knows the shapes: nothing needs to travel
+        order = message.values[0].order
+        packed = len(tensors) > 1 or not has_order(tensors[0], order)
+        if packed:
+            buffer = self._pool.take(message.bytes)
+            pack(message, tensors, buffer)
+        else:
+            buffer = as_bytes(permute_to_memory(tensors[0], order))
+            self._sending_bytes += message.bytes
+        transfer = self._transport.send(buffer, message.target, index)
+        sends = self._small_sends if message.bytes <= SMALL_BYTES else self._sends
+        self._send_count += 1
+        sends.append(PostedSend(self._send_count, message, transfer, buffer, packed))
+
+    def receive(self, message: Message) -> list[Tensor]:
+        """Wait for a message and return its values, which are valid until `release`.
+
+        Raises: CommunicationError if it was not announced to `begin`, was received before, or does not
+            come in time; PeerError if another rank failed.
+        """
+        source = self._sources.get(message.source)
+        index = None if source is None else source.waiting_for.pop(message.key, None)
+        if source is None or index is None:
+            raise CommunicationError(
+                f"rank {self.rank} wants {message.key} from rank {message.source}, "
+                "which was not announced for this step or was received before",
+                hint="name every message of the step in begin(), and receive it once",
+            )
+        self._free_finished_sends()
+        self._take_buffers(source, index + 1)
+        self._post_receives()
+        buffer, transfer = self._receives[message.key]
+        self._wait(f"{message.key} from rank {message.source}", message.source, transfer)
+        del self._receives[message.key]
+        self._in_use[message.key] = buffer
+        source.received += 1
+        self._take_buffers(source, source.received + self._ahead)
+        if source.posted == source.received:
+            self._post_receives()  # no receive is posted: none may wait for the next call
+        return unpack(message, buffer)
+
+    def opening_bytes(self, message: Message) -> int:
+        """Bytes of the buffers that receiving this message opens for those behind it."""
+        source = self._sources.get(message.source)
+        if source is None:
+            return 0
+        end = max(source.waiting_for.get(message.key, -1), source.received + self._ahead) + 1
+        return sum(later.bytes for later in source.messages[source.with_buffer : end])
+
+    def finish_send(self) -> bool:
+        """Wait until the oldest send under way has ended, a small one too. Returns False if there is none.
+
+        Raises: CommunicationError if it does not end in time; PeerError if another rank failed.
+        """
+        self._free_finished_sends()
+        self._post_receives()
+        oldest = min((*self._sends[:1], *self._small_sends[:1]), key=lambda sent: sent.number, default=None)
+        if oldest is None:
+            return False
+        target, transfer = oldest.message.target, oldest.transfer
+
+        def wait() -> None:
+            """With NCCL it is the stream that waits. But it is the host that takes memory, and PyTorch gives
+            back what another stream uses only once that is done with it."""
+            end_s = time.monotonic() + self._timeout_s
+            transfer.wait(self._timeout_s)
+            while not transfer.done():
+                if time.monotonic() > end_s:
+                    raise TimeoutError
+                time.sleep(POLL_S)
+
+        self.watch.wait(f"rank {target} to receive {oldest.message.key}", (target,), wait)
+        self._free_finished_sends()
+        self._small_sends = self._unfinished(self._small_sends)
+        return True
+
+    def release(self, message: Message) -> None:
+        """The values of a received message are no longer used: its buffer may be reused."""
+        self._pool.give(self._in_use.pop(message.key))
+
+    def end(self, *, wait_for_sends: bool = True) -> None:
+        """End a step: wait until all sends of this rank have ended, unless another one follows at once.
+
+        Raises: CommunicationError if an announced message was never received or a send does not end in
+            time; PeerError if another rank failed.
+        """
+        forgotten = [key for source in self._sources.values() for key in source.waiting_for]
+        if forgotten:
+            raise CommunicationError(
+                f"rank {self.rank} ends its step without having received {', '.join(forgotten)}",
+                hint="receive every message that begin() names",
+            )
+        for sent in [*self._sends, *self._small_sends] if wait_for_sends else []:
+            self._wait_for(sent)
+        self._free_finished_sends()
+        self._small_sends = self._unfinished(self._small_sends)
+        for source in self._sources.values():
+            source.earlier += len(source.messages)
+            source.messages = ()
+            source.with_buffer = source.posted = source.received = 0
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """Sum in place over `ranks` (all of them if None); each calls it, in the same order, and gets the
+        same bits.
+
+        ranks: fewer than all of them need a group: `open_groups` with `meeting(ranks)`.
+        """
+        members = range(self.ranks) if ranks is None else ranks
+        if len(members) == 1:
+            return
+        dense = tensor.detach().contiguous()
+        if len(members) < self.ranks:
+            self.begin_sum(dense, meeting(members)).wait()
+        else:
+            self._post_receives()
+            transfer = self._transport.all_reduce(dense)
+            others = tuple(r for r in members if r != self.rank)
+            self.watch.wait("a sum over all ranks", others, lambda: transfer.wait(self._timeout_s))
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        """Make groups of ranks for sums beside the steps. Every rank calls it with the same groups."""
+        self._transport.open_groups(groups)
+
+    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
+        """Begin a sum in place over the ranks of an open group; all its ranks begin its sums in one order.
+
+        tensor: contiguous; it must not be used before `PendingSum.wait`.
+        owner: the only rank that gets the sum, for half of the bytes; the others' tensors are then lost.
+        """
+        self._post_receives()
+        transfer: PendingTransfer = CompletedTransfer()
+        if len(group.ranks) > 1 and owner is None:
+            transfer = self._transport.all_reduce(tensor, group)
+        elif len(group.ranks) > 1 and owner is not None:
+            transfer = self._transport.reduce(tensor, group, owner)
+        return PendingSum(group, transfer, self._wait_for_sum)
+
+    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
+        """Begin to give all ranks of an open group what one of them has in a tensor.
+
+        tensor: contiguous; it must not be used before `PendingSum.wait`.
+        """
+        self._post_receives()
+        transfer: PendingTransfer = CompletedTransfer()
+        if len(group.ranks) > 1:
+            transfer = self._transport.broadcast(tensor, group, source)
+        return PendingSum(group, transfer, self._wait_for_sum)
+
+    def all_gather_object(self, value: Any, what: str = "control data from all ranks") -> list[Any]:
+        """One small picklable object from every rank, in rank order."""
+        if self.ranks == 1:
+            return [value]
+        self._post_receives()
+        values: list[Any] = []
+        others = tuple(r for r in range(self.ranks) if r != self.rank)
+        gather = self._transport.all_gather_object
+        self.watch.wait(what, others, lambda: values.extend(gather(value, self._timeout_s)))
+        return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The small picklable object that rank `source` has."""
+        return self.all_gather_object(value if self.rank == source else None)[source]
+
+    def _take_buffers(self, source: MessageSource, count: int) -> None:
+        """Take buffers until `count` of a source's messages have one; `_post_receives` posts them."""
+        while source.with_buffer < min(count, len(source.messages)):
+            message = source.messages[source.with_buffer]
+            self._unposted[message.key] = self._pool.take(message.bytes)
+            source.with_buffer += 1
+
+    def _post_receives(self) -> None:
+        """Post the receives of all buffers taken."""
+        for source in self._sources.values():
+            while source.posted < source.with_buffer:
+                message = source.messages[source.posted]
+                buffer = self._unposted.pop(message.key)
+                transfer: PendingTransfer = CompletedTransfer()
+                if message.bytes:
+                    index = source.earlier + source.posted
+                    transfer = self._transport.receive(buffer, message.source, index)
+                self._receives[message.key] = PostedReceive(buffer, transfer)
+                source.posted += 1
+
+    def _wait_for_sum(self, group: SumGroup, transfer: PendingTransfer) -> None:
+        self._post_receives()
+        others = tuple(rank for rank in group.ranks if rank != self.rank)
+        named = ", ".join(f"rank {rank}" for rank in others[:3]) + (", ..." if len(others) > 3 else "")
+        what = f"a sum of {group.name} with {named}"
+        self.watch.wait(what, others, lambda: transfer.wait(self._timeout_s))
+
+    def _wait_for(self, sent: PostedSend) -> None:
+        target = sent.message.target
+        self._wait(f"rank {target} to receive {sent.message.key}", target, sent.transfer)
+
+    def _wait(self, what: str, rank: int, transfer: PendingTransfer) -> None:
+        self.watch.wait(what, (rank,), lambda: transfer.wait(self._timeout_s))
+
+    def _free_finished_sends(self) -> None:
+        """Free what finished sends held."""
+        if self._sends:
+            self._sends = self._unfinished(self._sends)
+
+    def _unfinished(self, sends: list[PostedSend]) -> list[PostedSend]:
+        """The sends that have not ended; what the others held is freed."""
+        unfinished = []
+        for sent in sends:
+            if not sent.transfer.done():
+                unfinished.append(sent)
+            elif sent.packed:
+                self._pool.give(sent.buffer)
+            else:
+                self._sending_bytes -= sent.message.bytes
+        return unfinished
+
+
+def meeting(ranks: Sequence[int]) -> SumGroup:
+    """The group of some ranks that sum for an operation of the schedule."""
+    return SumGroup("an operation", tuple(sorted(ranks)))
+
+
+def dist_channel(
+    group: dist.ProcessGroup,
+    watch: Watch,
+    *,
+    device: torch.device,
+    ahead: int = 2,
+    timeout_s: float = 300.0,
+    pairs: Iterable[tuple[int, int]] | None = None,
+) -> Channel:
+    """One process's channel: gloo between CPUs, NCCL between GPUs. All ranks of the group make it.
+
+    group: the ranks of this pipeline; a channel rank is a rank of this group. Messages go over it as it is on
+        the CPU, and over groups of their own on a GPU.
+    pairs: (source, target) of all messages, if known; on a GPU only these get connections.
+    """
+    group_store, rank = group.get_group_store(), group.rank()
+    number = group_store.add(f"pipeloom/channels/{rank}", 1)
+    store = PrefixStore(f"pipeloom/channel {number}", group_store)
+    make = partial(gloo_group, store, timedelta(seconds=timeout_s))
+    transport: Transport
+    if device.type == "cpu":
+        transport = GlooTransport(group, make)
+    else:
+        transport = NcclTransport(
+            group,
+            watch,
+            make=partial(nccl_group, store, timeout_s),
+            make_control=make,
+            device=device,
+            timeout_s=timeout_s,
+            pairs=pairs,
+        )
+    return Channel(transport, watch, device=device, ahead=ahead, timeout_s=timeout_s)
+
+
+def local_channels(
+    ranks: int,
+    *,
+    ahead: int = 2,
+    timeout_s: float = 300.0,
+) -> list[Channel]:
+    """Channels of ranks 0 to `ranks` - 1 as threads of this process, each to be entered (`channel.watch`) and
+    used by its thread.
+    """
+    store = HashStore()
+    make = partial(gloo_group, store, timedelta(seconds=timeout_s), inside=True)
+
+    def channel(rank: int) -> Channel:
+        group = make("messages", rank, ranks) if ranks > 1 else None
+        watch = Watch(Board(store, rank, ranks, interval_s=LOCAL_INTERVAL_S, lost_s=math.inf))
+        cpu = torch.device("cpu")
+        transport = GlooTransport(group, make)
+        return Channel(transport, watch, device=cpu, ahead=ahead, timeout_s=timeout_s)
+
+    with ThreadPoolExecutor(ranks) as pool:  # a group is there once all its ranks have come
+        return list(pool.map(channel, range(ranks)))
+
+
+def run_threads(
+    ranks: int | Sequence[Channel], work: Callable[[int, Channel], T], *, timeout_s: float = 300.0
+) -> list[T]:
+    """What `work(rank, channel)` returns for each rank, run in a thread per rank.
+
+    ranks: how many, or their channels.
+    Raises: the first rank's own error, rather than what other ranks raise because that one has failed.
+    """
+    channels = local_channels(ranks, timeout_s=timeout_s) if isinstance(ranks, int) else ranks
+    with ThreadPoolExecutor(len(channels)) as pool:
+        calls = [pool.submit(work, channel.rank, channel) for channel in channels]
+    errors = [error for call in calls if (error := call.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+    return [call.result() for call in calls]

@@ -1,0 +1,474 @@
+"""Checkpoints that do not depend on the plan: saved on two ranks, loaded on one or on five.
+
+Names are made from the model's own FQNs: `model.<fqn>` for parameters and buffers, `optimizer.<fqn>.<state
+name>` for optimizer state that is a tensor, `previous.<fqn>` for the version of the weights before the
+newest. Each rank writes one safetensors file with the tensors of which it is the lowest holder; all else
+stands in JSON (`checkpoint_files`). Hyper-parameters belong to a parameter, not to a numbered group, so that
+they find their way when parameters are spread over other ranks.
+
+One rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
+that none of them waits for another that has given up. With several machines the directory must be one that
+all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..ir.errors import CheckpointError, shown
+from . import checkpoint_files as files
+from .channel import Channel
+from .checkpoint_files import SCHEMA, Index
+
+T = TypeVar("T")
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """One rank's part of the training state.
+
+    parameters, buffers: original FQN -> tensor; loading fills these tensors in place. A tied parameter
+        stands under its first FQN on every rank that has a replica; the lowest such rank writes it.
+    optimizers: each parameter they hold must be one of `parameters` (the same object).
+    aliases: other FQN of a tied parameter -> its first FQN.
+    previous: trained parameters of the version before the newest, see `ir.weights`; empty without one.
+        Loading adds those that the checkpoint has, if `keeps_previous`.
+    """
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizers: tuple[Optimizer, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    previous: dict[str, Tensor] = field(default_factory=dict)
+    keeps_previous: bool = False
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        """Parameters and buffers by FQN, without their autograd history."""
+        return {name: tensor.detach() for name, tensor in {**self.parameters, **self.buffers}.items()}
+
+    def optimized(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[str]]]:
+        """(optimizer, one of its parameter groups, the FQNs in that group)."""
+        names = {id(tensor): name for name, tensor in self.parameters.items()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                foreign = [p for p in group["params"] if id(p) not in names]
+                if foreign:
+                    raise CheckpointError(
+                        f"the optimizer holds a {list(foreign[0].shape)} tensor that is not the model's",
+                        hint="give the optimizer the parameters it is called with, and nothing else",
+                    )
+                yield optimizer, group, [names[id(p)] for p in group["params"]]
+
+
+def save(
+    directory: Path,
+    state: TrainState,
+    *,
+    step: int,
+    extra: Mapping[str, Any],
+    channel: Channel | None = None,
+    keep: int = 2,
+) -> Path:
+    """Save the training state of all ranks as `directory/step-XXXXXXXX`.
+
+    Every rank calls it. A crash at any moment leaves the checkpoints that were complete before.
+
+    step: optimizer steps done.  extra: whatever else resuming needs, JSON-able, rank 0's is kept.
+    channel: to the other ranks, if there are any.  keep: newest checkpoints kept, at least 1.
+
+    Raises: CheckpointError, on all ranks, if any of them cannot write its part.
+    """
+    rank, problem, tensors = channel.rank if channel else 0, None, dict[str, Tensor]()
+    index = Index(schema=SCHEMA, step=step, model={})
+    partial = directory / (files.name_of(step) + ".partial")
+    try:
+        tensors, index = _flatten(state, step=step, extra=_as_json(extra))
+        if rank == 0:
+            files.prepare(directory, step)
+    except CheckpointError as error:
+        problem = error
+    parts = _agree((problem, (index, list(tensors))), channel, _SAVE)
+    lower = {key for _, keys in parts[:rank] for key in keys}
+    name, written, problem = f"rank-{rank}.safetensors", dict[str, tuple[int, int]](), None
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in lower}
+    if tensors:
+        try:
+            _write(partial / name, tensors)
+            written = files.checksums(partial, [name])
+        except (OSError, SafetensorError) as error:
+            # The library's text is long; a full disk is the usual reason.
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            problem = CheckpointError(
+                f"cannot write checkpoint {partial.with_suffix('')}: {reason}",
+                hint="is the disk full? checkpoints that were complete before are untouched",
+            )
+    try:
+        sums = _agree((problem, written), channel, _SAVE)
+    except CheckpointError:
+        if rank == 0:
+            files.discard(partial)
+        raise
+    problem = None
+    if rank == 0:
+        try:
+            files.publish(partial, _merge(parts, sums), keep=keep)
+        except CheckpointError as error:
+            problem = error
+    _agree((problem, None), channel, _SAVE)
+    return partial.with_suffix("")
+
+
+def load(directory: Path, state: TrainState, *, channel: Channel | None = None) -> tuple[int, dict[str, Any]]:
+    """Fill `state` from the newest checkpoint in `directory` (or from that checkpoint itself).
+
+    Every rank calls it with its own part, however the parts were spread when saving. The parameters and
+    buffers are filled in place; optimizers may be fresh ones without state yet.
+
+    Returns: the step it was saved at, and `extra`.
+    Raises: CheckpointError, on all ranks, if the checkpoint is missing, damaged, or of another model or
+        optimizer. Damage and mismatches are found before anything is overwritten.
+    """
+    rank, ranks = (channel.rank, channel.ranks) if channel else (0, 1)
+    problem, index, saved, path = None, None, None, directory
+    try:
+        path = files.newest(directory)
+        index = files.read_index(path)
+        files.verify(path, index, share=rank, shares=ranks)
+        saved = SavedTensors(path, index)
+        _require_fits(state, index)
+    except CheckpointError as error:
+        problem = error
+    seen = _agree((problem, (path.name, list(state.model))), channel, _LOAD)
+    assert index is not None and saved is not None
+    _require_same_checkpoint(directory, seen)
+    _require_all_loaded(path, index, {name for _, names in seen for name in names})
+    try:
+        _fill(state, index, saved)
+    except CheckpointError as error:
+        problem = error
+    _agree((problem, None), channel, _LOAD)
+    return index.step, dict(index.extra)
+
+
+def export_safetensors(directory: Path, path: Path) -> Path:
+    """Write the model of a checkpoint (newest, or that one) as a single safetensors file.
+
+    Needs no process group and no model. A tied parameter is stored once; its other names stand in the
+    file's metadata, alias -> stored name, as `safetensors.torch.save_model` writes them.
+
+    Returns: the checkpoint that was read.
+    Raises: CheckpointError if the checkpoint is missing or damaged, or the file cannot be written.
+    """
+    source = files.newest(directory)
+    index = files.read_index(source)
+    files.verify(source, index, share=0, shares=1)
+    saved = SavedTensors(source, index)
+    try:
+        tensors = {name: saved.read(f"model.{name}") for name in index.model}
+        save_file(tensors, path, metadata={"format": "pt", **index.aliases})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}", hint="choose another file") from None
+    return source
+
+
+_SAVE, _LOAD = "all ranks to save a checkpoint", "all ranks to load a checkpoint"
+
+
+class SavedTensors:
+    """The tensors in the files of a checkpoint, whose bytes have been verified.
+
+    Raises: CheckpointError if a file is none of safetensors, or has not what the index says.
+    """
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self._path, self._index = path, index
+        self._files: dict[str, Any] = {}
+        for name in sorted(set(index.tensors.values())):
+            try:
+                self._files[name] = safe_open(path / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise self._corrupt(name, str(error)) from None
+        there = {name: set(file.keys()) for name, file in self._files.items()}
+        for key, name in index.tensors.items():
+            if key not in there[name]:
+                raise self._corrupt(name, f"{shown(key)} is not in it")
+        for name, (shape, _) in index.model.items():
+            key, pair = f"model.{name}", (2,) if f"model.{name}" in index.complex else ()
+            file = index.tensors[key]
+            actual = tuple(self._files[file].get_slice(key).get_shape())
+            if actual != (*shape, *pair):
+                raise self._corrupt(file, f"{shown(key)} is {list(actual)}, and not {shown(list(shape))}")
+
+    def read(self, key: str) -> Tensor:
+        """Raises: CheckpointError if it cannot be read."""
+        name = self._index.tensors[key]
+        try:
+            tensor: Tensor = self._files[name].get_tensor(key)
+            return torch.view_as_complex(tensor) if key in self._index.complex else tensor
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise self._corrupt(name, f"{shown(key)}: {error}") from None
+
+    def _corrupt(self, name: str, why: str) -> CheckpointError:
+        why = why.partition("\n")[0]
+        return CheckpointError(f"checkpoint {self._path} is corrupt: {name}: {why}", hint=files.ELSEWHERE)
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Without a copy in memory, but of what is not contiguous or shares its storage with something else."""
+    taken: set[int] = set()
+    dense: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        plain = (torch.view_as_real(tensor) if _in_pairs(tensor) else tensor).contiguous()
+        storage = plain.untyped_storage()
+        dense[key] = plain.clone() if storage.data_ptr() in taken else plain
+        taken.add(storage.data_ptr())
+    save_file(dense, file)
+    files.sync(file)
+
+
+def _in_pairs(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.complex32, torch.complex128)
+
+
+def _merge(parts: list[tuple[Index, list[str]]], written: list[dict[str, tuple[int, int]]]) -> Index:
+    """One index out of every rank's; where ranks hold the same name, the lowest rank's entry counts.
+
+    parts: each rank's, with the keys of its tensors.  written: each rank's file, if it has written any.
+    """
+    indices = [index for index, _ in parts]
+
+    def merged(name: str) -> dict[str, Any]:
+        return {key: value for part in reversed(indices) for key, value in getattr(part, name).items()}
+
+    homes = {
+        key: f"rank-{rank}.safetensors" for rank, (_, keys) in reversed([*enumerate(parts)]) for key in keys
+    }
+    return replace(
+        indices[0],
+        model=merged("model"),
+        aliases=merged("aliases"),
+        optimizers=merged("optimizers"),
+        groups=merged("groups"),
+        values=merged("values"),
+        complex=tuple(sorted({key for part in indices for key in part.complex})),
+        files={name: sums for file in written for name, sums in file.items()},
+        tensors=homes,
+    )
+
+
+def _require_same_checkpoint(directory: Path, seen: list[tuple[str, list[str]]]) -> None:
+    for rank, (name, _) in enumerate(seen):
+        if name != seen[0][0]:
+            raise CheckpointError(
+                f"in {directory} rank 0 finds {seen[0][0]} and rank {rank} finds {name}",
+                hint="put checkpoints in a directory that all machines share",
+            )
+
+
+def _require_all_loaded(path: Path, index: Index, model_names: set[str]) -> None:
+    leftover = sorted(set(index.model) - model_names)
+    if leftover:
+        more = f" and {len(leftover) - 1} more" if len(leftover) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {path} holds {leftover[0]}{more}, which the model does not have",
+            hint="load a checkpoint of this model",
+        )
+
+
+def _as_json(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        json.dumps(dict(extra))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
+        ) from None
+    return dict(extra)
+
+
+def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what: str) -> list[T]:
+    """What every rank brings, in rank order: one all-gather, which every rank must reach.
+
+    So a rank that has failed brings its error instead of raising it.
+    Raises: CheckpointError on all ranks, with the error of the lowest rank that brings one.
+    """
+    everyone: list[tuple[CheckpointError | None, T]] = [mine]
+    if channel is not None:
+        everyone = channel.all_gather_object(mine, what)
+    for rank, (problem, _) in enumerate(everyone):
+        if problem is not None:
+            where = f" (rank {rank})" if channel is not None and rank != channel.rank else ""
+            raise CheckpointError(problem.message + where, hint=problem.hint)
+    return [value for _, value in everyone]
+
+
+def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:
+    """This rank's tensors by checkpoint key, and its part of the index.
+
+    Raises: CheckpointError if the optimizer keeps something that is neither a tensor nor a plain value.
+    """
+    model = state.model
+    tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+    tensors |= {f"previous.{name}": tensor.detach() for name, tensor in state.previous.items()}
+    kinds: dict[str, str] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for optimizer, group, names in state.optimized():
+        hyper = {key: _plain_hyper(key, value) for key, value in group.items() if key != "params"}
+        for name, parameter in zip(names, group["params"], strict=True):
+            kinds[name], groups[name] = type(optimizer).__name__, hyper
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{name}.{key}"] = value.detach()
+                elif isinstance(value, _PLAIN):
+                    values.setdefault(name, {})[key] = value
+                else:
+                    raise CheckpointError(
+                        f"optimizer state {key!r} of {name} is a {type(value).__name__}",
+                        hint="checkpoints hold optimizer state that is tensors, numbers, strings or None",
+                    )
+    return tensors, Index(
+        schema=SCHEMA,
+        step=step,
+        extra=extra,
+        aliases=state.aliases,
+        model={name: (tuple(t.shape), _dtype_name(t)) for name, t in model.items()},
+        optimizers=kinds,
+        groups=groups,
+        values=values,
+        complex=tuple(key for key, tensor in tensors.items() if _in_pairs(tensor)),
+    )
+
+
+def _require_fits(state: TrainState, index: Index) -> None:
+    """Raises: CheckpointError if the checkpoint does not fit this rank's part of the model."""
+    for name, tensor in state.model.items():
+        _refuse_mismatch(name, tensor, index)
+    for optimizer, _, names in state.optimized():
+        for name in names:
+            kind = index.optimizers.get(name)
+            if kind != type(optimizer).__name__:
+                was = "no optimizer" if kind is None else shown(kind)
+                raise CheckpointError(
+                    f"{name} is trained with {type(optimizer).__name__}, the checkpoint was saved with {was}",
+                    hint="use the optimizer of the checkpoint, or load the parameters alone",
+                )
+        if names:
+            _common_hyper(names, index)
+
+
+def _fill(state: TrainState, index: Index, saved: SavedTensors) -> None:
+    """Overwrite this rank's part of the model, and give its optimizers their state."""
+    for name, tensor in state.model.items():
+        tensor.copy_(saved.read(f"model.{name}"))
+    for name, parameter in state.parameters.items() if state.keeps_previous else ():
+        if (key := f"previous.{name}") in index.tensors:
+            state.previous[name] = torch.empty_like(parameter.detach()).copy_(saved.read(key))
+    _restore_optimizers(state, index, saved)
+
+
+def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) -> None:
+    """Put saved state into the optimizers, fresh ones included.
+
+    Raises: CheckpointError if parameters of one group were saved with different hyper-parameters, or if an
+        optimizer does not take its state.
+    """
+    for optimizer in state.optimizers:
+        only_this = TrainState(parameters=state.parameters, optimizers=(optimizer,))
+        plain = optimizer.state_dict()
+        restored: dict[int, dict[str, Any]] = {}
+        for (_, group, names), numbered in zip(only_this.optimized(), plain["param_groups"], strict=True):
+            if not names:
+                continue
+            for key, value in _common_hyper(names, index).items():
+                numbered[key] = _like_live(value, group.get(key))
+            for name, number in zip(names, numbered["params"], strict=True):
+                prefix = f"optimizer.{name}."
+                keys = [key for key in index.tensors if key.startswith(prefix)]
+                loaded_state = {key.removeprefix(prefix): saved.read(key) for key in keys}
+                if loaded_state := loaded_state | dict(index.values.get(name, {})):
+                    restored[number] = loaded_state
+        groups = optimizer.param_groups
+        try:
+            optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} cannot take its state from the checkpoint: "
+                f"{type(error).__name__}: {error}",
+                hint="load an earlier checkpoint, or the parameters alone",
+            ) from None
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups  # the same objects: one that holds several optimizers may list them
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    """
+    >>> _dtype_name(torch.zeros(1))
+    'float32'
+    """
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _refuse_mismatch(name: str, tensor: Tensor, index: Index) -> None:
+    if name not in index.model:
+        raise CheckpointError(f"the checkpoint has no tensor {name}", hint="load a checkpoint of this model")
+    shape, dtype = index.model[name]
+    if (tuple(shape), dtype) != (tuple(tensor.shape), _dtype_name(tensor)):
+        raise CheckpointError(
+            f"{name} is {list(tensor.shape)} {_dtype_name(tensor)}, "
+            f"the checkpoint has {str(list(shape)):.60} {dtype:.60}",
+            hint="build the model with the sizes and the dtype of the checkpoint",
+        )
+
+
+def _plain_hyper(key: str, value: Any) -> Any:
+    """A hyper-parameter as JSON: a scalar tensor (capturable optimizers) becomes its number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain_hyper(key, v) for v in value]
+    if isinstance(value, _PLAIN):
+        return value
+    raise CheckpointError(
+        f"optimizer setting {key!r} is a {type(value).__name__}",
+        hint="checkpoints hold settings that are numbers, strings, None, or lists of these",
+    )
+
+
+def _like_live(value: Any, live: Any) -> Any:
+    """JSON knows neither tuples nor tensors: follow the type of the live optimizer's setting."""
+    if isinstance(live, Tensor):
+        return torch.full_like(live, value)
+    return tuple(value) if isinstance(live, tuple) else value
+
+
+def _common_hyper(names: list[str], index: Index) -> Mapping[str, Any]:
+    for name in names:
+        if name not in index.groups:
+            raise CheckpointError(
+                f"the checkpoint has no optimizer settings of {name}", hint="load another checkpoint"
+            )
+    first = index.groups[names[0]]
+    for name in names[1:]:
+        differing = [key for key, value in index.groups[name].items() if first.get(key) != value]
+        if differing:
+            key = differing[0]
+            raise CheckpointError(
+                f"{names[0]} and {name} are in one optimizer group, "
+                f"but were saved with {key} {first.get(key)} and {index.groups[name][key]}",
+                hint="make the same parameter groups as when the checkpoint was saved",
+            )
+    return first

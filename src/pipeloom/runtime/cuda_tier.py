@@ -1,0 +1,211 @@
+"""Residuals of a CUDA rank in pinned host memory, copied on two streams beside the computation.
+
+Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy.
+
+The host issues kernels far ahead of the device and waits for no copy. Order on the device: a copy away waits
+for the computation so far, so also for the copies back that it waited for; hence chunks that `take`
+freed may be written at once. What is copied away is kept until `leave`, where the computation waits
+for the copy: its memory is free for whatever is computed from then on. A copy back waits for the computation
+so far, which may still read the memory that is to be filled, and the computation waits for it in
+`take`. So all memory is taken and freed in the order of the computing stream, and none needs
+`record_stream`, after which it would be free at times that no plan knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..ir.cluster import MiB
+from ..ir.errors import OffloadError
+from ..ir.text import format_bytes
+from ..tracer.stage.functions import Tensors
+from .tier import TensorLayout, bytes_of
+
+ALIGNED = 512
+"""Bytes at whose multiples tensors begin on the host."""
+
+CHUNK = 16 * MiB
+"""Bytes pinned at once. PyTorch pins the next power of two, so that a gigabyte and a bit would take two."""
+
+
+@dataclass(eq=False)
+class CudaCopy:
+    """See `tier.Copy`.
+
+    host: its chunks.  offloaded, reloaded: events behind the copies.  leaving: what is being copied away,
+    until its memory may be used again.  reloading: what is being copied back.
+    on_host: what is in the host's memory anyway, as the seeds that attention keeps.
+    """
+
+    tier: CudaTier
+    layouts: tuple[TensorLayout, ...]
+    offload_span: tuple[object, object] | None = None
+    reload_span: tuple[object, object] | None = None
+    host: list[Tensor] = field(default_factory=list)
+    offloaded: torch.cuda.Event | None = None
+    reloaded: torch.cuda.Event | None = None
+    leaving: Tensors = field(default_factory=dict)
+    reloading: Tensors = field(default_factory=dict)
+    on_host: Tensors = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(layout.bytes for layout in self.layouts)
+
+    def gone(self) -> bool:
+        assert self.offloaded is not None
+        if self.leaving and _reached(self.offloaded):
+            self.leaving.clear()
+        return not self.leaving
+
+    def leave(self, check: Callable[[], None]) -> None:
+        """Only the computing stream waits, not the host."""
+        assert self.offloaded is not None
+        if self.leaving:
+            torch.cuda.current_stream().wait_event(self.offloaded)
+            self.leaving.clear()
+
+    def reload(self) -> None:
+        self.leave(lambda: None)
+        self.tier.copy_back(self)
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        """Only the computing stream waits, not the host."""
+        assert self.reloaded is not None
+        torch.cuda.current_stream().wait_event(self.reloaded)
+        residuals = {layout.slot: layout.around(self.reloading[layout.slot]) for layout in self.layouts}
+        residuals |= self.on_host
+        self.tier.free_chunks(self)
+        return residuals
+
+    def discard(self) -> None:
+        """Waits for its copies, after which others may write to its chunks."""
+        for event in (self.offloaded, self.reloaded):
+            if event is not None:
+                event.synchronize()
+        self.tier.free_chunks(self)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(_aligned(layout.bytes) for layout in self.layouts)
+
+    def pieces(self) -> Iterator[tuple[TensorLayout, slice, Tensor]]:
+        """Each tensor in pieces: its layout, where the piece is in its bytes, and the part of a chunk for it.
+
+        tensors   |  a  |      b      | c |        laid end to end, each from a multiple of ALIGNED on,
+        chunks    |    0    |    1    |    2    |  so a tensor may go on in the next chunk
+        """
+        begin = 0
+        for layout in self.layouts:
+            done = 0
+            while done < layout.bytes:
+                chunk, at = divmod(begin + done, CHUNK)
+                size = min(layout.bytes - done, CHUNK - at)
+                yield layout, slice(done, done + size), self.host[chunk][at : at + size]
+                done += size
+            begin += _aligned(layout.bytes)
+
+
+class CudaTier:
+    """See `Tier`. Marks of copies are events, as those of `CudaClock` are.
+
+    pinned_bytes: of host memory, used now or not.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.used_bytes = self.peak_bytes = self.pinned_bytes = 0
+        self._rank = rank
+        self._out, self._in = _stream(), _stream()
+        self._idle_chunks: list[Tensor] = []
+        self._reloading: set[CudaCopy] = set()  # kept from being freed under a copy if the run is given up
+
+    def offload(self, action: str, residuals: Tensors) -> CudaCopy:
+        on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
+        layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
+        copy = CudaCopy(self, layouts, on_host=on_host)
+        copy.host = self._allocate(copy.host_bytes, action)
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            begin = _mark()
+            for layout, span, part in copy.pieces():
+                part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
+            copy.offloaded = _mark()
+        copy.offload_span = (begin, copy.offloaded)
+        copy.leaving = dict(residuals)
+        residuals.clear()
+        self.used_bytes += copy.bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return copy
+
+    def copy_back(self, copy: CudaCopy) -> None:
+        """The memory is taken on the computing stream: it is memory that the computation is done with."""
+        for layout in copy.layouts:
+            copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
+        self._reloading.add(copy)
+        self._in.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._in):
+            begin = _mark()
+            for layout, span, part in copy.pieces():
+                copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
+            copy.reloaded = _mark()
+        copy.reload_span = (begin, copy.reloaded)
+
+    def free_chunks(self, copy: CudaCopy) -> None:
+        copy.leaving, copy.reloading, copy.on_host = {}, {}, {}
+        self._reloading.discard(copy)
+        self.used_bytes -= copy.bytes
+        self._idle_chunks += copy.host
+        copy.host = []
+
+    def close(self) -> None:
+        """A device that has failed copies nothing any more; whoever waited for it has said so."""
+        for stream in (self._out, self._in):
+            with suppress(RuntimeError):  # how torch.cuda reports the device's failure, again at every call
+                stream.synchronize()
+        self._reloading.clear()
+        self._idle_chunks.clear()
+
+    def _allocate(self, size: int, action: str) -> list[Tensor]:
+        """Pinned chunks for `size` bytes: idle ones, then new ones.
+
+        Raises: OffloadError if the system pins no more.
+        """
+        count = -(-size // CHUNK)
+        try:
+            while len(self._idle_chunks) < count:
+                self._idle_chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
+                self.pinned_bytes += CHUNK
+        except RuntimeError as error:
+            raise OffloadError(
+                f"rank {self._rank} cannot pin {format_bytes(size)} of host memory at {action}: {error}; "
+                f"{format_bytes(self.used_bytes)} of residuals are there",
+                hint="plan with fewer offloaded residuals, or with more host memory",
+            ) from None
+        return [self._idle_chunks.pop() for _ in range(count)]
+
+
+def _on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _reached(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

@@ -1,0 +1,386 @@
+"""Residuals of a CPU rank in a file, so that they leave its resident memory.
+
+Written and read through the file descriptor, not mapped: mapped pages would still count as this process's
+memory. The file has no name (it is unlinked as soon as it is made), so nothing is left behind however the
+process ends, and nobody can remove it under the run. One thread writes and one reads; both release the
+interpreter's lock while they copy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import ConfigError, OffloadError
+from ..ir.text import format_bytes
+from ..tracer.stage.functions import Tensors
+from .tier import TensorLayout, TierOptions, bytes_of
+
+PAGE = 4096
+CHECK_INTERVAL_S = 0.2
+"""How often a wait for a copy looks whether another rank has failed."""
+
+
+class FileAllocator:
+    """Which byte ranges of a file are used and which are free. For one thread at a time.
+
+        | used | free     | used | free |end        two free ranges never touch: they are merged
+
+    end: length of the file in bytes.
+    reserve: makes the file longer; called with where it ends and by how much, before anything is changed.
+
+    >>> allocator = FileAllocator(lambda end, size: None)
+    >>> a, b = allocator.allocate(100), allocator.allocate(50)
+    >>> allocator.free(a, 100)
+    >>> a, b, allocator.allocate(40), allocator.end
+    (0, 100, 0, 150)
+    """
+
+    def __init__(self, reserve: Callable[[int, int], None]) -> None:
+        self.end = 0
+        self._reserve = reserve
+        self._free: list[tuple[int, int]] = []  # (size, begin), sorted
+        self._size: dict[int, int] = {}  # begin -> size of a free range
+        self._begin: dict[int, int] = {}  # end -> begin of a free range
+
+    def allocate(self, size: int) -> int:
+        """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
+
+        Raises: what `reserve` does; nothing is allocated then.
+        """
+        if size == 0:
+            return self.end
+        at = bisect_left(self._free, (size, 0))
+        begin = self._free[at][1] if at < len(self._free) else self._lengthen(size)
+        left = self._drop(begin) - size
+        if left:
+            self._add(begin + size, left)
+        return begin
+
+    def free(self, begin: int, size: int) -> None:
+        """Free a range that was allocated with this size."""
+        if size == 0:
+            return
+        if begin + size in self._size:
+            size += self._drop(begin + size)
+        if begin in self._begin:
+            begin = self._begin[begin]
+            size += self._drop(begin)
+        self._add(begin, size)
+
+    def _lengthen(self, size: int) -> int:
+        """Grow the file until its last free range has this size; returns where that begins."""
+        begin = self._begin.get(self.end, self.end)
+        lacking = begin + size - self.end
+        self._reserve(self.end, lacking)
+        if begin < self.end:
+            self._drop(begin)
+        self.end += lacking
+        self._add(begin, size)
+        return begin
+
+    def _add(self, begin: int, size: int) -> None:
+        insort(self._free, (size, begin))
+        self._size[begin] = size
+        self._begin[begin + size] = begin
+
+    def _drop(self, begin: int) -> int:
+        """A range is no longer free; returns its size."""
+        size = self._size.pop(begin)
+        del self._begin[begin + size]
+        del self._free[bisect_left(self._free, (size, begin))]
+        return size
+
+
+@dataclass(eq=False)
+class FileCopy:
+    """See `tier.Copy`; shared by the caller and both threads.
+
+    action: the OFFLOAD, for messages.  file_offset: where they begin in the file, in bytes.
+    raw: one uint8 tensor per layout: the bytes to write, later the bytes read.
+    offloaded, reloaded: set when the copy there, and the one back, has ended or failed.
+    error: why a copy failed.
+    requested: whether the copy back was asked for.  discarded: whether only its bytes of the file are.
+    """
+
+    tier: FileTier
+    layouts: tuple[TensorLayout, ...]
+    action: str
+    raw: list[Tensor]
+    file_offset: int = 0
+    offload_span: tuple[object, object] | None = None
+    reload_span: tuple[object, object] | None = None
+    offloaded: threading.Event = field(default_factory=threading.Event)
+    reloaded: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    requested: bool = False
+    discarded: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(layout.bytes for layout in self.layouts)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(_page_aligned(layout.bytes) for layout in self.layouts)
+
+    def gone(self) -> bool:
+        self.tier.raise_error(self)
+        return self.offloaded.is_set()
+
+    def leave(self, check: Callable[[], None]) -> None:
+        while not self.offloaded.wait(CHECK_INTERVAL_S):
+            check()
+        self.tier.raise_error(self)
+
+    def reload(self) -> None:
+        self.requested = True
+        self.tier.bring_back(self)
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        while not self.reloaded.wait(CHECK_INTERVAL_S):
+            check()
+        self.tier.raise_error(self)
+        pairs = zip(self.layouts, self.raw, strict=True)
+        residuals = {layout.slot: layout.around(raw) for layout, raw in pairs}
+        self.raw.clear()
+        return residuals
+
+    def discard(self) -> None:
+        self.discarded = True
+        if not self.requested:
+            self.reload()
+
+    def spans(self) -> Iterator[tuple[TensorLayout, int]]:
+        """Each tensor and its offset in the file."""
+        at = self.file_offset
+        for layout in self.layouts:
+            yield layout, at
+            at += _page_aligned(layout.bytes)
+
+
+class FileTier:
+    """See `Tier`.
+
+    directory: where the file is; made if it is not there, and left there, as other ranks may be using it.
+    Raises: ConfigError if no file can be made there.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.used_bytes = self.peak_bytes = 0
+        self._directory, self._rank = directory, rank
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed in `close`
+        except OSError as error:
+            raise ConfigError(
+                f"rank {rank} cannot offload to {directory}: {error.strerror or error}", hint=_ELSEWHERE
+            ) from None
+        self._allocator = FileAllocator(self._reserve)
+        self._closed = False
+        self._lock = threading.Lock()
+        # One queue and one thread per direction, so that a copy back overtakes the copies there behind it.
+        self._out: SimpleQueue[FileCopy | None] = SimpleQueue()
+        self._in: SimpleQueue[FileCopy | None] = SimpleQueue()
+        work = ((self._out, self._write), (self._in, self._read))
+        self._threads = [threading.Thread(target=self._serve, args=pair, daemon=True) for pair in work]
+        for thread in self._threads:
+            thread.start()
+
+    def offload(self, action: str, residuals: Tensors) -> FileCopy:
+        layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
+        copy = FileCopy(self, layouts, action, [bytes_of(tensor) for tensor in residuals.values()])
+        copy.file_offset = self._allocate(copy.file_bytes, action)
+        residuals.clear()
+        self._change_used(copy.bytes)
+        self._out.put(copy)
+        return copy
+
+    def bring_back(self, copy: FileCopy) -> None:
+        """Read a copy behind those asked for before, or free its bytes of the file if it is discarded."""
+        self._in.put(copy)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for queue in (self._out, self._in):
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        try:
+            self._file.close()
+        except OSError as error:  # all that was needed of it has been read
+            warnings.warn(
+                f"rank {self._rank}: {self._directory} did not close the file of offloaded residuals: "
+                f"{error.strerror or error}; nothing that was learnt is lost, but see if the disk is full",
+                stacklevel=3,
+            )
+
+    def _allocate(self, size: int, action: str) -> int:
+        """The offset of `size` bytes of the file that nothing else uses."""
+        try:
+            with self._lock:
+                return self._allocator.allocate(size)
+        except OSError as error:
+            raise self._failed(action, f"write {format_bytes(size)}", error) from None
+
+    def _reserve(self, end: int, size: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), end, size)
+
+    def _serve(self, queue: SimpleQueue[FileCopy | None], work: Callable[[FileCopy], None]) -> None:
+        while (copy := queue.get()) is not None:
+            if self._closed:
+                copy.error = OffloadError(f"{copy.action} was given up", hint="the run had ended")
+            try:
+                work(copy)
+            except Exception as error:  # whatever it is: who waits for the copy is to raise it
+                copy.error = error
+            if copy.error is not None:
+                copy.raw.clear()
+                copy.reloaded.set()
+            copy.offloaded.set()
+            del copy  # or the queue's wait for the next one would keep its tensors
+
+    def _write(self, copy: FileCopy) -> None:
+        if copy.error is not None:
+            return
+        begin = time.perf_counter()
+        for (_, place), raw in zip(copy.spans(), copy.raw, strict=True):
+            _copy(os.pwrite, self._file.fileno(), raw, place)
+        copy.raw.clear()
+        self._forget_pages(copy)
+        copy.offload_span = (begin, time.perf_counter())
+
+    def _read(self, copy: FileCopy) -> None:
+        """Read what is wanted, and free its bytes of the file however that ends."""
+        copy.offloaded.wait()
+        try:
+            if copy.error is None and not copy.discarded:
+                self._read_back(copy)
+        finally:
+            self._change_used(-copy.bytes)
+            with self._lock:
+                self._allocator.free(copy.file_offset, copy.file_bytes)
+        copy.reloaded.set()
+
+    def _read_back(self, copy: FileCopy) -> None:
+        begin = time.perf_counter()
+        for layout, place in copy.spans():
+            copy.raw.append(torch.empty(layout.bytes, dtype=torch.uint8))
+            done = _copy(_read_into, self._file.fileno(), copy.raw[-1], place)
+            if done < layout.bytes:
+                raise OffloadError(
+                    f"rank {self._rank} offloaded {format_bytes(layout.bytes)} at {copy.action}, but of "
+                    f"{layout.slot.name} only {format_bytes(done)} are left in {self._directory}",
+                    hint=f"something cut the file short: resume from the last checkpoint, and {_ELSEWHERE}",
+                )
+        self._forget_pages(copy)
+        copy.reload_span = (begin, time.perf_counter())
+
+    def _change_used(self, change: int) -> None:
+        """Both the caller's thread and the one that reads change `used_bytes`."""
+        with self._lock:
+            self.used_bytes += change
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _forget_pages(self, copy: FileCopy) -> None:
+        """Tell the system that it need not cache them: it would hold what was to leave its memory."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), copy.file_offset, copy.file_bytes, os.POSIX_FADV_DONTNEED)
+
+    def raise_error(self, copy: FileCopy) -> None:
+        """Raises: OffloadError if the copy has failed; whatever else it failed with."""
+        if isinstance(copy.error, OSError):
+            raise self._failed(copy.action, f"move {format_bytes(copy.bytes)}", copy.error) from None
+        if isinstance(copy.error, RuntimeError | MemoryError):  # as PyTorch and Python say it
+            what = "write" if copy.offload_span is None else "bring back"
+            raise OffloadError(
+                f"rank {self._rank} cannot {what} {format_bytes(copy.bytes)} offloaded at {copy.action}: "
+                f"{str(copy.error) or 'out of memory'}",
+                hint="leave this machine more memory: end other programs, start fewer ranks on it, or plan "
+                f"with smaller micro-batches or a lower cap; {_RESUME}",
+            ) from None
+        if copy.error is not None:
+            raise copy.error
+
+    def _failed(self, action: str, what: str, error: OSError) -> OffloadError:
+        left = shutil.disk_usage(self._directory).free if self._directory.is_dir() else 0
+        return OffloadError(
+            f"rank {self._rank} cannot {what} at {action}: {error.strerror or error}; {self._directory} has "
+            f"{format_bytes(left)} free, {format_bytes(self.used_bytes)} of residuals are there",
+            hint=f"make room there, {_ELSEWHERE}, or plan with fewer offloaded residuals; {_RESUME}",
+        )
+
+
+_ELSEWHERE = "name another directory with --offload-dir (Options.offload_dir)"
+_RESUME = "then resume from the last checkpoint: what was learnt since then is lost"
+
+
+def open_file_tier(options: TierOptions) -> FileTier:
+    """A file in the folder that the user named, or in the system's for temporary ones.
+
+    Warns, once per run, where files in that folder would take memory instead of freeing it.
+    """
+    folder = options.directory or Path(tempfile.gettempdir())
+    if options.first and lies_in_memory(folder):
+        warnings.warn(
+            f"offloaded residuals go to {folder}, which lies in memory (tmpfs): offloading frees none there; "
+            "name a folder on a disk with --offload-dir (Options.offload_dir)",
+            stacklevel=5,  # whoever made the pipeline
+        )
+    return FileTier(folder, options.rank)
+
+
+def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Whether files there take the machine's memory, as far as the system says: Linux does, in `mounts`.
+
+    directory: it, or the nearest of its parents that is there, is looked at.
+    """
+    try:
+        there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+        device = there.stat().st_dev
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    for _, point, kind, *_ in map(str.split, lines):
+        if kind in ("tmpfs", "ramfs"):
+            path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # a space is \040 there
+            with suppress(OSError):  # one that we may not look into is not the one that we write to
+                if os.stat(path).st_dev == device:
+                    return True
+    return False
+
+
+def _page_aligned(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _copy(move: Callable[[int, memoryview, int], int], file: int, raw: Tensor, place: int) -> int:
+    """Move all of `raw`, which may take several calls. Returns the bytes moved: fewer at the file's end."""
+    view, done = memoryview(raw.numpy().data), 0
+    while done < len(view):
+        moved = move(file, view[done:], place + done)
+        if not moved:
+            break
+        done += moved
+    return done
+
+
+def _read_into(file: int, view: memoryview, place: int) -> int:
+    return os.preadv(file, [view], place)

@@ -1,0 +1,130 @@
+"""Tiers: where residuals go while their micro-batch waits for its backward.
+
+A `Copy` is one micro-batch's residuals on their way there and back, beside the computation:
+
+    OFFLOAD ─────── gone? ─────────▶ RELOAD ─────────▶ backward
+    tier.offload    leave (AWAIT)    reload            take ─▶ residuals      discard: a step broken off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..tracer.stage.functions import Slot, Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    """How a tensor lies in its storage, to be built again around the same bytes.
+
+    offset, stride: in elements.  bytes: of the whole storage.
+    """
+
+    slot: Slot
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    bytes: int
+
+    @staticmethod
+    def of(slot: Slot, tensor: Tensor) -> TensorLayout:
+        return TensorLayout(
+            slot=slot,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+            bytes=tensor.untyped_storage().nbytes(),
+        )
+
+    def around(self, raw: Tensor) -> Tensor:
+        """The tensor whose storage is that of `raw` (uint8, `bytes` long)."""
+        whole = torch.empty(0, dtype=self.dtype, device=raw.device)
+        return whole.set_(raw.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor as flat uint8, without a copy."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage())
+
+
+class Copy(Protocol):
+    """One micro-batch's residuals on a tier, or on their way there or back.
+
+    offload_span, reload_span: marks of the recorder's clock, start and end of the copy to the tier and of
+    the copy back; each is known once that copy has ended.
+    """
+
+    offload_span: tuple[object, object] | None
+    reload_span: tuple[object, object] | None
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors' storages."""
+
+    def gone(self) -> bool:
+        """Whether they have left the device; never blocks.
+
+        Raises: OffloadError if the copy failed.
+        """
+
+    def leave(self, check: Callable[[], None]) -> None:
+        """What comes next may take their room: whoever runs it, this thread or a device, waits for the copy.
+
+        check: called now and then by a thread that waits, and may raise.  Raises: as `gone`.
+        """
+
+    def reload(self) -> None:
+        """Begin to copy back, behind the copy there."""
+
+    def take(self, check: Callable[[], None]) -> Tensors:
+        """Wait until they are back; `check` is called now and then and may raise.
+
+        Raises: OffloadError if they could not be written or read.
+        """
+
+    def discard(self) -> None:
+        """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """What a tier is opened with.
+
+    directory: for files; None if the user named none.  first: of all ranks that offload, the one to say what
+        is said once per run.
+    """
+
+    rank: int
+    directory: Path | None
+    first: bool
+
+
+class Tier(Protocol):
+    """Memory for residuals beside the device's. Copies to it follow each other, and so do copies back.
+
+    used_bytes, peak_bytes: there now, and at most; from the start of the copy to the end of the copy back.
+    """
+
+    used_bytes: int
+    peak_bytes: int
+
+    def offload(self, action: str, residuals: Tensors) -> Copy:
+        """Begin to copy residuals, and take them: `residuals` is emptied, and they are free once copied.
+
+        action: the OFFLOAD, for messages.
+        Raises: OffloadError if there is no room for them.
+        """
+
+    def close(self) -> None:
+        """End all copies and free everything. Called once or more."""

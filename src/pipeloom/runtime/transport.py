@@ -1,0 +1,368 @@
+"""Moving bytes between ranks without blocking: what a channel asks for, and how gloo does it.
+
+gloo moves tensors between CPUs, and control data everywhere. What it does, and what follows from it (seen
+with torch 2.11 and 2.13):
+
+- A send ends only when its receive is posted, and `is_completed()` of a point-to-point operation
+  stays False until someone waits. So that large buffers are freed early, one thread per target waits for
+  the sends to it. Small ones are waited for at the end of the step: a thread's wake-up takes longer than
+  they do.
+- An operation can be waited for once only; a second wait would not return.
+- A wait whose time limit passes closes all connections of the group. A wait can therefore not be made in
+  slices; but a short wait for a message that nobody sends ends all other waits of this process, and gloo's
+  `abort()` does not.
+- Its own thread lets go of a collective a moment after the wait for it ends. Were it the last one to do so,
+  it would free Python objects, and that crashes while the interpreter shuts down. A group that goes waits for
+  its threads.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented names
+
+SMALL_BYTES = 1 << 16
+"""Sends up to this size are looked at only at the end of the step: to see whether one has ended takes longer
+than it does."""
+
+MESSAGE_TAGS = 1 << 20
+FIRST_TAG = 1 << 30
+"""Tags from here on are ours, so a user's own messages on the same group do not mix with the pipeline's."""
+INTERRUPT_TAG = FIRST_TAG + MESSAGE_TAGS
+
+NO_LIMIT = timedelta(days=30)
+"""For waits that another wait's time limit covers."""
+
+Group: TypeAlias = Any
+"""A process group of torch.distributed, or one of its backends alone: both have the same verbs."""
+
+MakeGroup: TypeAlias = Callable[[str, int, int], Group]
+"""Makes a group of that name for a rank of so many; returns once all of them have come."""
+
+
+class PendingTransfer(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether the buffer is free again; never blocks, and may say False too long."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises: TimeoutError when the time passes, ConnectionError if the transfer cannot succeed."""
+
+
+class SumGroup(NamedTuple):
+    """Ranks that sum tensors, in an order of their own: sums of two groups may begin in another order on some
+    ranks.
+
+    name: several groups may have the same ranks.  ranks: ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class Transport(Protocol):
+    """Moves flat byte buffers between ranks.
+
+    buffer: uint8, one dimension.
+    index: counts the messages from one rank to another since the start; a receive gets the message of its
+        index.
+
+    `send` and `receive` post a transfer and return at once, even if they cannot: what went wrong is raised by
+    `wait`. A rank that blocked here while its peer does the same would never post what the peer waits for.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer: ...
+
+    def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer: ...
+
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        """Make groups for sums. All ranks call it with the same groups, also those that are in none."""
+
+    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits.
+
+        tensor: on the ranks' device; or on the host, for control data of all ranks, without a device's part.
+        """
+
+    def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+        """Begin a sum in place for one rank of an open group; those of the others may hold anything then."""
+
+    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
+        """Begin to copy the tensor of `source`, a rank of an open group, into those of its other ranks."""
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        """Raises: as `PendingTransfer.wait`."""
+
+    def interrupt(self) -> None:
+        """Called from another thread: end all waits of this rank with ConnectionError, for good."""
+
+    def close(self) -> None:
+        """Called once, when the last wait is over."""
+
+
+class CompletedTransfer:
+    """A transfer of no bytes, or one that has ended already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at once."""
+
+
+class FailedTransfer:
+    """A transfer that could not even be posted."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._reason = _first_line(error)
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        raise ConnectionError(self._reason)
+
+
+def gloo_group(
+    store: Store, timeout: timedelta, name: str, rank: int, ranks: int, *, inside: bool = False
+) -> dist.ProcessGroupGloo:
+    """A group of gloo's, apart from all others on the store; returns once all its ranks have come.
+
+    inside: whether all ranks are in this process, and nothing needs to be reachable from outside.
+    """
+    own = PrefixStore(name, store)
+    if not inside:
+        return dist.ProcessGroupGloo(own, rank, ranks, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # Connections on first use: n ranks would need n (n - 1) sockets of this process.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(own, rank, ranks, options)
+
+
+class OpenGroups:
+    """The groups that a rank sums in, made without those that are in none of them."""
+
+    def __init__(self, rank: int, make: MakeGroup) -> None:
+        self._rank, self._make = rank, make
+        self._groups: dict[SumGroup, Group] = {}
+
+    def open(self, groups: Sequence[SumGroup]) -> None:
+        """All ranks of a group come to it after those before it, so none waits for ever."""
+        for group in groups:
+            if self._rank in group.ranks and len(group.ranks) > 1 and group not in self._groups:
+                name = f"{group.name} {group.ranks}"
+                self._groups[group] = self._make(name, group.ranks.index(self._rank), len(group.ranks))
+
+    def __getitem__(self, group: SumGroup) -> Group:
+        return self._groups[group]
+
+    def all(self) -> list[Group]:
+        return list(self._groups.values())
+
+    def clear(self) -> None:
+        self._groups.clear()
+
+
+class GlooTransport:
+    """Point-to-point by tag on the given group, and sums beside it on groups that it opens.
+
+    group: of the ranks; None for a rank alone.
+    """
+
+    def __init__(self, group: Group | None, make: MakeGroup) -> None:
+        self.rank: int = 0 if group is None else group.rank()
+        self.ranks: int = 1 if group is None else group.size()
+        self._group: Group = group
+        self._open = OpenGroups(self.rank, make)
+        self._send_waiters: dict[int, _SendWaiter] = {}
+        # gloo's thread is not to be the last to let go of it.
+        self._last_collective: dist.Work | None = None
+
+    def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer:
+        try:
+            work = self._group.send([buffer], target, _tag(index))
+        except RuntimeError as error:
+            return FailedTransfer(error)
+        if buffer.numel() <= SMALL_BYTES:
+            return GlooTransfer(work)
+        waiter = self._send_waiters.get(target)
+        if waiter is None:
+            waiter = self._send_waiters[target] = _SendWaiter(f"pipeloom-send-{self.rank}-{target}")
+        return waiter.put(work)
+
+    def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
+        try:
+            return GlooTransfer(self._group.recv([buffer], source, _tag(index)))
+        except RuntimeError as error:
+            return FailedTransfer(error)
+
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        self._open.open(groups)
+
+    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        over = self._group if group is None else self._open[group]
+        return self._collective(over.allreduce([tensor]))
+
+    def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+        """The owner gathers all and adds, in rank order: gloo's own reduce sends up to twice the bytes. It
+        takes room for as many tensors as there are ranks."""
+        parts = [torch.empty_like(tensor) for _ in group.ranks] if self.rank == owner else []
+        options = dist.GatherOptions()
+        options.rootRank = group.ranks.index(owner)
+        work = self._open[group].gather([parts] if parts else [], [tensor], options)
+
+        def add() -> None:
+            for index, part in enumerate(parts):
+                tensor.add_(part) if index else tensor.copy_(part)
+            parts.clear()
+
+        return self._collective(work, add)
+
+    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
+        options = dist.BroadcastOptions()
+        options.rootRank = group.ranks.index(source)
+        return self._collective(self._open[group].broadcast([tensor], options))
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([mine.numel()]), timeout_s)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        texts = self._all_gather(padded, timeout_s)
+        return [
+            pickle.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)
+        ]
+
+    def interrupt(self) -> None:
+        for group in [group for group in (self._group, *self._open.all()) if group is not None]:
+            for peer in range(group.size()):
+                if peer == group.rank():
+                    continue
+                with suppress(RuntimeError):  # which is the purpose; or this peer's connection has ended
+                    nobody_sends_this = torch.empty(1, dtype=torch.uint8)
+                    group.recv([nobody_sends_this], peer, INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        for waiter in self._send_waiters.values():
+            waiter.close()
+        self._last_collective = None
+        self._open.clear()
+        self._group = None
+
+    def _collective(self, work: dist.Work, then: Callable[[], None] = lambda: None) -> PendingTransfer:
+        self._last_collective = work
+        return GlooTransfer(work, then)
+
+    def _all_gather(self, tensor: Tensor, timeout_s: float) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        self._collective(self._group.allgather([gathered], [tensor])).wait(timeout_s)
+        return gathered
+
+
+class GlooTransfer:
+    """An operation that the calling thread waits for.  then: what is left to do once it has ended."""
+
+    def __init__(self, work: dist.Work, then: Callable[[], None] = lambda: None) -> None:
+        self._work = work
+        self._then = then
+        self._done = False
+
+    def done(self) -> bool:
+        return self._done or self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        start = time.monotonic()
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if time.monotonic() - start >= 0.99 * timeout_s:
+                raise TimeoutError from None
+            raise ConnectionError(_first_line(error)) from None
+        self._done = True
+        self._then()
+
+
+class _SendWaiter:
+    """The large sends to one rank, and the thread that waits for them one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self.completed = 0
+        self.error = ""
+        self._posted = 0
+        self._queue: queue.SimpleQueue[dist.Work | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: dist.Work) -> PendingTransfer:
+        self._queue.put(work)
+        self._posted += 1
+        return _LargeSend(self, self._posted)
+
+    def wait_for_all(self, timeout_s: float) -> bool:
+        """Wait until all sends so far have ended, well or not; False if the time passes first."""
+        event = threading.Event()
+        self._queue.put(event)
+        return event.wait(timeout_s)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                item.wait(NO_LIMIT)
+                self.completed += 1
+            except RuntimeError as error:
+                self.error = _first_line(error)
+            del item  # or it would keep what it has sent until the next one
+
+
+class _LargeSend:
+    """The `number`-th send of a waiter, counted from 1."""
+
+    def __init__(self, waiter: _SendWaiter, number: int) -> None:
+        self._waiter = waiter
+        self._number = number
+
+    def done(self) -> bool:
+        return self._waiter.completed >= self._number
+
+    def wait(self, timeout_s: float) -> None:
+        if self.done():
+            return
+        if not self._waiter.wait_for_all(timeout_s):
+            raise TimeoutError
+        if not self.done():
+            raise ConnectionError(self._waiter.error)
+
+
+def _tag(index: int) -> int:
+    return FIRST_TAG + index % MESSAGE_TAGS
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,110 @@
+"""Schedules by clock cycles, for any DAG of stages and any placement: forward_only, gpipe and 1f1b."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...ir.action import Action
+from ...ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
+from ...ir.flow import Flow, flow_of
+from ...ir.stages import StageGraph
+
+
+def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
+    """Stage -> most rank changes on a path that leads to it: the clock of its first forward.
+
+    >>> from pipeloom.ir.flow import dag, flow_of
+    >>> diamond = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    >>> distance_from_start(flow_of(diamond), (0, 1, 2, 3))
+    {0: 0, 1: 1, 2: 1, 3: 2}
+    """
+    return _longest(flow, flow.order, flow.reads_from, placement)
+
+
+def distance_to_end(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
+    """Stage -> most rank changes on a path that leads away from it to a stage that nothing reads."""
+    return _longest(flow, tuple(reversed(flow.order)), flow.read_by, placement)
+
+
+def _longest(
+    flow: Flow, order: Sequence[int], before: Sequence[Sequence[int]], placement: Sequence[int]
+) -> dict[int, int]:
+    """All ranks of a stage have the distance of the farthest: they begin its actions together."""
+    distance: dict[int, int] = {}
+    for stage in order:
+        together = (stage, *flow.shards.get(stage, ()))
+        steps = (distance[s] + (placement[s] != placement[one]) for one in together for s in before[one])
+        distance[stage] = max(steps, default=0)
+    return distance
+
+
+def rows_by_clock(
+    flow: Flow,
+    placement: Sequence[int],
+    microbatches: int,
+    *,
+    forward: Sequence[int],
+    backward: Sequence[int] | None = None,
+    period: int = 1,
+) -> Rows[Action]:
+    """For each rank the F, and B if it has a clock, of its stages in clock order.
+
+    forward, backward: clock of micro-batch 0 of each stage; each next micro-batch is `period` later.
+    At equal times backwards come first, as they free memory, the reader's before the maker's; then
+    forwards, the maker's before the reader's.
+
+    >>> from pipeloom.ir.flow import dag, flow_of
+    >>> flow = flow_of(dag(1, []))
+    >>> [str(a) for a in rows_by_clock(flow, (0,), 2, forward=[0], backward=[1])[0]]
+    ['0F0', '0B0', '0F1', '0B1']
+    """
+    stages_of_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage in flow.order:
+        stages_of_rank[placement[stage]].append(stage)
+    turn = np.arange(microbatches, dtype=np.int64) * period
+    parts: list[tuple[Codes, Ints, Ints]] = []
+    for stages in stages_of_rank:
+        streams = [(B_, s, backward[s]) for s in reversed(stages)] if backward is not None else []
+        streams += [(F_, s, forward[s]) for s in stages]
+        code, where, begin = np.array(streams, np.int64).reshape(-1, 3).T
+        order = np.argsort((begin[:, None] + turn).reshape(-1), kind="stable").astype(np.int32)
+        stream, microbatch = np.divmod(order, np.int32(microbatches))
+        parts.append((code.astype(np.int16)[stream], where.astype(np.int32)[stream], microbatch))
+    kinds, stages_of, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
+    offsets = np.concatenate(([0], np.cumsum([len(kind) for kind, _, _ in parts])))
+    return Rows(compute_columns(kinds, stages_of, numbers, offsets))
+
+
+def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+    """Stage s, at distance d from the start, runs the forward of micro-batch i at clock i + d."""
+    flow = flow_of(stages)
+    start = distance_from_start(flow, placement)
+    return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])
+
+
+def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+    """Forwards by distance from the start, as in `forward_only`; then backwards by distance from the end."""
+    flow = flow_of(stages)
+    start = distance_from_start(flow, placement)
+    end = distance_to_end(flow, placement)
+    turn = microbatches + max(start.values())
+    each = range(len(placement))
+    forward, backward = [start[s] for s in each], [turn + end[s] for s in each]
+    return rows_by_clock(flow, placement, microbatches, forward=forward, backward=backward)
+
+
+def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+    """The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
+
+    A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
+    A stage whose values never reach the loss, such as one that only updates buffers, has its d from what
+    reads it.
+    """
+    flow = flow_of(stages)
+    ahead = distance_to_end(flow, placement)
+    steps = [ahead[s] for s in range(len(placement))]
+    return rows_by_clock(
+        flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
+    )

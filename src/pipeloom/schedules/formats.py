@@ -1,0 +1,315 @@
+"""Schedules as text files: one row per rank, as `str(schedule)` prints them.
+
+0F0 0F1 0F2&0B0 0B1 0B2         blanks between actions, & between the two of a pair
+1F0 1B0 1COMPRESS0 1F1 1B1      kinds that a user declared are written like built-in ones
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..ir.action import (
+    KINDS,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    Action,
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    StageAction,
+    Transfer,
+    W,
+    shown,
+)
+from ..ir.columns import CODE, Columns, Rows, compute_columns
+from ..ir.errors import ScheduleError
+from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
+
+
+def parse_text(text: str, *, name: str = "text") -> Schedule:
+    """Read rows of actions; the rank of a stage is the row that it stands in. Empty lines are passed over.
+
+    Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows.
+
+    >>> parse_text("0F0 0B0\\n1F0 1B0\\n").placement
+    (0, 1)
+    """
+    lines = tuple(line for line in text.splitlines() if line.strip())
+    rows: list[tuple[Action, ...]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += parse_rows((line,))
+        except ScheduleError as error:
+            raise ScheduleError(f"row {number}: {error.message}", hint=error.hint) from None
+    return from_rows(rows, parse_pairs(lines), name=name)
+
+
+def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: str) -> Schedule:
+    """The schedule that has these rows, with as many stages and micro-batches as they name.
+
+    Raises: ScheduleError if there is none, or a stage stands in two rows or in none.
+    """
+    home: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if home.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {action.stage} stands in the rows of ranks {home[action.stage]} and {rank}",
+                    hint="give each stage one rank",
+                )
+    if not home:
+        raise ScheduleError("there is no action in it", hint="write one row per rank, one action per cell")
+    if sorted(home) != list(range(len(home))):
+        raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
+    return Schedule(
+        name=name,
+        microbatches=1 + max(action.microbatch for row in rows for action in row),
+        placement=tuple(home[s] for s in range(len(home))),
+        rows=tuple(map(tuple, rows)),
+        pairs=tuple(pairs),
+    )
+
+
+_PLAIN = (F, B, I, W)
+_ROW = re.compile("[0-9]{1,9}[FBIW][0-9]{1,9}(?:,[0-9]{1,9}[FBIW][0-9]{1,9})*")
+_TO_BLANKS = str.maketrans(dict.fromkeys("FBIW,", " "))
+
+_CODES = np.zeros(256, np.int16)
+for _kind in _PLAIN:
+    _CODES[ord(_kind)] = CODE[_kind]
+
+
+def parse_plain(text: str, *, name: str) -> Schedule | None:
+    """The schedule of a text of plain rows, cells separated by commas; None if it is another text.
+
+    >>> str(parse_plain("0F0,0B0\\n1F0,1B0\\n", name=""))
+    '0F0 0B0\\n1F0 1B0'
+    >>> parse_plain("0F0,,0B0", name=""), parse_plain("1F0,1B0", name="")
+    (None, None)
+    """
+    lines = text.removesuffix("\n").split("\n")
+    if not all(map(_ROW.fullmatch, lines)):
+        return None
+    numbers = [np.fromstring(line.translate(_TO_BLANKS), np.int32, sep=" ").reshape(-1, 2) for line in lines]
+    letters = np.frombuffer(text.encode("ascii"), np.uint8)
+    stage, microbatch = np.concatenate(numbers).T
+    counts = [len(row) for row in numbers]
+    columns = compute_columns(
+        _CODES[letters[letters >= ord("A")]],
+        np.ascontiguousarray(stage),
+        np.ascontiguousarray(microbatch),
+        np.concatenate(([0], np.cumsum(counts))),
+    )
+    placement = _placement(columns, counts)
+    if placement is None:
+        return None
+    return Schedule(
+        name=name,
+        microbatches=1 + int(columns.microbatch.max()),
+        placement=placement,
+        rows=Rows(columns),
+    )
+
+
+def _placement(columns: Columns, counts: list[int]) -> tuple[int, ...] | None:
+    """The rank of each stage; None unless each of them, from 0 without gaps, is in one row."""
+    ranks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    pairs = np.unique(columns.stage * np.int64(len(counts)) + ranks)
+    stages, homes = pairs // len(counts), pairs % len(counts)
+    if not np.array_equal(stages, np.arange(len(stages))):
+        return None
+    return tuple(homes.tolist())
+
+
+_KINDS = tuple(kind for kind, row in KINDS.items() if row.csv)
+_CELL = re.compile(rf"([0-9]{{1,9}})({'|'.join(_KINDS)})([0-9]{{1,9}})")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_SHARDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """Write compute actions only. Raises: ScheduleError if the file cannot say what the schedule has."""
+    path.write_text(schedule_text(schedule))
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The `compute_only` form.
+
+    >>> from pipeloom.ir.schedule import parse_rows
+    >>> rows = parse_rows(("0F0 0B0", "1F0 1B0"))
+    >>> schedule_text(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows)).split()
+    ['0F0,0B0', '1F0,1B0']
+    """
+    rows = schedule.rows
+    if isinstance(rows, Rows) and not schedule.pairs and _knows(rows.columns):
+        return "".join(",".join(rows.columns.row_texts(rank)) + "\n" for rank in range(len(rows)))
+    return _text(rows, schedule.pairs)
+
+
+def _knows(columns: Columns) -> bool:
+    """Whether torch's format has all that the columns have: then no entry has to be looked at."""
+    return all(columns.kinds[code] in _KINDS for code in np.unique(columns.kind).tolist())
+
+
+def program_text(program: Program) -> str:
+    """The `compute_comms` form; STEP is left out, as that runtime leaves it to the user.
+
+    REDUCE_GRAD stands where torch itself would put it: there it divides gradients by the number of
+    micro-batches (`scale_grads`), and without it they would be so many times too large.
+
+    A RECV there posts a receive, which its action waits for, and messages between two ranks are matched in
+    the order of posting: so receives are written in the order of the sends, if need be earlier than here.
+    Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
+    """
+    rows = [_posting_in_order(program, rank) for rank in range(len(program.rows))]
+    return _text([_with_reductions(row, program.pairs) for row in rows], program.pairs)
+
+
+def _with_reductions(row: Sequence[Instruction], pairs: Sequence[Pair]) -> list[Instruction]:
+    """A row with REDUCE behind the last B or W of each stage, but not between the two of a pair."""
+    first = {pair[0]: pair[1] for pair in pairs}
+    last = {step.stage: step for step in row if step.kind in (B, W)}
+    behind = {step: stage for stage, step in last.items()}
+    found: list[Instruction] = []
+    held: list[Instruction] = []
+    for step in row:
+        found.append(step)
+        if step in behind:
+            held.append(StageAction(behind[step], REDUCE))
+        if step not in first:
+            found += held
+            held.clear()
+    return found
+
+
+def _posting_in_order(program: Program, rank: int) -> list[Instruction]:
+    left = {
+        source: [send.other_end for send in reversed(sends) if isinstance(send, Transfer)]
+        for (source, target), sends in program.messages.items()
+        if target == rank
+    }
+    posted: set[Transfer] = set()
+    row: list[Instruction] = []
+    for step in program.rows[rank]:
+        if isinstance(step, Transfer) and not step.sends:
+            waiting = left[program.placement[step.peer]]
+            while step not in posted:
+                row.append(early := waiting.pop())
+                posted.add(early)
+        elif not isinstance(step, StageAction):
+            row.append(step)
+    return row
+
+
+def _text(rows: Sequence[Sequence[Instruction]], pairs: Sequence[Pair]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    second: dict[Instruction, Action] = dict(pairs)
+    inner = set(second.values())
+    for row in rows:
+        steps = (step for step in row if step not in inner)
+        writer.writerow([_overlap(s, second[s]) if s in second else _cell(s) for s in steps])
+    return file.getvalue()
+
+
+def _overlap(first: Instruction, second: Action) -> str:
+    if (first.kind, second.kind) != (F, B):
+        raise ScheduleError(
+            f"torch's format has no pair {first}&{second}", hint="it knows pairs of F and B; drop the others"
+        )
+    return f"({first};{second})OVERLAP_F_B"
+
+
+def _cell(step: Instruction) -> str:
+    if isinstance(step, Action) and step.kind in _KINDS:
+        return str(step)
+    if step.kind == REDUCE:
+        return f"{step.stage}REDUCE_GRAD"
+    if isinstance(step, Transfer):
+        if step.peer - step.stage != _PEER[step.kind]:
+            raise ScheduleError(
+                f"{step} does not go to a neighbour in a chain of stages",
+                hint="torch's format has no other transfers: write compute_only, or use a chain",
+            )
+        return f"{step.stage}{step.kind}{step.microbatch}"
+    raise ScheduleError(
+        f"CSV files have no action {step}",
+        hint="files know F, B, I, W, copies and transfers; drop the others",
+    )
+
+
+def read_schedule(path: Path, *, name: str = "") -> Schedule:
+    """Read a file of either form; transfers are dropped, as they follow from the stages. A file that ends
+    in .txt has rows as `str(schedule)` prints them, and may have declared operations too.
+
+    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ScheduleError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"cannot read {path}: it is no text", hint="give a CSV file of actions") from None
+    parse = parse_text if path.suffix == ".txt" else parse_schedule
+    return parse(text, name=name or path.stem)
+
+
+def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
+    """Read the text of a file of either form.
+
+    >>> str(parse_schedule("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0\\n"))
+    '0F0 0B0\\n1F0 1B0'
+    """
+    if (plain := parse_plain(text, name=name)) is not None:
+        return plain
+    rows: list[list[Action]] = []
+    pairs: list[Pair] = []
+    for rank, cells in enumerate(_cells(text)):
+        row: list[Action] = []
+        for column, cell in enumerate(cells):
+            actions = _read(cell.strip(), rank, column)
+            row += actions
+            if len(actions) == 2:
+                pairs.append((actions[0], actions[1]))
+        rows.append(row)
+    return from_rows(rows, pairs, name=name)
+
+
+def _cells(text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text, newline=None))
+    except csv.Error as error:
+        raise ScheduleError(
+            f"this is no CSV text: {error}", hint="write one row per rank, its actions separated by commas"
+        ) from None
+
+
+def _read(cell: str, rank: int, column: int) -> list[Action]:
+    """The compute actions of one cell: none for a transfer or an empty cell, two for an overlapped pair."""
+    if not cell:
+        return []
+    if pair := _OVERLAP.fullmatch(cell):
+        return [action for part in pair.groups() for action in _read(part.strip(), rank, column)]
+    if _SHARDED.fullmatch(cell):
+        return []
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ScheduleError(
+            f"row {rank + 1}, cell {column + 1}: cannot read {shown(cell)}",
+            hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W, copies, transfers",
+        )
+    if KINDS[Kind(match[2])].is_transfer:
+        return []
+    return [Action(int(match[1]), Kind(match[2]), int(match[3]))]

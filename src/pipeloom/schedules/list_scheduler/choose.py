@@ -1,0 +1,304 @@
+"""Chooses among recipes: runs them, gives up on one that cannot win, keeps the fastest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+from ...checks.schedules import check
+from ...ir.action import Action, B, F
+from ...ir.columns import columns_of
+from ...ir.errors import DeadlockError, ScheduleError
+from ...ir.operation import Operation
+from ...ir.schedule import Schedule
+from ..language.recipe import Recipe
+from ..language.row_times import row_times
+from ..language.shape import Shape
+from .engine import Outcome, ScheduledRecipe, run
+from .stretch import stretched
+from .tables import EPS, tables_of
+
+TRIED = 3
+"""Recipes that are tried on all micro-batches, of those that are best on few."""
+
+Family = Callable[[Shape], Recipe | Sequence[Recipe]]
+Near = dict[Action, list[Action]]
+
+
+def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
+    """Order everything as one recipe says.
+
+    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
+    """
+    scheduled = _make(shape, recipe, inf)
+    assert scheduled is not None
+    return scheduled
+
+
+def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
+    """The same, or None once it is certain that the step takes longer than `within_s`."""
+    problem = tables_of(shape, recipe)
+    outcome = run(problem, within_s)
+    if outcome is None:
+        return None
+    if problem.beside:
+        outcome = replace(outcome, rows=insert_operations(shape, outcome, problem.beside))
+    return ScheduledRecipe(recipe=recipe, outcome=outcome)
+
+
+def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> ScheduledRecipe:
+    """The fastest of some recipes: the shortest step, then the shortest span of a rank. With uneven times a
+    step may be 0.1 % longer than the shortest for a shorter span. Where the shape asks for the shortest span,
+    the other way round.
+
+    Raises: what the last recipe raised, if none works.
+    """
+    return _ranked(shape, _several(recipes), 1)[0][0]
+
+
+def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
+    """The fastest recipe of a family. With many micro-batches the three that are best on twice as many as
+    ranks are tried: what recipes differ in is mostly how they begin and end. (Three times as many where a
+    rank has one stage, as such schedules may hold twice as many as ranks.)
+
+    Raises: what the last recipe raised, if none works.
+    """
+    answer = family(shape)
+    if not isinstance(answer, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(answer)):
+        raise ScheduleError(
+            f"the schedule's function returned a {type(answer).__name__}", hint="return a Recipe, or several"
+        )
+    recipes = _several(answer)
+    few = (2 if shape.chunks > 1 else 3) * shape.ranks
+    if len(recipes) < 3 or shape.microbatches <= few:
+        return best(shape, recipes)
+    small = replace(shape, microbatches=few)
+    try:
+        ranked = _ranked(small, _several(family(small)), TRIED)
+        return _lengthened(shape, small, [(scheduled, recipes[index]) for scheduled, index in ranked])
+    except DeadlockError:  # more micro-batches may need more room
+        return best(shape, recipes)
+
+
+def _lengthened(
+    shape: Shape, small: Shape, tries: Sequence[tuple[ScheduledRecipe, Recipe]]
+) -> ScheduledRecipe:
+    """The best of some recipes for all micro-batches, each with what it gives for few of them."""
+    scheduled: list[ScheduledRecipe] = []
+    left: list[Recipe] = []
+    for few, recipe in tries:
+        many = stretched(few, small, recipe, shape.microbatches)
+        if many is None:
+            left.append(recipe)
+        else:
+            scheduled.append(many)
+    within_s = min((each.outcome.step_s for each in scheduled), default=inf) if _by_step(shape) else inf
+    if left:
+        scheduled += [each for each, _ in _ranked(shape, left, 1, within_s)]
+    return _first(shape, scheduled, posted=True)
+
+
+def _ranked(
+    shape: Shape, recipes: Sequence[Recipe], most: int, limit_s: float = inf
+) -> list[tuple[ScheduledRecipe, int]]:
+    """The best few of some recipes, the best first, each with its place in the list.
+
+    limit_s: longer steps than that are no use; then the list may be empty.
+    Raises: what the last recipe raised, if none works.
+    """
+    scheduled: list[tuple[ScheduledRecipe, int]] = []
+    problem: ScheduleError | None = None
+    bound = lower_bound_s(shape), shape.microbatches * shape.period_s
+    for index, recipe in enumerate(recipes):
+        steps = sorted(one.outcome.step_s for one, _ in scheduled)
+        enough = len(steps) >= most and _by_step(shape)
+        within_s = steps[most - 1] * (1 + _slack(shape)) if enough else limit_s
+        try:
+            one = _make(shape, recipe, within_s)
+        except DeadlockError as error:
+            problem = error
+            continue
+        if one is not None:
+            scheduled.append((one, index))
+            if one.outcome.step_s <= bound[0] + EPS and one.outcome.span_s <= bound[1] + EPS:
+                break
+    if not scheduled and limit_s == inf:
+        assert problem is not None
+        raise problem
+    places = {id(one): index for one, index in scheduled}
+    ranked: list[tuple[ScheduledRecipe, int]] = []
+    while places and len(ranked) < most:
+        left = [one for one, _ in scheduled if id(one) in places]
+        first = _first(shape, left, posted=most == 1)
+        ranked.append((first, places.pop(id(first))))
+    return ranked
+
+
+def _first(shape: Shape, scheduled: Sequence[ScheduledRecipe], *, posted: bool) -> ScheduledRecipe:
+    """The best: of the shortest steps the one with the shortest span of a rank, or the other way round.
+
+    posted: by the times with few receives posted. As these are never shorter, only those are timed so that
+    are shorter than the best so far without.
+    """
+    cost = {id(one): one.cost if _by_step(shape) else one.cost[::-1] for one in scheduled}
+    close = list(scheduled)
+    if posted and len(scheduled) > 1:
+        close, least = [], inf
+        for one in sorted(scheduled, key=lambda one: cost[id(one)]):
+            if cost[id(one)][0] > least * (1 + _slack(shape)) + EPS:
+                break
+            if seconds := simulated_cost(shape, one):
+                cost[id(one)] = seconds if _by_step(shape) else seconds[::-1]
+            close.append(one)
+            least = min(least, cost[id(one)][0])
+    least = min(cost[id(one)][0] for one in close) * (1 + _slack(shape)) + EPS
+    return min((one for one in close if cost[id(one)][0] <= least), key=lambda one: cost[id(one)][::-1])
+
+
+def simulated_cost(shape: Shape, scheduled: ScheduledRecipe) -> tuple[float, float] | None:
+    """The cost of a scheduled recipe by the simulator: the list scheduler hands a message over as soon as its
+    link is free, however far ahead of its user, but ranks have few receives posted.
+
+        rank 0   |0F0|0F1|0F2|0F3|              0F2's message may move only when that of 0F0 has been taken,
+        rank 1         busy        |1F0|1F1|    with two receives posted ahead
+
+    None where both say the same, as no message takes time, or where rows have pairs, stages on several ranks,
+    or operations next to their anchors.
+    """
+    outcome, recipe = scheduled.outcome, scheduled.recipe
+    beside = {operation.kind for operation in recipe.insert} - set(recipe.fill)
+    late = any(shape.delay_s(a, b) > 0 for a, b in shape.stages.between)
+    if not late or outcome.pairs or shape.flow.shards or beside:
+        return None
+    columns = columns_of(outcome.rows)
+    begin, end = row_times(columns, shape)
+    rows = [slice(low, high) for low, high in pairwise(columns.offsets.tolist()) if low < high]
+    span_s = max(float(end[row][-1] - begin[row][0]) for row in rows)
+    return round(float(end.max()), 9), round(span_s, 9)
+
+
+def _by_step(shape: Shape) -> bool:
+    return shape.shortest == "step"
+
+
+def _slack(shape: Shape) -> float:
+    """Share by which a step may be longer than the shortest if its span is shorter: none in the textbook
+    case; else less than what a rank's times vary by."""
+    return 0.0 if shape.even else 1e-3
+
+
+def _several(recipes: Recipe | Sequence[Recipe]) -> list[Recipe]:
+    return [recipes] if isinstance(recipes, Recipe) else list(recipes)
+
+
+def lower_bound_s(shape: Shape) -> float:
+    """No order is faster: each rank begins when its first data can be there, and then is never idle."""
+    start: dict[int, float] = {}
+    for s in shape.flow.order:
+        start[s] = max(
+            (start[r] + shape.seconds(r, F) + shape.delay_s(r, s) for r in shape.flow.reads_from[s]),
+            default=0.0,
+        )
+    busy = [sum(shape.seconds(s, F) + shape.seconds(s, B) for s in stages) for stages in shape.rank_stages]
+    return max(
+        min(start[s] for s in stages) + shape.microbatches * busy[r]
+        for r, stages in enumerate(shape.rank_stages)
+    )
+
+
+def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[Recipe]:
+    """The order that a family gives for equal times, with W in its place and with W where it fits; nothing
+    where the times are equal. It holds as much: what a rank holds follows from the order of its row."""
+    if s.even:
+        return []
+    one = [
+        replace(cost, forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, backward_s=2.0) for cost in s.costs
+    ]
+    made = fastest(replace(s, costs=tuple(one), transfer_s=lambda source, target: 0.0), family)
+    fixed = replace(
+        made.recipe,
+        rows=made.outcome.rows,
+        clock=None,
+        priority=None,
+        fill="",
+        drain="",
+        early="all",
+        patience=0.0,
+        overlap=0.0,
+    )
+    return [fixed, replace(fixed, fill="W"), replace(fixed, fill="W", overlap=1.0)]
+
+
+def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:
+    """The schedule that a recipe gives, or the fastest of several, checked.
+
+    Raises: DeadlockError if its limits block; ScheduleError if it breaks a rule.
+
+    >>> from pipeloom.ir.action import B
+    >>> from pipeloom.schedules.registry import shape_of
+    >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))
+    0F0 0F1 0B0 0B1
+    """
+    scheduled = best(shape, recipes)
+    schedule = Schedule(
+        name=name,
+        microbatches=shape.microbatches,
+        placement=shape.placement,
+        rows=scheduled.outcome.rows,
+        slices=scheduled.recipe.slices,
+        pairs=scheduled.outcome.pairs,
+    )
+    check(schedule, shape.stages)
+    return schedule
+
+
+def insert_operations(
+    shape: Shape, outcome: Outcome, operations: Sequence[Operation]
+) -> tuple[tuple[Action, ...], ...]:
+    """The rows with each operation right after or before its anchor, or `ahead` anchors earlier.
+
+    A pair stays together: what belongs between its two actions goes in front of it or behind it.
+    """
+    second = dict(outcome.pairs)
+    return tuple(_row(shape, rank, row, operations, second) for rank, row in enumerate(outcome.rows))
+
+
+def _row(
+    shape: Shape,
+    rank: int,
+    row: Sequence[Action],
+    operations: Sequence[Operation],
+    second: dict[Action, Action],
+) -> tuple[Action, ...]:
+    front: Near = defaultdict(list)
+    behind: Near = defaultdict(list)
+    for operation in operations:
+        for stage in shape.rank_stages[rank]:
+            anchors = [a for a in row if a.stage == stage and operation.stands_at(a.kind)]
+            for at, anchor in enumerate(anchors):
+                if not operation.runs(stage, rank, anchor.microbatch):
+                    continue
+                action = Action(stage, operation.kind, anchor.microbatch)
+                if operation.after is not None:
+                    behind[anchor].append(action)
+                else:
+                    front[anchors[max(0, at - operation.ahead)]].append(action)
+    actions: list[Action] = []
+    late: list[Action] = []
+    partner = None
+    for action in row:
+        if action == partner:
+            actions += [action, *late, *behind[action]]
+            late, partner = [], None
+            continue
+        actions += front[action]
+        partner = second.get(action)
+        if partner is None:
+            actions += [action, *behind[action]]
+        else:
+            actions += [*front[partner], action]
+            late = behind[action]
+    return tuple(actions)

@@ -1,0 +1,319 @@
+"""A module -> a functional ATen program, by torch.export; and a refusal of what export would silently change.
+
+torch.export traces the forward only. A gradient that the user's code defines itself (a custom
+`autograd.Function`, a hook) is lost without a word, and so is a tensor that the forward puts in the place of
+a buffer. Both are looked for while tracing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from traceback import clear_frames
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import graph
+from torch.export import ExportedProgram, default_decompositions
+from torch.export.graph_signature import OutputKind
+from torch.overrides import TorchFunctionMode
+
+from ..ir.errors import CaptureError
+from .modules.torch_functions import READS, function_name, sized_by_data
+from .tensors import autocast_region
+from .user_code import at, is_user_file, raised_at, user_line
+
+HINT = "cut by module names instead: give lists of FQNs, one list per stage"
+
+Replacements = list[tuple[Any, str, Any]]
+Refuse = Callable[[str], NoReturn]
+
+
+@contextmanager
+def what_export_loses_refused(name: str) -> Iterator[None]:
+    """Raise CaptureError where the forward defines gradients itself, stops them inside autocast, hooks
+    tensors, or puts another tensor in the place of a buffer."""
+
+    def refuse(what: str) -> NoReturn:
+        where = at(user_line())
+        raise CaptureError(
+            f"the forward of {name} uses {what}{where}, which torch.export would lose", hint=HINT
+        )
+
+    with ExitStack() as stack:
+        for owner, key, value in (*_gradients(refuse), *_autocast(refuse), *_hooks(refuse), *_state(refuse)):
+            if key in vars(owner):
+                stack.callback(setattr, owner, key, vars(owner)[key])
+            else:
+                stack.callback(delattr, owner, key)  # what it inherits shows again
+            setattr(owner, key, value)
+        yield
+
+
+def _refused(refuse: Refuse, what: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: refuse(what)
+
+
+def _gradients(refuse: Refuse) -> Replacements:
+    apply = vars(torch.autograd.Function)["apply"].__func__
+
+    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._library."):
+            return apply(cls, *args, **kwargs)  # an operator with a registered gradient stays whole
+        refuse(f"the gradient of {cls.__name__}")
+
+    return [
+        (torch.autograd.Function, "apply", classmethod(checked_apply)),
+        (torch.autograd, "grad", _refused(refuse, "autograd.grad")),
+        (torch.autograd, "backward", _refused(refuse, "autograd.backward")),
+    ]
+
+
+def _autocast(refuse: Refuse) -> Replacements:
+    """Gradients stopped inside autocast."""
+    set_grad: Callable[..., None] = torch.set_grad_enabled.__init__
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    depth = 0
+
+    def checked_set_grad(self: torch.set_grad_enabled, mode: bool) -> None:
+        if depth and not mode and torch.is_grad_enabled():
+            refuse("no_grad inside autocast")
+        set_grad(self, mode)
+
+    def counted_enter(self: torch.autocast) -> Any:
+        nonlocal depth
+        depth += 1
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def counted_leave(self: torch.autocast, *error: Any) -> Any:
+        nonlocal depth
+        depth -= 1
+        return leave(self, *error)
+
+    return [
+        (torch.set_grad_enabled, "__init__", checked_set_grad),
+        (torch.autocast, "__enter__", counted_enter),
+        (torch.autocast, "__exit__", counted_leave),
+    ]
+
+
+def _hooks(refuse: Refuse) -> Replacements:
+    pack = graph.saved_tensors_hooks.__enter__
+
+    def checked_grad_fn(self: Tensor) -> Any:
+        """Hooks are put on it. torch itself only looks at it, but for `register_multi_grad_hook`."""
+        caller = sys._getframe(1).f_code.co_filename
+        if is_user_file(caller) or caller == graph.__file__:
+            refuse("grad_fn")
+        return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
+
+    def checked_packing(self: graph.saved_tensors_hooks) -> None:
+        if is_user_file(sys._getframe(1).f_code.co_filename) and not isinstance(self, graph.save_on_cpu):
+            refuse("saved_tensors_hooks")
+        pack(self)
+
+    return [
+        (Tensor, "register_hook", _refused(refuse, "a hook on a tensor")),
+        (Tensor, "register_post_accumulate_grad_hook", _refused(refuse, "a hook on a tensor")),
+        (Tensor, "grad_fn", property(checked_grad_fn)),
+        (graph.saved_tensors_hooks, "__enter__", checked_packing),
+    ]
+
+
+def _state(refuse: Refuse) -> Replacements:
+    set_attribute = nn.Module.__setattr__
+
+    def checked_setattr(self: nn.Module, name: str, value: Any) -> None:
+        """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
+        current = self.__dict__.get("_buffers", {}).get(name, self.__dict__.get(name))
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and value is not current:
+            refuse(f"a new tensor as {name}, instead of changing the one that is there,")
+        set_attribute(self, name, value)
+
+    return [(nn.Module, "__setattr__", checked_setattr)]
+
+
+READ_AT = "pipeloom_read_at"
+"""Key of the lines among the `meta` of a traced graph module."""
+
+
+class ReadsNoted(TorchFunctionMode):
+    """Notes in `lines` each line of the user's code that reads data, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function_name(func)
+        if (name in READS or sized_by_data(name, args)) and (line := user_line()):
+            self.lines[line] = None
+        return func(*args, **(kwargs or {}))
+
+
+_NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def export_program(
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: torch.dtype | None = None
+) -> ExportedProgram:
+    """Trace `module(batch)` on fake tensors.
+
+    autocast: dtype of mixed precision, or None. The program contains the casts: it runs without autocast,
+        on any device, and parts where the forward switches it off stay as they are.
+    Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
+    """
+    reads = ReadsNoted()
+    try:
+        with warnings.catch_warnings(), without_export_output():
+            # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            with autocast_region("cpu", autocast):
+                with what_export_loses_refused(name), reads, _new_tensors_removed(module):
+                    program = torch.export.export(module, (batch,), strict=False)
+                _detach_no_grad_regions(program.graph_module)
+                functional: ExportedProgram = program.run_decompositions(_decompositions())
+    except CaptureError as error:
+        clear_frames(error.__traceback__)  # see below
+        raise
+    except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
+        # What broke off inside a checkpoint has left its hooks on saved tensors in place until the generator
+        # that set them goes: it hangs on the frames of the traceback.
+        where = at(raised_at(error))
+        clear_frames(error.__traceback__)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise CaptureError(
+            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}{where}", hint=HINT
+        ) from error
+    _refuse_dropout_between_layers(functional.graph, name)
+    functional.graph_module.meta[READ_AT] = tuple(reads.lines)
+    model = module.get_submodule("model")
+    for spec in functional.graph_signature.output_specs:
+        target = str(spec.target).removeprefix("model.")
+        if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:
+            raise CaptureError(f"the forward of {name} changes its parameter {target}", hint=HINT)
+    return functional
+
+
+_RECURRENT = [
+    call
+    for packet in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for call in (getattr(torch.ops.aten, packet).input, getattr(torch.ops.aten, packet).data)
+]
+
+
+def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
+    """PyTorch's decomposition of recurrent layers, by which stages are traced, leaves it out (2.11 to 2.13:
+    it compares `num_layers < i - 1`)."""
+    for node in graph.nodes:
+        if node.target in _RECURRENT:
+            values = zip((a.name for a in node.target._schema.arguments), node.args, strict=False)
+            given = dict(values) | node.kwargs
+            if given["dropout"] and given["train"] and given["num_layers"] > 1:
+                raise CaptureError(
+                    f"{name} has dropout between the layers of a recurrent module, which tracing would lose",
+                    hint=HINT,
+                )
+
+
+@contextmanager
+def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
+    """Tensors that the block puts where none were, as attributes or buffers, are taken away again: they are
+    traced ones, and the next trace would take them for the model's own."""
+    stores = [store for inner in module.modules() for store in (vars(inner), inner._buffers)]
+    before = [(store, dict(store)) for store in stores]
+    try:
+        yield
+    finally:
+        for store, values in before:
+            for name in [n for n, v in store.items() if isinstance(v, Tensor) and values.get(n) is None]:
+                if name in values:
+                    store[name] = None
+                else:
+                    del store[name]
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """What must not stay whole: calls without a derivative, and calls that change what they are given."""
+    instance_norm = torch.ops.aten.instance_norm.default
+    return {
+        torch.ops.aten.copy.default: _copy,
+        instance_norm: default_decompositions()[instance_norm],
+    }
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What is in `target` after `target.copy_(source)`."""
+    return source.to(target.dtype).expand_as(target).clone(memory_format=torch.contiguous_format)
+
+
+def _detach_no_grad_regions(module: fx.GraphModule) -> None:
+    """Detach the results of `torch.no_grad` regions, because decomposing inlines the regions."""
+    regions = [
+        (outer, node)
+        for outer in module.modules()
+        if isinstance(outer, fx.GraphModule)
+        for node in outer.graph.nodes
+        if node.target is _NO_GRAD_REGION and node.args[0] is False
+    ]
+    for outer, node in regions:
+        body = getattr(outer, node.args[1].target)
+        output = body.graph.output_node()
+        with body.graph.inserting_before(output):
+            output.args = (fx.map_arg(output.args[0], _detach),)
+        body.recompile()
+
+
+def _detach(node: fx.Node) -> fx.Node:
+    detached = node.graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    return detached
+
+
+# What torch.export prints when it fails is not shown: its error is reported in one sentence instead.
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes",)
+
+
+class _StreamWithoutGraphs:
+    """A stream that drops graphs which one thread writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.muted = threading.get_ident()
+        self.dropped = False
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self.muted:
+            end_of_line = self.dropped and text == "\n"
+            self.dropped = "def forward(self, " in text
+            if self.dropped or end_of_line:
+                return len(text)
+        return int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def without_export_output() -> Iterator[None]:
+    """Graphs that this thread writes to stderr in the block are not shown, nor warnings of shape logic."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    before = sys.stderr
+    sys.stderr = _StreamWithoutGraphs(before)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

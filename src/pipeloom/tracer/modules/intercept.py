@@ -1,0 +1,216 @@
+"""A run of the user's forward in which every unit and every function of the glue can be intercepted."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..guards import inside_checkpoint
+from ..job import Job
+from ..job_calls import scalar_loss
+from ..random import python_random_kept, seed_python
+from .skeleton import ModuleUnit, Skeleton
+from .torch_functions import RANDOM, function_name, leaves_in
+
+START = ""
+"""The stretch of glue before the first unit; other stretches are named by the unit call they follow."""
+
+
+def call_name(fqn: str, number: int) -> str:
+    """Name of a unit's call, the first one being number 0.
+
+    >>> call_name("blocks.0", 0), call_name("blocks.0", 1)
+    ('blocks.0', 'blocks.0#1')
+    """
+    return f"{fqn}#{number}" if number else fqn or "model"
+
+
+def output_name(call: str, index: int) -> str:
+    """Name of the tensor that a unit call returns at a position."""
+    return f"{call}:{index}" if index else call
+
+
+def glue_name(stretch: str, index: int, position: int) -> str:
+    """Name of a tensor made between units: the index of the function in its stretch, and which result.
+
+    >>> glue_name("blocks.0", 2, 0), glue_name("blocks.0", 2, 1)
+    ('blocks.0/2', 'blocks.0/2:1')
+    """
+    return f"{stretch}/{index}:{position}" if position else f"{stretch}/{index}"
+
+
+class InterceptedForward(TorchFunctionMode):
+    """One run. Subclasses say what happens at units and at functions.
+
+    stretch, index: where the run is: the last unit call, and how many functions have run since.
+    random: names of functions that draw random numbers; each call is seeded by its place.
+    python_random: seed Python's own generators too, at every unit and stretch.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, seed: int, *, random: frozenset[str] = RANDOM, python_random: bool = True
+    ) -> None:
+        super().__init__()
+        self.skeleton = skeleton
+        self.seed = seed
+        self.random = random
+        self.python_random = python_random
+        self.stretch = START
+        self.index = 0
+        self.counts: Counter[str] = Counter()
+        self._inside = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether a unit runs now, or something else in which nothing is intercepted."""
+        return self._inside
+
+    @abstractmethod
+    def call(self, unit: ModuleUnit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called for the time `number`, from 0. Nothing is intercepted meanwhile."""
+
+    @abstractmethod
+    def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Glue calls a function of torch, a method or a property of a tensor."""
+
+    def loss(self, job: Job, batch: Mapping[str, Tensor]) -> Tensor:
+        """Run model and loss. Parameters have been put into the skeleton."""
+        self.skeleton.intercept = self.enter
+        try:
+            kept = python_random_kept() if self.python_random else nullcontext()
+            with kept, self, autograd_functions_seen_by(self.autograd_function):
+                self.seed_python(START)
+                outputs = self.skeleton.model(**batch)
+                return self.after(job, outputs, batch)
+        finally:
+            self.skeleton.intercept = None
+
+    def autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """The user's autograd function is called: like any other, but for checkpoints with units inside."""
+        with inside_checkpoint() if is_checkpoint(name) else nullcontext():
+            return self._autograd_function(apply, name, args)
+
+    def _autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
+        if self._inside:
+            return apply(*args)
+        if is_checkpoint(name):
+            return self.checkpoint(apply, args)
+        with self._passing():
+            return self.function(apply, name, args, {})
+
+    def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
+        """Reentrant checkpointing, which runs what it is given without a graph. One unit runs so; of several,
+        the values between them would have no gradient: those run as if they were not checkpointed."""
+        run, _, *arguments = args
+        if self._is_unit(run):
+            return apply(*args)
+        with self._passing():
+            trains = any(leaf.requires_grad for leaf in leaves_in(arguments) if isinstance(leaf, Tensor))
+        with nullcontext() if trains else torch.no_grad():  # as the checkpoint, which else warns of it
+            return run(*arguments)
+
+    def _is_unit(self, run: Any) -> bool:
+        while isinstance(run, partial):
+            run = run.func
+        module = getattr(run, "__self__", run)
+        return any(module is unit.module for unit in self.skeleton.units.values())
+
+    def seed_python(self, place: str) -> None:
+        if self.python_random:
+            seed_python(self.seed, place)
+
+    def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return scalar_loss(job, outputs, batch)
+
+    def enter(self, unit: ModuleUnit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's forward was called; inside another unit it just runs."""
+        if self._inside:
+            return unit.original_forward(*args, **kwargs)
+        number = self.counts[unit.fqn]
+        self.counts[unit.fqn] += 1
+        name = call_name(unit.fqn, number)
+        with self._passing():
+            self.seed_python(f"{name}:")
+            result = self.call(unit, number, args, kwargs)
+            self.seed_python(name)
+        self.stretch, self.index = name, 0
+        return result
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Nothing is intercepted in the block."""
+        self._inside = True
+        try:
+            top = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+            if top is self:
+                with overrides._pop_mode_temporarily():
+                    yield
+            else:  # the user's own mode lies above: calls come through here, and pass
+                yield
+        finally:
+            self._inside = False
+
+    def place(self) -> str:
+        """Name of the function that runs next; moves on."""
+        self.index += 1
+        return glue_name(self.stretch, self.index - 1, 0)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        return self.function(func, function_name(func), args, kwargs or {})
+
+
+# Calls of the user's `torch.autograd.Function`s, which torch function modes do not see.
+
+Seen = Callable[[Any, str, tuple[Any, ...]], Any]
+"""(apply of a class, name, arguments) -> result"""
+
+_ORIGINAL: Any = vars(torch.autograd.Function)["apply"]
+_lock = threading.Lock()
+_watching = 0
+_here = threading.local()
+
+
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    run = _ORIGINAL.__get__(None, cls)
+    seen: Seen | None = getattr(_here, "seen", None)
+    if seen is None:
+        return run(*args, **kwargs)
+    return seen(run, f"{cls.__name__}.apply", args)
+
+
+@contextmanager
+def autograd_functions_seen_by(seen: Seen | None) -> Iterator[None]:
+    """In this thread, `Function.apply` calls `seen` in the block, or itself again if that is None."""
+    global _watching
+    before = getattr(_here, "seen", None)
+    with _lock:
+        _watching += 1
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+    _here.seen = seen
+    try:
+        yield
+    finally:
+        _here.seen = before
+        with _lock:
+            _watching -= 1
+            if not _watching:
+                torch.autograd.Function.apply = _ORIGINAL  # type: ignore[method-assign]
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether this is reentrant activation checkpointing, which calls units inside."""
+    return name == f"{CheckpointFunction.__name__}.apply"

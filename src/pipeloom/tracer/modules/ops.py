@@ -1,0 +1,289 @@
+"""A recorded run -> ops: which step belongs to which module, and what each op reads from others.
+
+Glue is run where its data is. A step that needs results of units, or trainable parameters, belongs to the
+unit it follows, if everything it reads is there; then what it makes can be sent, as `x + block(x)` is. All
+other glue (masks, positions, sums of independent branches) is run again by whoever needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...ir.errors import CutError
+from ...ir.graph import Op, Value
+from .absent import KEEP_TOGETHER
+from .path import PATH_PREFIX, path_capacity
+from .record import LOSS, RecordedRun, RecordedStep, SameStage, is_source
+from .skeleton import Skeleton
+
+
+@dataclass(eq=False)
+class ModuleOp:
+    """What goes into an op. calls: numbers of unit calls.  idle: units that the recorded run did not call."""
+
+    name: str
+    calls: list[int] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    inputs: dict[str, None] = field(default_factory=dict)
+    outputs: dict[str, None] = field(default_factory=dict)
+    params: dict[str, None] = field(default_factory=dict)
+    buffers: dict[str, None] = field(default_factory=dict)
+    updates: dict[str, None] = field(default_factory=dict)
+
+
+def is_dynamic(recording: RecordedRun, module_ops: Sequence[ModuleOp]) -> bool:
+    """Whether the forward may take another way between units than it took when recorded."""
+    return bool(recording.decisions) or recording.python_random or any(m.idle for m in module_ops)
+
+
+def build_ops(
+    recording: RecordedRun,
+    skeleton: Skeleton,
+    groups: Sequence[Sequence[str]] | None,
+    together: Sequence[SameStage] = (),
+) -> OpBuilder:
+    """Ops of a recorded run, such that any cut between them can run.
+
+    groups: lists of units that form one op each, or None for one op per call.  together: calls that form one
+        op in any case.
+    Raises: CutError if groups tear apart what must stay together.
+    """
+    joined = list(together)
+    while True:
+        builder = OpBuilder(recording, skeleton, groups, joined)
+        torn = [calls for calls in builder.same_stage() if builder.separates(calls)]
+        if not torn:
+            return builder
+        if groups is not None:
+            first, last, why = torn[0]
+            a, b = recording.calls[first].name, recording.calls[last].name
+            raise CutError(f"Job.modules puts {a} and {b} into two stages, but {why}", hint=KEEP_TOGETHER)
+        joined += torn
+
+
+class OpBuilder:
+    """Ops of a recorded run. joined: what is one op though it is several calls."""
+
+    def __init__(
+        self,
+        recording: RecordedRun,
+        skeleton: Skeleton,
+        groups: Sequence[Sequence[str]] | None,
+        joined: Sequence[SameStage],
+    ) -> None:
+        self.recording = recording
+        self.skeleton = skeleton
+        self.last = len(recording.calls) - 1
+        self.maker = {name: i for i, step in enumerate(recording.steps) for name in step.outputs}
+        self.step_of = {s.call: i for i, s in enumerate(recording.steps) if s.kind == "call"}
+        self.called_by = self._dependencies()
+        self.module_ops = self._ops_of_lists(groups) if groups is not None else self._ops_of_calls(joined)
+        self.op_of_call = {call: m for m in self.module_ops for call in m.calls}
+        self.owners = [self._owner(step, i) for i, step in enumerate(recording.steps)]
+        for index, owner in enumerate(self.owners):
+            if owner is not None:
+                self._trace_inputs(index, owner)
+        for module_op in self.module_ops:
+            for unit in (*(recording.calls[c].unit for c in module_op.calls), *module_op.idle):
+                self._read_state(module_op, self.skeleton.below(unit))
+        self._set_outputs()
+
+    def same_stage(self) -> Iterator[SameStage]:
+        """Calls that must stay together: as recorded, and as follows from what the ops read."""
+        for first, last, why in self.recording.same_stage:
+            yield SameStage(first, self.last if last < 0 else last, why)
+        for module_op in self.module_ops:
+            for name in module_op.inputs:
+                source = self.owners[self.maker[name]] if name in self.maker else None
+                if source is not None and name in self.recording.stale:
+                    why = f"{name} is changed in place through a view"
+                    yield SameStage(source.calls[0], module_op.calls[-1], why)
+                if source is not None and name in self.recording.data_sized:
+                    why = f"the size of {name} depends on data"
+                    yield SameStage(source.calls[0], module_op.calls[-1], why)
+            if not module_op.outputs:
+                index = module_op.calls[-1]
+                yield SameStage(index, min(index + 1, self.last), f"nothing uses {module_op.name}")
+
+    def separates(self, calls: SameStage) -> bool:
+        """Whether calls that must stay together are in several ops."""
+        return len({id(self.op_of_call[call]) for call in range(calls.first, calls.last + 1)}) > 1
+
+    # --- who depends on which unit calls ----------------------------------------------------------
+
+    def _dependencies(self) -> list[tuple[int, bool]]:
+        """For each step: the calls it depends on, as bits, and whether it reads a trainable parameter."""
+        dependencies: list[tuple[int, bool]] = []
+        for step in self.recording.steps:
+            calls, trained = (1 << step.call, True) if step.kind == "call" else (0, False)
+            for name in step.inputs:
+                if name in self.maker:
+                    calls |= dependencies[self.maker[name]][0]
+                    trained = trained or dependencies[self.maker[name]][1]
+                elif name.startswith("param:"):
+                    trained = trained or self.skeleton.resting(name.removeprefix("param:")).requires_grad
+            dependencies.append((calls, trained))
+        return dependencies
+
+    def _owner(self, step: RecordedStep, index: int) -> ModuleOp | None:
+        """The op that a step belongs to; None if whoever needs its results runs it again."""
+        last = max(step.call, 0)
+        if step.kind == "loss":
+            return self.op_of_call[self.last]
+        if step.kind == "call" or step.read or step.updates:
+            return self.op_of_call[last]
+        calls, trained = self.called_by[index]
+        if not calls:
+            return self.op_of_call[last] if trained else None
+        within = self.called_by[self.step_of[last]][0]
+        return self.op_of_call[last] if calls & (1 << last) and not calls & ~within else None
+
+    # --- module_ops ----------------------------------------------------------------------------------
+
+    def _ops_of_calls(self, joined: Sequence[SameStage]) -> list[ModuleOp]:
+        calls = self.recording.calls
+        module_ops: list[ModuleOp] = []
+        for index, call in enumerate(calls):
+            if any(first < index <= last for first, last, _ in joined):
+                module_ops[-1].calls.append(index)
+                module_ops[-1].name = f"{calls[module_ops[-1].calls[0]].name}...{call.name}"
+            else:
+                module_ops.append(ModuleOp(name=call.name, calls=[index]))
+        self._place_idle(module_ops)
+        return module_ops
+
+    def _ops_of_lists(self, groups: Sequence[Sequence[str]]) -> list[ModuleOp]:
+        calls = self.recording.calls
+        module_ops: list[ModuleOp] = []
+        for units in groups:
+            numbers = [i for i, call in enumerate(calls) if call.unit in units]
+            if not numbers:
+                raise CutError(
+                    f"the forward calls none of {', '.join(units)}, which Job.modules puts into one stage",
+                    hint="put them into the list of a module that is called",
+                )
+            idle = [u for u in units if not any(calls[i].unit == u for i in numbers)]
+            module_ops.append(ModuleOp(name="+".join(_short(units)), calls=numbers, idle=idle))
+        return module_ops
+
+    def _place_idle(self, module_ops: list[ModuleOp]) -> None:
+        """A unit that was not called goes with the one registered before it, or else after it."""
+        home: ModuleOp | None = None
+        waiting: list[str] = []
+        for fqn in self.skeleton.units:
+            of_unit = [m for m in module_ops if any(self.recording.calls[c].unit == fqn for c in m.calls)]
+            if of_unit:
+                home = of_unit[0]
+                home.idle += waiting
+                waiting = []
+            elif home is not None:
+                home.idle.append(fqn)
+            else:
+                waiting.append(fqn)
+
+    # --- what an op reads -------------------------------------------------------------------------
+
+    def _trace_inputs(self, index: int, owner: ModuleOp) -> None:
+        """Follow what a step reads back to values of other ops, parameters, buffers and the batch."""
+        step = self.recording.steps[index]
+        owner.updates |= dict.fromkeys(step.updates)
+        pending, seen = list(step.inputs), set(step.inputs)
+        while pending:
+            name = pending.pop()
+            if is_source(name):
+                kind, _, target = name.partition(":")
+                {"param": owner.params, "buffer": owner.buffers, "batch": owner.inputs}[kind][target] = None
+                continue
+            maker = self.maker[name]
+            if self.owners[maker] is None:
+                owner.updates |= dict.fromkeys(self.recording.steps[maker].updates)
+                more = [n for n in self.recording.steps[maker].inputs if n not in seen]
+                seen.update(more)
+                pending += more
+            elif self.owners[maker] is not owner:
+                owner.inputs[name] = None
+
+    def _read_state(self, module_op: ModuleOp, names: Iterable[str]) -> None:
+        for name in names:
+            (module_op.params if name in self.skeleton.params else module_op.buffers)[name] = None
+
+    def _set_outputs(self) -> None:
+        """Outputs of ops: what others read, the loss, and what was decided."""
+        for module_op in self.module_ops:
+            for name in module_op.inputs:
+                if name in self.maker:
+                    source = self.owners[self.maker[name]]
+                    assert source is not None
+                    source.outputs[name] = None
+        for before, after in zip(self.module_ops, self.module_ops[1:], strict=False):
+            if is_dynamic(self.recording, self.module_ops):
+                before.outputs[PATH_PREFIX + before.name] = None
+                after.inputs[PATH_PREFIX + before.name] = None
+        self.op_of_call[self.last].outputs[LOSS] = None
+
+    def reached(self) -> set[str]:
+        """Parameters that may get a gradient: where the way is fixed, those that the loss depends on."""
+        trainable = {name for name in self.skeleton.params if self.skeleton.resting(name).requires_grad}
+        if is_dynamic(self.recording, self.module_ops):
+            return trainable
+        reached: set[str] = set()
+        needed: set[str] = set()
+        for step in reversed(self.recording.steps):
+            if step.kind == "loss" or any(self._flows(name) and name in needed for name in step.outputs):
+                needed.update(step.inputs)
+                reached |= {n.removeprefix("param:") for n in step.inputs if n.startswith("param:")}
+                if step.kind == "call":
+                    reached.update(self.skeleton.below(self.recording.calls[step.call].unit))
+        return reached & trainable
+
+    def _flows(self, name: str) -> bool:
+        """Whether a gradient can flow back through a value."""
+        return self.recording.values[name].needs_grad
+
+    # --- the result -------------------------------------------------------------------------------
+
+    def ops(self) -> tuple[Op, ...]:
+        """The ops in order."""
+        done: set[str] = set()
+        ops = []
+        for module_op in self.module_ops:
+            late = [n for n in module_op.inputs if n in self.maker and n not in done]
+            if late:
+                raise CutError(
+                    f"{module_op.name} reads {late[0]}, which a later list of Job.modules makes",
+                    hint="order the lists as the forward calls the modules, and keep loops in one list",
+                )
+            done |= module_op.outputs.keys()
+            ops.append(self._op(module_op))
+        return tuple(ops)
+
+    def _op(self, module_op: ModuleOp) -> Op:
+        calls = [self.recording.calls[i] for i in module_op.calls]
+        units = list(dict.fromkeys([*(c.unit for c in calls), *module_op.idle]))
+        random = any(c.random for c in calls) or any(
+            name in self.recording.random for c in calls for name in c.stretch
+        )
+        modules = [self.skeleton.units[unit].module for unit in units]
+        return Op(
+            name=module_op.name,
+            target=f"module:{units[0]}" if len(units) == 1 else f"modules:{','.join(units)}",
+            inputs=tuple(module_op.inputs),
+            outputs=tuple(self._value(name) for name in module_op.outputs),
+            params=tuple(module_op.params),
+            buffers=tuple(module_op.buffers),
+            updates=tuple(module_op.updates),
+            attributes="; ".join(" ".join(str(module).split()) for module in modules),
+            module=units[0],
+            random=random,
+        )
+
+    def _value(self, name: str) -> Value:
+        if name.startswith(PATH_PREFIX):
+            size = path_capacity(len(self.recording.decisions), len(self.recording.calls))
+            return Value(name=name, shape=(size,), dtype="float64")
+        return self.recording.values[name]
+
+
+def _short(units: Sequence[str]) -> tuple[str, ...]:
+    return tuple(units) if len(units) <= 2 else (units[0], "...", units[-1])

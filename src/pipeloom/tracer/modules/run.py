@@ -1,0 +1,620 @@
+"""One stage's part of the user's forward.
+
+The forward runs from its start. Units of other stages are stubs that return what was received, or tensors
+without data; glue runs where its data is. The run ends at the first unit behind the stage's own ones.
+
+    forward    embed     x + p    blocks.0   x + y    blocks.1   x + y    head     loss
+    stage 0    runs      runs     runs       sends    stops
+    stage 1    stub      shapes   stub       gets     runs       sends    stops
+    stage 2    stub      shapes   stub       shapes   stub       gets     runs     runs
+
+sends: it runs, and the result is bound to the name of a value that crosses.  gets: it runs for its shape
+only, and stands for the received tensor of that name from then on.  shapes: no data, on the meta device.
+
+A value that crosses is bound, on both sides alike, where the recorded run made it: at a unit's output, or at
+the same function of the same stretch of glue. Where the glue takes another way than recorded and does not
+make it, it is bound as the argument, at the same position, of the unit call at which its stage stops. So a
+branch on data between modules may change what runs; what it cannot do is make other values cross: then a
+unit finds an argument without data, and says so. Nothing is ever bound to a tensor that is not the sender's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...ir.errors import CutError
+from ...ir.stages import StageGraph
+from ..job import Job
+from ..random import seeded
+from ..user_code import at, raised_at
+from .absent import (
+    KEEP_TOGETHER,
+    MissingValue,
+    call_without_data,
+    constant_leaves,
+    has_no_data,
+    missing_in,
+    refuse_absent_inside,
+    sendable_leaf,
+)
+from .intercept import InterceptedForward, call_name, glue_name
+from .ops import ModuleOp, is_dynamic
+from .path import PATH_PREFIX, ForwardPath
+from .record import LOSS, RecordedRun, UnitCall
+from .skeleton import ModuleUnit, Skeleton
+from .torch_functions import (
+    LIKE,
+    PLACES,
+    RANDOM,
+    READS,
+    SILENT,
+    count_numbers,
+    leaves_in,
+    python_value,
+    read_numbers,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPlace:
+    """A unit call as seen by a stage.
+
+    position: of the call in the recorded run; one that was not recorded counts with those of its op.
+    call: the recorded call, if there is one.  runs_here: whether this stage runs it.
+    random: it draws random numbers.
+    """
+
+    position: int
+    call: UnitCall | None
+    runs_here: bool
+    random: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopPoint:
+    """Where a stage stops: at the first unit call behind `last`. arguments: of that call, by leaf."""
+
+    last: int
+    arguments: Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTask:
+    """One stage of a cut.
+
+    module_ops: all ops.  own_ops: numbers of this stage's.
+    sends, receives: names of values that cross, without those that carry paths.
+    stop: where it stops.  sources: stage -> where that stops, for stages that it receives from.
+    source_of: received value -> stage.  units: all, in the order of their numbers in a path.
+    """
+
+    stage: int
+    recording: RecordedRun
+    module_ops: Sequence[ModuleOp]
+    own_ops: frozenset[int]
+    has_other_stages: bool
+    makes_loss: bool
+    sends: frozenset[str]
+    receives: frozenset[str]
+    stop: StopPoint
+    sources: Mapping[int, StopPoint]
+    source_of: Mapping[str, int]
+    units: tuple[str, ...]
+
+    @cached_property
+    def dynamic(self) -> bool:
+        """Whether the forward may call other units than recorded."""
+        return is_dynamic(self.recording, self.module_ops)
+
+    def made_at(self, name: str) -> int:
+        """Number of the recorded unit call that makes a value, or in whose stretch it is made; -1 before."""
+        return self._made_at[name]
+
+    @cached_property
+    def _made_at(self) -> Mapping[str, int]:
+        return {name: step.call for step in self.recording.steps for name in step.outputs}
+
+    @property
+    def last(self) -> int:
+        """Position of the last recorded call of this stage."""
+        return self.stop.last
+
+    def before(self) -> StageTask:
+        """The same run, ended where this stage's own modules would start."""
+        first = min(call for index in self.own_ops for call in self.module_ops[index].calls)
+        nothing: frozenset[str] = frozenset()
+        return replace(
+            self,
+            own_ops=frozenset(),
+            makes_loss=False,
+            sends=nothing,
+            receives=nothing,
+            sources={},
+            stop=StopPoint(last=first - 1, arguments={}),
+        )
+
+    @cached_property
+    def random(self) -> frozenset[str]:
+        return RANDOM | self.recording.random
+
+    @cached_property
+    def stretches(self) -> frozenset[str]:
+        """Stretches of glue in which something that crosses is made."""
+        return frozenset(name.partition("/")[0] for name in self.sends | self.receives if "/" in name)
+
+    def stretch(self, name: str) -> Sequence[str]:
+        """Functions that the glue called after a unit call in the recorded run."""
+        return self._stretches.get(name, ())
+
+    @cached_property
+    def _stretches(self) -> Mapping[str, Sequence[str]]:
+        return {"": self.recording.first_stretch} | {c.name: c.stretch for c in self.recording.calls}
+
+    def place(self, unit: str, number: int) -> CallPlace:
+        """Where a unit call belongs."""
+        key = unit, number
+        if key not in self._places:
+            self._places[key] = self._locate(unit, number)
+        return self._places[key]
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, int], CallPlace]:
+        return {}
+
+    def _locate(self, unit: str, number: int) -> CallPlace:
+        calls = [i for i, call in enumerate(self.recording.calls) if call.unit == unit]
+        name = call_name(unit, number)
+        exact = next((i for i in calls if self.recording.calls[i].name == name), None)
+        position = exact if exact is not None else calls[-1] if calls else None
+        if position is None:
+            index = next(i for i, m in enumerate(self.module_ops) if unit in m.idle)
+            position = self.module_ops[index].calls[0]
+        else:
+            index = next(i for i, m in enumerate(self.module_ops) if position in m.calls)
+        random = any(self.recording.calls[i].random for i in calls) or not calls
+        return CallPlace(
+            position=position,
+            call=None if exact is None else self.recording.calls[exact],
+            runs_here=index in self.own_ops,
+            random=random,
+        )
+
+
+def derive_stage_task(
+    recording: RecordedRun,
+    module_ops: Sequence[ModuleOp],
+    units: tuple[str, ...],
+    stages: StageGraph,
+    index: int,
+) -> StageTask:
+    """The task of stage `index`."""
+    number = {module_op.name: i for i, module_op in enumerate(module_ops)}
+    op_numbers = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
+    sends = {c.value.name for c in stages.crossings if c.source == index}
+    receives = {c.value.name for c in stages.crossings if c.target == index}
+    stops = [_stop_point(recording, [module_ops[i] for i in numbers]) for numbers in op_numbers]
+    return StageTask(
+        stage=index,
+        recording=recording,
+        module_ops=module_ops,
+        own_ops=op_numbers[index],
+        has_other_stages=len(stages.stages) > 1,
+        makes_loss=index == stages.loss_stage,
+        sends=frozenset(n for n in sends if not n.startswith(PATH_PREFIX) and n != LOSS),
+        receives=frozenset(n for n in receives if not n.startswith(PATH_PREFIX)),
+        stop=stops[index],
+        sources={s: stops[s] for s in stages.predecessors[index]},
+        source_of={c.value.name: c.source for c in stages.crossings if c.target == index},
+        units=units,
+    )
+
+
+def _stop_point(recording: RecordedRun, module_ops: Sequence[ModuleOp]) -> StopPoint:
+    last = max(call for module_op in module_ops for call in module_op.calls)
+    behind = recording.calls[last + 1].inputs if last + 1 < len(recording.calls) else ()
+    return StopPoint(last=last, arguments={i: name for i, name in enumerate(behind) if name})
+
+
+class _Stop(BaseException):
+    """Everything that the stage runs has run. Not an Exception, so that user code does not catch it."""
+
+
+@dataclass(eq=False)
+class StageRunResult:
+    """What a run gives. bound: values for other stages.  path: the way up to where it stopped."""
+
+    bound: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    path: ForwardPath = field(default_factory=ForwardPath)
+
+
+class StageRun(InterceptedForward):
+    """A run of one stage on one micro-batch.
+
+    received: values by name.  earlier_path: the way that earlier stages took.  device: where tensors are.
+
+    result: what it gives.  bound_inputs: received values that stand for a tensor of this run by now.
+    resolved: tensor without data -> the received one that it stands for.
+    overwritten: storages with new content that is on another stage.
+    stages_passed: stages we receive from that have stopped where this run is.
+    as_recorded: whether the glue since the last unit call has run as recorded.
+    versions, made_after: of bound values, their version counter then, and how many unit calls came before.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        task: StageTask,
+        *,
+        received: Mapping[str, Tensor],
+        earlier_path: ForwardPath,
+        seed: int,
+        device: torch.device,
+        training: bool = True,
+    ) -> None:
+        super().__init__(skeleton, seed, random=task.random, python_random=task.recording.python_random)
+        self.task = task
+        self.received = received
+        self.earlier_path = earlier_path
+        self.device = device
+        self.training = training
+        self.result = StageRunResult()
+        self.bound_inputs: set[str] = set()
+        self.resolved: Any = WeakTensorKeyDictionary()
+        self.overwritten: dict[int, Tensor] = {}
+        self.stages_passed: set[int] = set()
+        self.as_recorded = True
+        self.versions: dict[str, int] = {}
+        self.made_after: dict[str, int] = {}
+
+    def run(self, job: Job, batch: Mapping[str, Tensor]) -> StageRunResult:
+        """Run the stage's part. State has been put into the skeleton."""
+        try:
+            loss = self.loss(job, batch)
+            if self.task.makes_loss:
+                self.result.loss = self._data(loss, "the loss")
+        except _Stop:
+            pass
+        for name, tensor in self.result.bound.items():
+            if tensor._version != self.versions[name]:
+                raise CutError(f"{name} is sent, and changed in place later", hint=KEEP_TOGETHER)
+        return self.result
+
+    def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
+        run, _, *arguments = args  # what another stage checkpoints is no concern of this one
+        with self._passing():
+            absent = any(self._absent(leaf) for leaf in leaves_in(*arguments) if isinstance(leaf, Tensor))
+        here = not absent and missing_in(*arguments) is None
+        return super().checkpoint(apply, args) if here else run(*arguments)
+
+    def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        if not self.task.makes_loss:
+            raise _Stop
+        return super().after(job, outputs, batch)
+
+    # --- data or not ------------------------------------------------------------------------------
+
+    def _absent(self, tensor: Tensor) -> bool:
+        if has_no_data(tensor):
+            return True
+        return bool(self.overwritten) and tensor.untyped_storage()._cdata in self.overwritten
+
+    def _resolve(self, leaf: Any) -> Any:
+        """What a tensor stands for by now."""
+        if isinstance(leaf, Tensor):
+            return self.resolved.get(leaf, leaf)
+        return leaf
+
+    def _mark_overwritten(self, tensor: Tensor) -> None:
+        """A tensor has new content that is on another stage."""
+        if not has_no_data(tensor):
+            self.overwritten[tensor.untyped_storage()._cdata] = tensor
+
+    def _data(self, leaf: Any, what: str) -> Tensor:
+        """A tensor that must be there. Raises: CutError if it is not."""
+        leaf = self._resolve(leaf)
+        if isinstance(leaf, Tensor) and not self._absent(leaf):
+            return leaf
+        why = (
+            leaf._what
+            if isinstance(leaf, MissingValue)
+            else "the forward took another way than when captured"
+        )
+        raise CutError(
+            f"stage {self.task.stage} needs {what}, made on another stage and not sent: {why}",
+            hint=KEEP_TOGETHER,
+        )
+
+    # --- functions of the glue --------------------------------------------------------------------
+
+    def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.resolved:
+            args, kwargs = tree_map(self._resolve, (args, kwargs))
+        leaves = list(leaves_in(args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        absent = any(self._absent(t) for t in tensors)
+        missing = missing_in(leaves)
+        if name in READS and tensors:
+            return self._read(function, name, args, kwargs, absent=absent or missing is not None)
+        if missing is not None:
+            return self._bind_results(name, missing, [])
+        if absent and name in SILENT:
+            return MissingValue(f"the result of {name}")
+        if not absent:
+            return self._compute(function, name, args, kwargs, tensors)
+        if name in PLACES:
+            return function(torch.empty(0, device=self.device))
+        if name in LIKE and tensors[0] is args[0] and not any(self._absent(t) for t in tensors[1:]):
+            stand_in = torch.empty((), dtype=args[0].dtype, device=self.device).expand(args[0].shape)
+            return self._compute(function, name, (stand_in, *args[1:]), kwargs, [])
+        result, changed = call_without_data(function, name, args, kwargs, self._decided)
+        for tensor in changed:
+            self._mark_overwritten(tensor)
+        return self._bind_results(name, result, changed)
+
+    def _compute(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        """Run a function whose data is all here."""
+        versions = [t._version for t in tensors]
+        if name in self.random:
+            with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
+                result = function(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        return self._bind_results(name, result, changed)
+
+    def _bind_results(self, name: str, result: Any, changed: list[Tensor]) -> Any:
+        """Bind what a function made, or changed in place, if it crosses."""
+        flat, spec = tree_flatten(result)
+        new = [leaf for leaf in flat if isinstance(leaf, (Tensor, MissingValue))]
+        if not new and not changed:
+            return result
+        stretch, index = self.stretch, self.index
+        self.index += 1
+        recorded = self.task.stretch(stretch)
+        self.as_recorded = self.as_recorded and recorded[index : index + 1] == [name]
+        if not self.as_recorded or stretch not in self.task.stretches:
+            return result
+        extra = [t for t in changed if not any(t is m for m in new)]
+        bound = [self._bind(glue_name(stretch, index, i), leaf) for i, leaf in enumerate([*new, *extra])]
+        parts = iter(bound)
+        flat = [next(parts) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in flat]
+        return tree_unflatten(flat, spec)
+
+    def _bind(self, name: str, leaf: Any) -> Any:
+        """A tensor that may cross has been made, here or on another stage."""
+        if name in self.received:
+            if self._comes_as_argument(name):
+                return leaf
+            self.bound_inputs.add(name)
+            if isinstance(leaf, Tensor):
+                self.resolved[leaf] = self.received[name]
+            return self.received[name]
+        if name in self.task.sends:
+            self.result.bound[name] = self._data(leaf, name)
+            self.versions[name] = self.result.bound[name]._version
+            self.made_after[name] = len(self.result.path.calls)
+        return leaf
+
+    def _comes_as_argument(self, name: str) -> bool:
+        """Whether the sender, which called other units afterwards than recorded, sends what it called the
+        next unit with instead."""
+        entry = self.task.sources[self.task.source_of[name]]
+        if not self.task.dynamic or name not in entry.arguments.values():
+            return False
+        calls = self.earlier_path.calls
+        counts: Counter[int] = Counter()
+        end = len(calls)
+        for index, number in enumerate(calls):
+            if self.task.place(self.task.units[number], counts[number]).position > entry.last:
+                end = index
+                break
+            counts[number] += 1
+        done = len(self.result.path.calls)
+        return not self._as_recorded_after(name, calls[done:end], entry)
+
+    def _as_recorded_after(self, name: str, calls: Sequence[int], entry: StopPoint) -> bool:
+        recorded = self.task.recording.calls[self.task.made_at(name) + 1 : entry.last + 1]
+        return [self.task.units[number] for number in calls] == [call.unit for call in recorded]
+
+    def _read(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, absent: bool
+    ) -> Any:
+        """Decide as earlier stages did; what they have not decided is decided here."""
+        decisions = self.result.path.decisions
+        tensor = next(leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor))
+        count = count_numbers(name, tensor)
+        if absent or len(decisions) + count <= len(self.earlier_path.decisions):
+            return python_value(name, [self._decided() for _ in range(count)], tensor)
+        result = function(*args, **kwargs)
+        decisions += read_numbers(result)
+        return result
+
+    def _decided(self) -> float:
+        """The number that an earlier stage read here. Raises: CutError if none did."""
+        decisions = self.result.path.decisions
+        if len(decisions) == len(self.earlier_path.decisions):
+            where = f"after {self.stretch}" if self.stretch else "at its start"
+            raise CutError(
+                f"stage {self.task.stage} must decide on data of another stage {where} of the forward, which "
+                "did not decide there when captured",
+                hint=KEEP_TOGETHER,
+            )
+        decisions.append(self.earlier_path.decisions[len(decisions)])
+        return decisions[-1]
+
+    # --- units ------------------------------------------------------------------------------------
+
+    def call(self, unit: ModuleUnit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = self.task.place(unit.fqn, number)
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves = [self._resolve(leaf) for leaf in leaves]
+        self._bind_arguments(place.position, leaves)
+        leaves = [self._resolve(leaf) for leaf in leaves]
+        self.as_recorded = place.call is not None
+        if not place.runs_here and place.position > self.task.last:
+            self._stop_before(unit, leaves)
+        self._note_call(unit)
+        name = call_name(unit.fqn, number)
+        call = place.call if self.training else self.task.recording.evaluation_calls.get(name, place.call)
+        if place.runs_here:
+            return self._run(unit, name, replace(place, call=call), leaves, spec)
+        if call is None:
+            return MissingValue(f"the result of {name}, which was not called when captured", self._decided)
+        return self._stub(unit, call, leaves)
+
+    def _bind_arguments(self, position: int, leaves: list[Any]) -> None:
+        """Where a stage we receive from stops, what it did not make as recorded is among the arguments."""
+        for stage, entry in self.task.sources.items():
+            if stage in self.stages_passed or position <= entry.last:
+                continue
+            self.stages_passed.add(stage)
+            for index, name in entry.arguments.items():
+                if name not in self.received or name in self.bound_inputs or index >= len(leaves):
+                    continue
+                if isinstance(leaves[index], MissingValue):
+                    leaves[index] = self.received[name]
+                elif isinstance(leaves[index], Tensor) and self._absent(leaves[index]):
+                    self.resolved[leaves[index]] = self.received[name]
+                self.bound_inputs.add(name)
+
+    def _stop_before(self, unit: ModuleUnit, leaves: list[Any]) -> None:
+        """The stage is done. What it did not make as recorded is the argument of the next unit."""
+        for index, name in self.task.stop.arguments.items():
+            if name not in self.task.sends or index >= len(leaves):
+                continue
+            since = self.result.path.calls[self.made_after.get(name, 0) :]
+            is_bound = name in self.result.bound
+            if not is_bound or (
+                self.task.dynamic and not self._as_recorded_after(name, since, self.task.stop)
+            ):
+                self._bind(name, leaves[index])
+        self._note_call(unit)  # so that the next stage can see that it takes the same way
+        raise _Stop
+
+    def _note_call(self, unit: ModuleUnit) -> None:
+        """Note a call. Raises: CutError if earlier stages called another unit here."""
+        calls, earlier = self.result.path.calls, self.earlier_path.calls
+        number = self.task.units.index(unit.fqn)
+        if len(calls) < len(earlier) and earlier[len(calls)] != number:
+            raise CutError(
+                f"stage {self.task.stage} calls {unit.fqn} where earlier stages called "
+                f"{self.task.units[earlier[len(calls)]]}: the forward decides on what only some stages know",
+                hint="decide on tensors, or on random numbers of torch, Python or NumPy's global generator",
+            )
+        calls.append(number)
+
+    def _run(self, unit: ModuleUnit, name: str, place: CallPlace, leaves: list[Any], spec: TreeSpec) -> Any:
+        """Run one of the stage's own units. name: of the call."""
+        what = f"an argument of {unit.fqn}"
+        arguments = [
+            self._data(leaf, what) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in leaves
+        ]
+        refuse_absent_inside(arguments, unit.fqn)
+        args, kwargs = tree_unflatten(arguments, spec)
+        if place.random:
+            with seeded(self.seed, name):
+                result = unit.original_forward(*args, **kwargs)
+        else:
+            result = unit.original_forward(*args, **kwargs)
+        if place.call is not None:
+            self._bind_outputs(unit, place.call, arguments, result)
+        return result
+
+    def _bind_outputs(self, unit: ModuleUnit, call: UnitCall, arguments: list[Any], result: Any) -> None:
+        flat, _ = tree_flatten(result)
+        now, captured = constant_leaves(flat), constant_leaves(call.leaves)
+        if self.task.has_other_stages and now != captured:
+            raise CutError(
+                f"{unit.fqn} returned {now}, and {captured} when captured: other stages cannot know",
+                hint="return a tensor instead, or keep the module and what uses its result in one stage",
+            )
+        for output in call.outputs:
+            if output.kind == "result" and output.index < len(flat):
+                self._bind(output.name, flat[output.index])
+            elif output.kind == "argument":
+                self._bind(output.name, arguments[output.index])
+            elif output.kind == "attribute":
+                owner = unit.module.get_submodule(output.module)
+                self._bind(output.name, getattr(owner, output.attribute))
+
+    def _stub(self, unit: ModuleUnit, call: UnitCall, leaves: list[Any]) -> Any:
+        """What another stage's unit gives."""
+        flat = [sendable_leaf(leaf, unit.fqn) for leaf in call.leaves]
+        for output in call.outputs:
+            if output.kind == "same":
+                flat[output.index] = leaves[output.argument]
+            elif output.kind == "argument":
+                target = leaves[output.index]
+                if isinstance(target, Tensor):
+                    self._mark_overwritten(target)
+                    self._bind(output.name, target)
+            else:
+                shape = self.task.recording.values[output.name]
+                tensor = torch.empty(shape.shape, dtype=getattr(torch, shape.dtype), device="meta")
+                tensor = self._bind(output.name, tensor)
+                if output.kind == "result":
+                    flat[output.index] = tensor
+                else:
+                    setattr(unit.module.get_submodule(output.module), output.attribute, tensor)
+        return tree_unflatten([self._resolve(leaf) for leaf in flat], call.spec)
+
+
+_RAISED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What code raises that was given something else than a tensor, or one without data."""
+
+
+@contextmanager
+def lack_of_data_explained(task: StageTask) -> Iterator[None]:
+    """Errors of the code between modules are named with its line; those of modules that the stage runs pass,
+    as do all of the first stage, in front of which nothing is missing.
+
+    Raises: CutError
+    """
+    try:
+        yield
+    except CutError as error:
+        if "(" not in error.message and (where := raised_at(error)):
+            raise CutError(f"{error.message} ({where})", hint=error.hint) from error
+        raise
+    except _RAISED as error:
+        if 0 in task.own_ops or _in_a_module(error):
+            raise
+        where = at(raised_at(error))
+        clear_frames(error.__traceback__)  # they hold tensors
+        text = (str(error).strip() or "no message").splitlines()[0]
+        raise CutError(
+            f"stage {task.stage} runs the code between modules without the data of other stages, and it "
+            f"fails{where}: {type(error).__name__}: {text}",
+            hint=KEEP_TOGETHER,
+        ) from error
+
+
+def _in_a_module(error: BaseException) -> bool:
+    """Whether an error came out of one of the stage's own modules."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not StageRun._run.__code__:
+        trace = trace.tb_next
+    return trace is not None

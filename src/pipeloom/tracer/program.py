@@ -1,0 +1,265 @@
+"""An exported program, made functional and tidy, as a `Captured`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils._pytree import tree_leaves
+
+from ..ir.errors import CaptureError
+from .blueprint import Blueprint
+from .captured import Captured
+from .export import HINT, READ_AT
+from .guards import as_buffers
+from .job import Job
+from .op_graph import build_op_graph
+from .product_copies import unfold_copies
+from .tensors import tensors_of
+from .user_code import at
+
+_ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+}
+
+_REPLACEMENTS = {  # for tensors of any strides, and without the mark of a conjugate that is not made yet
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+
+
+def captured_from_program(
+    program: ExportedProgram, job: Job, blueprint: Blueprint, keys: list[str], *, training: bool = True
+) -> Captured:
+    """An exported program as a Captured.
+
+    keys: names of the batch inputs.  training: if not, no gradients flow and no buffers are updated.
+    """
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.PARAMETER_MUTATION:
+            blueprint.changed_parameters.add((spec.target or "").removeprefix("model."))
+    with as_buffers(blueprint.model, blueprint.changed_parameters):
+        return _captured(program, job, blueprint, keys, training)
+
+
+def _captured(
+    program: ExportedProgram, job: Job, blueprint: Blueprint, keys: list[str], training: bool
+) -> Captured:
+    graph = program.graph
+    canonical = _canonical_names(blueprint.model)
+    targets: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    batch_keys = iter(keys)
+    first: dict[str, fx.Node] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            targets[node.name] = next(batch_keys)
+            node.meta["val"] = node.meta["val"].contiguous()  # as `runtime.batches` gives it to stages
+            continue
+        assert spec.target is not None
+        target = spec.target.removeprefix("model.")
+        target = canonical.get(target, target)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[target] = _constant(program, spec.target)
+            if isinstance(constants[target], FakeTensor):  # the constructor made it
+                blueprint.attribute_tensors[target] = constants[target]
+        if target in first:
+            node.replace_all_uses_with(first[target])
+        else:
+            first[target] = node
+            targets[node.name] = target
+    updates: dict[str, str] = {}
+    for spec in program.graph_signature.output_specs:
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION) and training:
+            name = (spec.target or "").removeprefix("model.")
+            updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
+    _refuse_double_names(keys, {*canonical, *constants}, job.name)
+    _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    _refuse_sparse_gradients(graph, job.name)
+    _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
+    module = fx.GraphModule(program.graph_module, graph)
+    # With gradients in evaluation mode, too: products copy what learns.
+    propagate_gradient_flow(module, targets, blueprint.model)
+    unfolded = unfold_copies(graph)
+    if unfolded or not training:
+        _replace_targets(graph)
+        module.recompile()
+        propagate_gradient_flow(module, targets, blueprint.model, training=training)
+    renamed = _rename(graph, {*canonical, *constants, *keys})
+    updates = {renamed.get(now := unfolded.get(name, name), now): buffer for name, buffer in updates.items()}
+    op_graph = build_op_graph(module, targets, updates, blueprint.model, constants, job.name)
+    return Captured(
+        graph=op_graph,
+        module=module,
+        targets=targets,
+        updates=updates,
+        blueprint=blueprint,
+        constants={n: t for n, t in constants.items() if n not in blueprint.attribute_tensors},
+    )
+
+
+def _refuse_sizes_and_numbers_of_data(graph: fx.Graph, name: str, lines: Sequence[str]) -> None:
+    """Export keeps numbers that are read from tensors, and sizes that depend on data, as symbols as long as
+    nothing is decided on them. Stages exchange tensors of known sizes. lines: where data is read."""
+    for node in graph.nodes:
+        val = node.meta.get("val") if node.op == "call_function" else None
+        symbols = [
+            v for v in tree_leaves(val) if isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        ]
+        sized = any(not isinstance(size, int) for tensor in tensors_of(val) for size in tensor.shape)
+        if symbols or sized:
+            what = "with a number that it reads from a tensor" if symbols else "with tensors sized by data"
+            where = at(", ".join(lines[:3]) + ", ..." * (len(lines) > 3))
+            raise CaptureError(
+                f"the forward of {name} computes {what}{where}, which torch.export leaves open", hint=HINT
+            )
+
+
+def _refuse_sparse_gradients(graph: fx.Graph, name: str) -> None:
+    """Traced backwards know dense tensors only; autograd, which runs modules, makes sparse ones dense."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        if dict(zip(names, node.args, strict=False)).get("sparse", node.kwargs.get("sparse")) is True:
+            raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
+
+
+def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:
+    """Inputs, parameters and buffers share one space of names."""
+    for key in keys:
+        if key in state:
+            raise CaptureError(
+                f"{name} has a batch entry {key!r}, and a parameter or buffer of that name",
+                hint="give one of the two another name",
+            )
+
+
+def _rename(graph: fx.Graph, taken: set[str]) -> dict[str, str]:
+    """Give values other names than parameters, buffers and inputs have. Returns: old name -> new one."""
+    renamed: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name in taken:
+            old = node.name
+            while node.name in taken:
+                node._rename(f"{node.name}_value")
+            renamed[old] = node.name
+    return renamed
+
+
+def _node_for_buffer(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> str:
+    """The name of a node that makes the next state of one buffer only: a copy if another has taken it."""
+    if name not in taken:
+        return name
+    node = next(n for n in graph.nodes if n.name == name)
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy.name
+
+
+def _constant(program: ExportedProgram, name: str) -> Tensor:
+    constant = program.constants[name]
+    if not isinstance(constant, Tensor):
+        raise CaptureError(
+            f"the model's forward uses a constant {name} of type {type(constant).__name__}",
+            hint="cut by module names instead: give lists of FQNs, one list per stage",
+        )
+    return constant
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every FQN of a parameter or buffer -> the first FQN of the same tensor."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
+    """Drop assertions, copies that copy nothing and dead code; replace what suits some tensors only."""
+    _replace_targets(graph)
+    by_name = {node.name: node for node in graph.nodes}
+    output = graph.output_node()
+    output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ASSERTIONS:
+            graph.erase_node(node)
+        elif node not in output.args[0] and (source := _copy_source(node)) is not None:
+            node.replace_all_uses_with(source)
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in keep or not node.users:
+            graph.erase_node(node)
+
+
+def _replace_targets(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        node.target = _REPLACEMENTS.get(node.target, node.target)
+
+
+def _copy_source(node: fx.Node) -> fx.Node | None:
+    """What a `clone` copies, if both have the same layout: as nothing is changed in place, one will do.
+
+    Dropout with probability 0 is such a copy. A copied parameter, buffer or input stays copied.
+    """
+    if node.target is not torch.ops.aten.clone.default or not isinstance(source := node.args[0], fx.Node):
+        return None
+    result, original = node.meta["val"], source.meta["val"]
+    same = original.is_contiguous() and result.stride() == original.stride()
+    return source if same and source.op == "call_function" else None
+
+
+def propagate_gradient_flow(
+    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, *, training: bool = True
+) -> None:
+    """Run the graph on fake tensors with autograd on; leave results in `node.meta`.
+
+    meta["val"]: the fake result, detached.  meta["needs_grad"]: a gradient of the loss with respect to
+    it flows, that is, it depends on a trainable parameter and the loss depends on it differentiably.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    trainable = {n for n, p in named if p.requires_grad and training}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs: list[Any] = []
+    with fake:
+        for node in module.graph.find_nodes(op="placeholder"):
+            val = node.meta["val"]
+            tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+            inputs.append(tensor.requires_grad_(targets[node.name] in trainable))
+    with fake, torch.enable_grad():
+        _Propagator(module, garbage_collect_values=True).run(*inputs)
+    _mark_needed(module.graph)
+
+
+class _Propagator(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op in ("call_function", "placeholder"):
+            n.meta["requires_grad"] = any(t.requires_grad for t in tensors_of(result))
+            n.meta["val"] = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, result)
+        return result
+
+
+def _mark_needed(graph: fx.Graph) -> None:
+    """Walk back from the loss along values that require gradients."""
+    pending = [graph.output_node().args[0][-1]]  # type: ignore[index]  # the loss comes last
+    needed: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, fx.Node) and node not in needed and node.meta.get("requires_grad"):
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    for node in graph.nodes:
+        node.meta["needs_grad"] = node in needed

@@ -1,0 +1,183 @@
+"""An fx graph -> one plain Python function that frees every tensor at its last use.
+
+The function takes its inputs in a list and empties it, so that inputs the caller no longer holds are
+freed at their last use too. `measure` does the same node by node and reports the most bytes alive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..tensors import tensors_of
+
+BoxedFunction = Callable[[list[Any]], tuple[Any, ...]]
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the nodes whose results nobody needs after it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last.setdefault(node, node)
+        for source in node.all_input_nodes:
+            last[source] = node
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        dead.setdefault(user, []).append(node)
+    return dead
+
+
+def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
+    """Write the graph as Python source and compile it.
+
+    attributes: the module that holds what `get_attr` nodes name.
+    """
+    names = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
+    scope: dict[str, Any] = {}
+
+    def constant(value: Any) -> str:
+        key = f"c{len(scope)}"
+        scope[key] = value
+        return key
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return names[arg]
+        if isinstance(arg, (list, tuple)) and _has_node(arg):
+            inner = ", ".join(map(text, arg))
+            return f"[{inner}]" if isinstance(arg, list) else f"({inner},)"
+        return constant(arg)
+
+    placeholders = [names[n] for n in graph.nodes if n.op == "placeholder"]
+    lines = ["def run(box):"]
+    if placeholders:
+        lines += [f"    {', '.join(placeholders)}, = box", "    box.clear()"]
+    dead = last_uses(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args = [*map(text, node.args), *(f"{k}={text(v)}" for k, v in node.kwargs.items())]
+            target = _IN_GRAD_MODE.get(node.target, node.target)
+            lines.append(f"    {names[node]} = {constant(target)}({', '.join(args)})")
+        elif node.op == "get_attr":
+            lines.append(f"    {names[node]} = {constant(_attribute(attributes, node.target))}")
+        elif node.op == "output":
+            lines.append(f"    return {text(tuple(node.args[0]))}")
+        if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
+            lines.append(f"    del {', '.join(gone)}")
+    exec(compile("\n".join(lines), "<pipeloom stage>", "exec"), scope)
+    run: BoxedFunction = scope["run"]
+    return run
+
+
+def _mkldnn_rnn_layer(*args: Any) -> Any:
+    """oneDNN's LSTM makes the workspace that its backward reads in grad mode only; without, that crashes."""
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(
+            *(a.detach() if isinstance(a, Tensor) else a for a in args)
+        )
+
+
+_IN_GRAD_MODE: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer}
+
+
+def _has_node(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_has_node, arg))
+    return isinstance(arg, fx.Node)
+
+
+def _attribute(owner: object, path: Any) -> Any:
+    for part in str(path).split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Memory of one run of a graph.
+
+    peak_bytes: most bytes alive above the level at the start, where inputs that the run frees count as
+        alive from the start.  end_bytes: change from start to end (outputs made minus inputs freed).
+    """
+
+    peak_bytes: int
+    end_bytes: int
+
+
+def run_measured(
+    graph: fx.Graph, attributes: object, box: list[Any], owned: Mapping[str, bool]
+) -> tuple[tuple[Any, ...], MemoryUse]:
+    """Run a graph once, node by node, and measure what it holds.
+
+    owned: placeholder name -> whether the caller gives the input up, so that its last use frees it.
+    """
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), box, strict=True))
+    box.clear()
+
+    def run(node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            values[node] = _attribute(attributes, node.target)
+        elif node.op != "placeholder":
+            target = _IN_GRAD_MODE.get(node.target, node.target)
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            values[node] = target(*args, **kwargs)
+        return values[node]
+
+    use = _sweep(graph, owned, run, values.pop)
+    results: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
+    return tuple(results), use
+
+
+def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> MemoryUse:
+    """The same without running: from the fake results that tracing left in `node.meta`."""
+    return _sweep(graph, owned, lambda node: node.meta.get("val"), lambda node: None)
+
+
+def _sweep(
+    graph: fx.Graph,
+    owned: Mapping[str, bool],
+    run: Callable[[fx.Node], Any],
+    free: Callable[[fx.Node], object],
+) -> MemoryUse:
+    """Count bytes alive, each storage once, as nodes run and values die.
+
+    run: the value of a node.  free: called when nobody needs it any more.
+    """
+    dead = last_uses(graph)
+    storages_of: dict[fx.Node, list[int]] = {}
+    holders: Counter[int] = Counter()
+    size: dict[int, int] = {}
+    start: int | None = None
+    level = peak = 0
+    for node in graph.nodes:
+        if start is None and node.op != "placeholder":
+            start = peak = level
+        if node.op == "output":
+            break
+        storages = _storages(run(node))
+        storages_of[node] = [key for key, _ in storages]
+        counted = node.op != "placeholder" or owned.get(node.name, False)
+        for key, nbytes in storages:
+            if not holders[key]:
+                size[key] = nbytes if counted else 0
+                level += size[key]
+            holders[key] += 1
+        peak = max(peak, level)
+        if node.op == "placeholder":
+            continue
+        for gone in dead.get(node, []):
+            for key in storages_of.pop(gone):
+                holders[key] -= 1
+                level -= 0 if holders[key] else size[key]
+            free(gone)
+    assert start is not None, "a graph has an output"
+    return MemoryUse(peak_bytes=peak - start, end_bytes=level - start)
+
+
+def _storages(value: Any) -> list[tuple[int, int]]:
+    return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors_of(value)]
