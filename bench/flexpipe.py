@@ -27,10 +27,10 @@ from typing import Any
 from machine import parser_of, run_parts
 
 # isort: split
-from pipeloom.schedules.search.engines.library import fitting, library_order
 from random_problems import random_chain
 from search_shapes import TIMES, chain_of, problem
 
+from pipeloom.schedules.search.library import fitting, library_order
 from pipeloom.schedules.search.problem import SearchProblem
 from pipeloom.schedules.search.search import SearchOptions, SearchResult, search_orders
 from pipeloom.schedules.search.search_schedule import prove_search

@@ -29,6 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from machine import parser_of, run_parts
+from torch.distributed.pipelining import schedules as theirs
 
 from pipeloom.ir.action import Action, Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -54,7 +55,7 @@ TORCH: dict[str, tuple[str, str]] = {
 }
 """Class -> the schedule of ours that is for the same placement."""
 
-ALONE = ["1f1b", "zb_h1", "zb_2p", "v_half", "v_min", "1f1b_v", "gis_h", "po", "hanayo"]
+ALONE = ["1f1b", "zb_2p", "v_half", "v_min", "1f1b_v", "gis_h", "po", "hanayo"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,6 @@ def torch_rows(name: str, ranks: int, microbatches: int) -> Rows:
         )
         for s in (0, ranks if TORCH[name][1] == "loop" else 2 * ranks - 1)
     ]
-    from torch.distributed.pipelining import schedules as theirs
-
     made: Any = getattr(theirs, name)(stages, microbatches, loss_fn=lambda *_: None)
     return tuple(tuple(_ours(made.pipeline_order[rank])) for rank in range(ranks))
 
@@ -100,10 +99,8 @@ def _ours(row: Iterable[Any]) -> Iterable[Action]:
             yield Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index)
 
 
-def zbpp_rows(ranks: int, microbatches: int) -> Rows:
+def zbpp_rows(auto_schedule: Callable[[int, int], Any], ranks: int, microbatches: int) -> Rows:
     """zbpp-light's H1; its B is the input gradient."""
-    from zbpp_light.auto_schedule import auto_schedule
-
     letter = {"F": "F", "B": "I", "W": "W"}
     with redirect_stdout(StringIO()):  # it prints its rows
         made = auto_schedule(ranks, microbatches)
@@ -158,11 +155,13 @@ def ours(name: str, shape: dict[str, Any], how: Cost) -> Callable[[], Rows]:
 
 
 def classes(ranks_of: list[int], how: Cost) -> list[dict[str, Any]]:
+    from zbpp_light.auto_schedule import auto_schedule
+
     lines = []
     for ranks in ranks_of:
         m = 4 * ranks
         rivals: list[tuple[str, str, Callable[[], Rows]]] = [
-            ("zbpp-light H1", "zb_h1", partial(zbpp_rows, ranks, m)),
+            ("zbpp-light H1", "zb_h1", partial(zbpp_rows, auto_schedule, ranks, m)),
             *(
                 (f"torch {name}", own, partial(torch_rows, name, ranks, m))
                 for name, (own, _) in TORCH.items()

@@ -44,7 +44,8 @@ COMMANDS = {
 PHASES = {
     "torch": ("",),
     "transformers.models.gpt2.modeling_gpt2": ("",),
-    "pipeloom.pipeline": ("", *(f"Pipeline.{name}" for name in ("__init__", "predict", "step", "evaluate"))),
+    "pipeloom.pipeline": ("", *(f"Pipeline.{name}" for name in ("__init__", "predict", "evaluate"))),
+    "pipeloom.step_run": ("FlushedRun.feed",),
     "pipeloom.caches": ("contention",),
     "pipeloom.plan_advice": ("plan_with_advice",),
     "pipeloom.verification": ("verify_once",),
@@ -138,7 +139,7 @@ def one_run(name: str, folder: Path, cache: str) -> dict[str, Any]:
             )
     own = [note for note in notes if note["process"] == "0"]
     compared_until = max((n["start"] + n["s"] for n in own if n["phase"] == "verify_once"), default=0.0)
-    steps = [note for note in own if note["phase"] == "Pipeline.step" and note["start"] > compared_until]
+    steps = [note for note in own if note["phase"] == "FlushedRun.feed" and note["start"] > compared_until]
     return {
         "load": load,
         "first_step_after_s": min(note["start"] for note in steps) - start,

@@ -345,9 +345,7 @@ def test_why_of_a_stage_on_several_ranks(folder: Path) -> None:
     """Rank 1 is free, but its part of the last stage begins when that of rank 0 can."""
     file = folder / "wide.py"
     file.write_text(
-        "from pipeloom.schedules.language.recipe import Recipe\n"
-        "from pipeloom.schedules.language.repeating import repeating\n"
-        "from pipeloom.schedules.library_entry import Entry\n"
+        "from pipeloom.schedule_language import Entry, Recipe, repeating\n"
         "wide = Entry(recipe=lambda s: Recipe(rows=repeating(s, ['0F 1F 1B 0B', '2F 2B'])),\n"
         "             place='table', table=lambda ranks: (0, (0, 1)))\n"
     )

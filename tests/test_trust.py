@@ -8,6 +8,11 @@ import pytest
 import trust
 
 
+@pytest.fixture(autouse=True)
+def other_tests_hear_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "quiet", lambda: None)
+
+
 @pytest.mark.parametrize(("model", "verdict"), [("decides", "equal"), ("gradient penalty", "refused")])
 def test_a_model_is_equal_or_refused(model: str, verdict: str) -> None:
     found = trust.try_model("plain modules", model, 2)

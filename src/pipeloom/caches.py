@@ -95,6 +95,11 @@ def age_s(path: Path) -> float:
         return float("inf")
 
 
+def cache_key(*parts: object) -> str:
+    """A name for what holds as long as none of these changes."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
 def machine_name() -> str:
     """A name for this machine as far as its speed goes, PyTorch's version included."""
     import torch
@@ -105,8 +110,7 @@ def machine_name() -> str:
     except OSError:
         lines = []
     model = next((line for line in lines if line.startswith("model name")), platform.processor())
-    parts = (platform.node(), platform.machine(), model, str(cores), torch.__version__)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return cache_key(platform.node(), platform.machine(), model, cores, torch.__version__)
 
 
 def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> Profile:
@@ -146,26 +150,25 @@ def may_keep(captured: Captured) -> bool:
     return own and os.environ.get(KEEP_VARIABLE) != "0"
 
 
-def times_key(captured: Captured, *more: str) -> str:
+def times_key(captured: Captured, *more: object) -> str:
     """What the times hold for. more: that they depend on, besides."""
     import torch
 
     from .profiler.measure_ops import op_signatures
 
     set_there = sorted(item for item in os.environ.items() if item[0].startswith(SPEED_VARIABLES))
-    parts = [
+    return cache_key(
         machine_name(),
         __version__,
-        str(captured.autocast),
+        captured.autocast,
         torch.get_float32_matmul_precision(),
-        str(torch.are_deterministic_algorithms_enabled()),
-        str(torch.backends.mkldnn.enabled),
-        repr(set_there),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        set_there,
         captured.graph.fingerprint,
-        *(repr(signature) for signature in op_signatures(captured).items()),
+        *op_signatures(captured).items(),
         *more,
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    )
 
 
 def beside_ranks(profile: Profile, graph: OpGraph, ranks: int) -> Profile:

@@ -130,7 +130,7 @@ def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str)
         return measure(None)
     chosen = sorted(item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES))
     cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
-    path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, repr(chosen))}.json"
+    path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, chosen)}.json"
     return daily(path, list[CompiledRatio], measure, is_whole)
 
 

@@ -8,7 +8,6 @@ not find.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
-from .caches import cache_folder, keep
+from .caches import cache_folder, cache_key, keep
 from .clusters.names import find_cluster
 from .ir.errors import InfeasibleError
 from .ir.graph import Op, OpGraph, Parameter, Value
@@ -99,9 +98,7 @@ def _note(name: str, treatments: tuple[Treatment, ...] | None) -> Path:
     package = Path(__file__).parent
     newest = max(file.stat().st_mtime_ns for file in package.rglob("*.py"))
     where = (platform.node(), package, os.environ.get("NUMBA_CACHE_DIR"))
-    about = (*where, newest, sys.version, name, *(treatments or ()))
-    name = hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()[:16]
-    return cache_folder("kernels") / name
+    return cache_folder("kernels") / cache_key(*where, newest, sys.version, name, *(treatments or ()))
 
 
 def compile_kernels_for(name: str, treatments: tuple[Treatment, ...] | None = None) -> None:

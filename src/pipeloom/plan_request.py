@@ -359,13 +359,19 @@ class PlanRequest:
 
     def sizes(self) -> Sequence[int]:
         """Sizes of micro-batches that may be used, ascending: as many per step as the schedule has
-        directions, or a multiple."""
+        directions, or a multiple. Raises: ConfigError if there is none."""
         options, batch = self.options, self.options.global_batch
         if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
         shape, _ = registry.default_placement(options.schedule, options.ranks)
         directions = shape.replicas * options.replicas
-        return [d for d in divisors(batch) if batch // d % directions == 0]
+        sizes = [d for d in divisors(batch) if batch // d % directions == 0]
+        if not sizes:
+            raise ConfigError(
+                f"{options.schedule} cannot divide a global batch of {batch} rows among its directions",
+                hint="use an even number of rows",
+            )
+        return sizes
 
     def any_plan(self, model: ProfiledModel) -> Plan:
         """The first plan found that keeps the caps, which need not be the fastest; raises as `plan`."""

@@ -464,18 +464,6 @@ class CapturableSizes:
         return (model for model in map(self.model_at, sizes) if model is not None)
 
 
-def sizes_of(request: PlanRequest) -> Sequence[int]:
-    """Sizes of micro-batches that a request may use, ascending. Raises: ConfigError if there is none."""
-    if sizes := request.sizes():
-        return sizes
-    options = request.options
-    raise ConfigError(
-        f"{options.schedule} cannot divide a global batch of {options.global_batch} rows among its "
-        "directions",
-        hint="use an even number of rows",
-    )
-
-
 def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt) -> int | None:
     """The largest size below that of `upper` that has a plan; 0 if none was found.
 
@@ -511,7 +499,7 @@ def largest_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, Profile
     Raises: InfeasibleError if not even the smallest size fits; ConfigError if no size divides the global
         batch; CaptureError if the model cannot be captured at those that were tried.
     """
-    sizes = sizes_of(request)
+    sizes = request.sizes()
     capturable = CapturableSizes(sizes, model_at)
     first = min(range(len(sizes)), key=lambda index: abs(sizes[index] - request.options.microbatch_size))
     ends = capturable.around(sizes[max(first, 1)]) if len(sizes) > 2 else []
@@ -554,7 +542,7 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
             "the best micro-batch size is that of a number of rows per step, and there is none",
             hint="say how many rows a step has: --global-batch 64",
         )
-    sizes = sizes_of(request)
+    sizes = request.sizes()
     capturable = CapturableSizes(sizes, model_at)
     near = min(sizes, key=lambda size: abs(size - request.options.microbatch_size))
     ends = capturable.around(near) if len(sizes) > MOST_VERIFIED else []

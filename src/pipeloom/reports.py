@@ -70,12 +70,12 @@ def contents(parts: Sequence[str]) -> str:
     names = list(dict.fromkeys(filter(None, parts)))
     if len(names) <= MOST_NAMES:
         return ", ".join(names)
-    rows = [list(row) for _, row in groupby(names, key=_container)]
+
+    def container(name: str) -> str:
+        """What entries of one numbered container share; of any other module its own name."""
+        before, _, number = name.rpartition(".")
+        return before if number.isdecimal() else name
+
+    rows = [list(row) for _, row in groupby(names, key=container)]
     shown = [name for row in rows for name in ([f"{row[0]} … {row[-1]}"] if len(row) > 2 else row)]
     return ", ".join(shown) if len(shown) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
-
-
-def _container(name: str) -> str:
-    """What entries of one numbered container share; of any other module its own name."""
-    container, _, number = name.rpartition(".")
-    return container if number.isdecimal() else name

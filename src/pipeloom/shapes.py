@@ -211,23 +211,19 @@ class _ShapeSearch:
             ways.append((options.planner if optimises == "always" else FREEING, treatments))
         devices = replace(cluster, devices=cluster.devices[: shape.width * shape.depth])
 
-        def plan(way: tuple[str, tuple[Treatment, ...]]) -> Plan:
+        def planned(way: tuple[str, tuple[Treatment, ...]]) -> Plan:
             by, treated = way
             one = self.request.changed(
                 ranks=shape.depth, replicas=shape.width, planner=by, treatments=treated
             )
             return replace(one, cluster=devices).plan(model, explained=False)
 
-        found = next(fitting(ways, plan, refusals=self.refusals), None)
-        return None if found is None else self._shaped(shape, found[0])
-
-    def _shaped(self, shape: PipelineShape, plan: Plan) -> ShapedPlan:
-        step_s = plan.predicted_step_s
-        return ShapedPlan(
-            shape=replace(shape, recompute=any(stage.recomputed_bytes for stage in plan.stages)),
-            plan=plan,
-            rows_per_s=self.batch / step_s if step_s else inf,
-        )
+        made = next((plan for plan, _ in fitting(ways, planned, refusals=self.refusals)), None)
+        if made is None:
+            return None
+        recomputes = any(stage.recomputed_bytes for stage in made.stages)
+        rate = self.batch / made.predicted_step_s if made.predicted_step_s else inf
+        return ShapedPlan(shape=replace(shape, recompute=recomputes), plan=made, rows_per_s=rate)
 
 
 def _with_free_links(cluster: Cluster) -> Cluster:

@@ -196,7 +196,9 @@ class StepRecord:
         events = list(self.recorder.events(late_s))
         if steady is not None:
             events = numbered_on(events, steady, starts_s)
-        mine = (events, curves, (self.ledger.at_peak, self.ledger.residual_peak), _row_s(starts_s))
+        # Seconds from one step to the next; the last start is that of the drain.
+        row_s = (starts_s[-1] - starts_s[0]) / max(1, len(starts_s) - 1)
+        mine = (events, curves, (self.ledger.at_peak, self.ledger.residual_peak), row_s)
         parts = self.channel.all_gather_object(mine)
         return Timeline(
             source="measured",
@@ -209,11 +211,6 @@ class StepRecord:
             steps=1 if steady is None else max(1, len(starts_s) - 1),
             steady_s=None if steady is None else max(row_s for _, _, _, row_s in parts),
         )
-
-
-def _row_s(starts_s: Sequence[float]) -> float:
-    """Seconds from one step to the next; the last start is that of the drain."""
-    return (starts_s[-1] - starts_s[0]) / max(1, len(starts_s) - 1)
 
 
 def report_of(summed: Tensor, ranks: int, grad_norm: float | None) -> StepReport:

@@ -137,7 +137,7 @@ class Run(ABC):
 
     def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
         """The groups of ranks that it sums in, to be opened on all ranks. stages: of all replicas."""
-        return self.worker.reduce_and_step.groups(stages, placement, self.worker.weights)
+        return self.worker.reduce_and_step.groups(stages, placement)
 
     @contextmanager
     def call(self, what: str, *, heals: bool = False, refuses_batches: bool = False) -> Iterator[None]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .caches import cache_folder, keep
+from .caches import cache_folder, cache_key, keep
 from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
 from .ir.graph import OpGraph, storages
@@ -442,7 +442,9 @@ def compare_what_fits(
     Raises: BatchError if the job makes no batch of the plan's size.
     """
     whole, limit = plan.microbatch_size, limit_bytes(plan)
-    most = fitting_rows(captured.graph, whole, limit)
+    most = bisect_right(
+        range(1, whole + 1), limit, key=lambda rows: needed_bytes(captured.graph, rows / whole)
+    )
     allowed = f"{format_bytes(limit)} may be used for it"
     if not most:
         need = needed_bytes(captured.graph, 1 / whole)
@@ -490,12 +492,6 @@ def compare_first(
         return verify(sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
 
 
-def fitting_rows(graph: OpGraph, rows: int, limit: int) -> int:
-    """Rows of the largest micro-batches with which the comparison keeps a limit in bytes, at most `rows`; 0
-    if not even one row does."""
-    return bisect_right(range(1, rows + 1), limit, key=lambda count: needed_bytes(graph, count / rows))
-
-
 def quick_rows(plan: Plan) -> int:
     """Rows of the largest micro-batches that are compared in time, by the plan's times; at least 1."""
     microbatch_s = sum(stage.forward_s + stage.input_grad_s + stage.weight_grad_s for stage in plan.stages)
@@ -535,17 +531,16 @@ def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
     """What a comparison holds for: the graph, how many stages, the user's files, and the versions."""
     model = captured.blueprint.model
     written = [*(type(module) for module in model.modules()), job.loss, job.model]
-    files = {str(_file_of(thing)) for thing in written if thing is not None}
-    parts = [captured.graph.fingerprint, str(len(plan.stages)), str(options.autocast), str(options.seed)]
-    parts += [__version__, torch.__version__, *(_digest(name) for name in sorted(files))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    files = {_file_of(thing) for thing in written if thing is not None}
+    run = (captured.graph.fingerprint, len(plan.stages), options.autocast, options.seed)
+    return cache_key(*run, __version__, torch.__version__, *map(_digest, sorted(files)))
 
 
-def _file_of(thing: object) -> str | None:
+def _file_of(thing: object) -> str:
     try:
-        return inspect.getsourcefile(thing)  # type: ignore[arg-type]
+        return str(inspect.getsourcefile(thing))  # type: ignore[arg-type]
     except TypeError:  # a builtin, or an object that is called
-        return None
+        return "None"
 
 
 def _digest(name: str) -> str:

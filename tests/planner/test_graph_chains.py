@@ -8,10 +8,10 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import networkx as nx
+import planners as bench_planners
 import pytest
 from hypothesis import given, settings, strategies as st
 from piper_graphs import PiperGraph, read_piper_graph
-from planners import search
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.plan import Plan
@@ -198,9 +198,9 @@ def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
 
 def test_the_bench_compares_planners_on_a_graph_of_pipers(tmp_path: Path) -> None:
     """All find two nodes of five on the busiest of three devices; what does not fit is refused alike."""
-    (found,) = search([file_of(tmp_path)], [3], 1.0)
+    (row,) = bench_planners.search([file_of(tmp_path)], [3], 1.0)
     for planner in ("graphpipe", "pipedream-graph", "piper"):
-        assert found[planner]["slowest_s"] == pytest.approx(0.6) and found[planner]["used"] == 3
-        assert found[planner]["seconds"] > 0
-    (small,) = search([file_of(tmp_path, maxMemoryPerDevice=100)], [3], 1.0)
+        assert row[planner]["slowest_s"] == pytest.approx(0.6) and row[planner]["used"] == 3
+        assert row[planner]["seconds"] > 0
+    (small,) = bench_planners.search([file_of(tmp_path, maxMemoryPerDevice=100)], [3], 1.0)
     assert small["graphpipe"] == small["piper"] == {"refused": "no cut fits"}

@@ -133,9 +133,12 @@ def test_an_error_of_one_pipeline_leaves_no_other_open(
 @pytest.mark.usefixtures("nothing_open")
 def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
     job = zoo.job("skips")
-    plan = runs.treated_plan(job, runs.even_plan(job, 1, microbatches=2), "offload")
+    plan = runs.even_plan(job, 1, microbatches=2, schedule="gpipe")
+    plan = runs.treated_plan(job, plan, "offload")
+    before = threading.enumerate()
     pipeline = Pipeline(job, plan, options=Options(offload_dir=tmp_path))
-    threads = pipeline.tier._threads  # type: ignore[union-attr]
+    pipeline.step(job.batch(0, 4))
+    threads = {thread for thread in threading.enumerate() if thread not in before}
     connect._leave_ranks()
     assert threads and not any(thread.is_alive() for thread in threads)
 

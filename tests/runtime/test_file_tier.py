@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool
     if asked:
         copy.reload()
     copy.discard()
-    assert copy.reloaded.wait(60)
+    assert copy.back is not None and copy.back.exception(60) is None
     assert (tier.used_bytes, tier.peak_bytes) == (0, 4000)
     there_and_back(tier, one())
     assert os.fstat(tier._file.fileno()).st_size == 4096
@@ -105,7 +106,7 @@ def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
     tensors = one()
     alive = weakref.ref(tensors[Slot("residual", "a")].untyped_storage())
     copy = tier.offload("0OFFLOAD0", tensors)
-    copy.offloaded.wait(10)  # type: ignore[attr-defined]
+    copy.away.result(10)
     assert alive() is None
 
 
@@ -165,7 +166,7 @@ def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
 
 def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
     copy = tier.offload("1OFFLOAD2", one(3000))
-    copy.offloaded.wait(10)
+    copy.away.result(10)
     os.ftruncate(tier._file.fileno(), 5000)
     copy.reload()
     with pytest.raises(OffloadError, match="11.7 KiB at 1OFFLOAD2, .* 4.9 KiB are left"):
@@ -217,14 +218,18 @@ def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_wait_ends_when_another_rank_fails(tier: FileTier) -> None:
+def test_a_wait_ends_when_another_rank_fails(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         raise PeerError("rank 1 failed")
 
-    # Nobody asks for it back.
+    stuck = threading.Event()
+    monkeypatch.setattr(tier, "_write", lambda copy: stuck.wait(300))
     copy = tier.offload("1OFFLOAD2", one(10))
-    with pytest.raises(PeerError):
-        copy.take(check)
+    copy.reload()
+    for wait in (copy.leave, copy.take):
+        with pytest.raises(PeerError):
+            wait(check)
+    stuck.set()
 
 
 LIMITED = """

@@ -68,13 +68,18 @@ def test_a_pipe_is_read_to_its_end_whatever_happens(monkeypatch: pytest.MonkeyPa
         def write(self, _: str) -> int:
             raise ValueError("I/O operation on closed file")
 
+    class Pipe(io.BytesIO):
+        def close(self) -> None:
+            closed_at.append(self.tell())
+            super().close()
+
     raised: list[object] = []
+    closed_at: list[int] = []
     monkeypatch.setattr(threading, "excepthook", lambda hook: raised.append(hook.exc_value))
-    stream = io.BytesIO(b"one\ntwo\nthree\n")
     ranks = Processes(pickle.dumps((bool, ())))
-    ranks._print(stream, Closed(), 1)
+    ranks._print(Pipe(b"one\ntwo\nthree\n"), Closed(), 1)
     ranks._printers[0].join()
-    assert stream.tell() == 14 and isinstance(raised[0], ValueError)
+    assert closed_at == [14] and isinstance(raised[0], ValueError)
     ranks.stop()
 
 

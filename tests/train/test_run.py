@@ -9,19 +9,19 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import good
 from compiled import KnownRatios
 from runs import even_plan
 
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.settings import PlanSettings
-from pipeloom.train.benchmark import Bench, run_bench
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import (
@@ -110,19 +110,16 @@ def test_a_long_step_comes_first_and_nothing_else_runs(
     assert "rehearses none, the forecast is the plan's" in " ".join(capsys.readouterr().err.split())
 
 
-def test_bench_does_what_was_asked_for(
-    here: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_does_what_was_asked_for(here: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step is one step: no rehearsals, and the line says where the prediction is from."""
 
     def refuse_to_rehearse(*_: object, **__: object) -> None:
         raise AssertionError("a step that nobody asked for was run")
 
     monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
-    settings = PlanSettings(ranks=1, microbatches=2, microbatch_size=2)
-    bench = Bench(model="mine.py:words", settings=settings, steps=1, warmup=0, as_json=False)
-    assert run_bench(bench, RankProcesses()) == 0
-    printed = capsys.readouterr().out
+    monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext())
+    words = ("--ranks", "1", "-m", "2", "--microbatch-size", "2", "--steps", "1", "--warmup", "0")
+    printed = good("bench", "mine.py:words", *words)
     assert "(median of 1)" in printed and "by the plan's profile" in printed
     tokens, rows = re.search(r"([\d,.]+) tokens/s \(([\d,.]+) rows/s\)", printed).groups()  # type: ignore[union-attr]
     assert float(tokens.replace(",", "")) == pytest.approx(5 * float(rows.replace(",", "")), rel=0.02)

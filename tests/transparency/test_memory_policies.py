@@ -112,12 +112,12 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
 
     def leave_at_once(self: FileTier, action: str, residuals: Tensors) -> FileCopy:
         copy = leaving(self, action, residuals)
-        copy.offloaded.wait()
+        copy.away.result()
         return copy
 
     def come_at_once(copy: FileCopy) -> None:
         coming(copy)
-        copy.reloaded.wait()
+        copy.back.result()  # type: ignore[union-attr]
 
     def work(pipeline: Pipeline) -> None:
         for seed in range(2):

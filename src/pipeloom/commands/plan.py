@@ -233,9 +233,15 @@ def _plan(
             changes = request.changes(plan, planned) if what_if else []
         rehearsed_s = None
         if not why_not:
-            from ..train.plan_rehearsal import rehearse_plan
+            from ..train.measured_steps import measure_steps, why_not_rehearsed
 
-            rehearsed_s, why_not = rehearse_plan(request, plan, job, processes, model=model, planned=planned)
+            why_not = why_not_rehearsed(request, plan)
+        if not why_not:
+            measured = measure_steps(request.options, plan, job, processes, model=model, planned=planned)
+            if isinstance(measured, int):
+                why_not = f"its ranks ended with exit status {measured}"
+            else:
+                rehearsed_s = measured.rehearsed_s
     report = reported(
         plan,
         plan_rows(plan, planned.graph, request.cluster),

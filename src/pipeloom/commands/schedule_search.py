@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 @click.option("--microbatches", "-m", type=click.IntRange(1), default=8)
 @click.option("--ranks", "-p", type=click.IntRange(1, 4096), help="Ranks, where stages do not name theirs.")
 @click.option(
-    "--memory", default="", help="Most residuals of a rank, as 4 or 3GiB; or one per rank, as 4,4,3,3."
+    "--memory",
+    default="",
+    show_default=False,
+    help="Most residuals of a rank, as 4 or 3GiB; or one per rank, as 4,4,3,3.",
 )
 @click.option(
     "--effort",

@@ -16,6 +16,7 @@ messages behind it, and who posts a receive then waits for it, with gloo for up 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -467,6 +468,7 @@ def local_channels(
     """Channels of ranks 0 to `ranks` - 1 as threads of this process, each to be entered (`channel.watch`) and
     used by its thread.
     """
+    _allow_files(4 * ranks * (ranks - 1))  # sockets of a few groups; each has one for both ends of every pair
     store = HashStore()
     make = partial(gloo_group, store, timedelta(seconds=timeout_s), inside=True)
 
@@ -479,6 +481,19 @@ def local_channels(
 
     with ThreadPoolExecutor(ranks) as pool:  # a group is there once all its ranks have come
         return list(pool.map(channel, range(ranks)))
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many more files open than the 1024 that are usual, as far as it may."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def run_threads(

@@ -17,10 +17,10 @@ import time
 import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -112,9 +112,8 @@ class FileCopy:
 
     action: the OFFLOAD, for messages.  file_offset: where they begin in the file, in bytes.
     raw: one uint8 tensor per layout: the bytes to write, later the bytes read.
-    offloaded, reloaded: set when the copy there, and the one back, has ended or failed.
-    error: why a copy failed.
-    requested: whether the copy back was asked for.  discarded: whether only its bytes of the file are.
+    away, back: the copy there, and the one back once it was asked for.
+    discarded: whether that is only to free its bytes of the file.
     """
 
     tier: FileTier
@@ -124,10 +123,8 @@ class FileCopy:
     file_offset: int = 0
     offload_span: tuple[object, object] | None = None
     reload_span: tuple[object, object] | None = None
-    offloaded: threading.Event = field(default_factory=threading.Event)
-    reloaded: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-    requested: bool = False
+    away: Future[None] = field(init=False)
+    back: Future[None] | None = None
     discarded: bool = False
 
     @property
@@ -139,22 +136,19 @@ class FileCopy:
         return sum(_page_aligned(layout.bytes) for layout in self.layouts)
 
     def gone(self) -> bool:
-        self.tier.raise_error(self)
-        return self.offloaded.is_set()
+        if self.away.done():
+            self.tier.wait(self, self.away, lambda: None)
+        return self.away.done()
 
     def leave(self, check: Callable[[], None]) -> None:
-        while not self.offloaded.wait(CHECK_INTERVAL_S):
-            check()
-        self.tier.raise_error(self)
+        self.tier.wait(self, self.away, check)
 
     def reload(self) -> None:
-        self.requested = True
-        self.tier.bring_back(self)
+        self.back = self.tier.bring_back(self)
 
     def take(self, check: Callable[[], None]) -> Tensors:
-        while not self.reloaded.wait(CHECK_INTERVAL_S):
-            check()
-        self.tier.raise_error(self)
+        assert self.back is not None, "it was asked for"
+        self.tier.wait(self, self.back, check)
         pairs = zip(self.layouts, self.raw, strict=True)
         residuals = {layout.slot: layout.around(raw) for layout, raw in pairs}
         self.raw.clear()
@@ -162,7 +156,7 @@ class FileCopy:
 
     def discard(self) -> None:
         self.discarded = True
-        if not self.requested:
+        if self.back is None:
             self.reload()
 
     def spans(self) -> Iterator[tuple[TensorLayout, int]]:
@@ -193,13 +187,8 @@ class FileTier:
         self._allocator = FileAllocator(self._reserve)
         self._closed = False
         self._lock = threading.Lock()
-        # One queue and one thread per direction, so that a copy back overtakes the copies there behind it.
-        self._out: SimpleQueue[FileCopy | None] = SimpleQueue()
-        self._in: SimpleQueue[FileCopy | None] = SimpleQueue()
-        work = ((self._out, self._write), (self._in, self._read))
-        self._threads = [threading.Thread(target=self._serve, args=pair, daemon=True) for pair in work]
-        for thread in self._threads:
-            thread.start()
+        # One thread per direction, so that a copy back overtakes the copies there behind it.
+        self._out, self._in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def offload(self, action: str, residuals: Tensors) -> FileCopy:
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
@@ -207,21 +196,40 @@ class FileTier:
         copy.file_offset = self._allocate(copy.file_bytes, action)
         residuals.clear()
         self._change_used(copy.bytes)
-        self._out.put(copy)
+        copy.away = self._out.submit(self._write, copy)
         return copy
 
-    def bring_back(self, copy: FileCopy) -> None:
+    def bring_back(self, copy: FileCopy) -> Future[None]:
         """Read a copy behind those asked for before, or free its bytes of the file if it is discarded."""
-        self._in.put(copy)
+        return self._in.submit(self._read, copy)
+
+    def wait(self, copy: FileCopy, future: Future[None], check: Callable[[], None]) -> None:
+        """Raises: OffloadError if the copy fails, whatever else it fails with, and what `check` raises."""
+        while not future.done():
+            try:
+                future.exception(CHECK_INTERVAL_S)
+            except TimeoutError:
+                check()
+        error = future.exception()
+        if isinstance(error, OSError):
+            raise self._failed(copy.action, f"move {format_bytes(copy.bytes)}", error) from None
+        if isinstance(error, RuntimeError | MemoryError):  # as PyTorch and Python say it
+            what = "write" if copy.offload_span is None else "bring back"
+            raise OffloadError(
+                f"rank {self._rank} cannot {what} {format_bytes(copy.bytes)} offloaded at {copy.action}: "
+                f"{str(error) or 'out of memory'}",
+                hint="leave this machine more memory: end other programs, start fewer ranks on it, or plan "
+                f"with smaller micro-batches or a lower cap; {_RESUME}",
+            ) from None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for queue in (self._out, self._in):
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        for thread in (self._out, self._in):
+            thread.shutdown()
         try:
             self._file.close()
         except OSError as error:  # all that was needed of it has been read
@@ -243,41 +251,32 @@ class FileTier:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._file.fileno(), end, size)
 
-    def _serve(self, queue: SimpleQueue[FileCopy | None], work: Callable[[FileCopy], None]) -> None:
-        while (copy := queue.get()) is not None:
-            if self._closed:
-                copy.error = OffloadError(f"{copy.action} was given up", hint="the run had ended")
-            try:
-                work(copy)
-            except Exception as error:  # whatever it is: who waits for the copy is to raise it
-                copy.error = error
-            if copy.error is not None:
-                copy.raw.clear()
-                copy.reloaded.set()
-            copy.offloaded.set()
-            del copy  # or the queue's wait for the next one would keep its tensors
-
     def _write(self, copy: FileCopy) -> None:
-        if copy.error is not None:
-            return
+        self._refuse_if_closed(copy)
         begin = time.perf_counter()
-        for (_, place), raw in zip(copy.spans(), copy.raw, strict=True):
-            _copy(os.pwrite, self._file.fileno(), raw, place)
-        copy.raw.clear()
+        try:
+            for (_, place), raw in zip(copy.spans(), copy.raw, strict=True):
+                _copy(os.pwrite, self._file.fileno(), raw, place)
+        finally:
+            copy.raw.clear()
         self._forget_pages(copy)
         copy.offload_span = (begin, time.perf_counter())
 
     def _read(self, copy: FileCopy) -> None:
         """Read what is wanted, and free its bytes of the file however that ends."""
-        copy.offloaded.wait()
         try:
-            if copy.error is None and not copy.discarded:
+            copy.away.result()
+            self._refuse_if_closed(copy)
+            if not copy.discarded:
                 self._read_back(copy)
         finally:
             self._change_used(-copy.bytes)
             with self._lock:
                 self._allocator.free(copy.file_offset, copy.file_bytes)
-        copy.reloaded.set()
+
+    def _refuse_if_closed(self, copy: FileCopy) -> None:
+        if self._closed:
+            raise OffloadError(f"{copy.action} was given up", hint="the run had ended")
 
     def _read_back(self, copy: FileCopy) -> None:
         begin = time.perf_counter()
@@ -303,21 +302,6 @@ class FileTier:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), copy.file_offset, copy.file_bytes, os.POSIX_FADV_DONTNEED)
-
-    def raise_error(self, copy: FileCopy) -> None:
-        """Raises: OffloadError if the copy has failed; whatever else it failed with."""
-        if isinstance(copy.error, OSError):
-            raise self._failed(copy.action, f"move {format_bytes(copy.bytes)}", copy.error) from None
-        if isinstance(copy.error, RuntimeError | MemoryError):  # as PyTorch and Python say it
-            what = "write" if copy.offload_span is None else "bring back"
-            raise OffloadError(
-                f"rank {self._rank} cannot {what} {format_bytes(copy.bytes)} offloaded at {copy.action}: "
-                f"{str(copy.error) or 'out of memory'}",
-                hint="leave this machine more memory: end other programs, start fewer ranks on it, or plan "
-                f"with smaller micro-batches or a lower cap; {_RESUME}",
-            ) from None
-        if copy.error is not None:
-            raise copy.error
 
     def _failed(self, action: str, what: str, error: OSError) -> OffloadError:
         left = shutil.disk_usage(self._directory).free if self._directory.is_dir() else 0

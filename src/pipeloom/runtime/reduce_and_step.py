@@ -21,7 +21,7 @@ from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
 from .channel import PendingSum
 from .operations import meetings
 from .transport import SumGroup
-from .weights import Gradients, Weights, clip_factor
+from .weights import Gradients, clip_factor
 
 if TYPE_CHECKING:
     from .rank import Rank, RankWork
@@ -92,11 +92,11 @@ class ReduceAndStep:
         self._shared = shared_by(stages, placement, rank.rank, rank.weights.shares)
         self._last_stage = max((s for s, home in enumerate(placement) if home == rank.rank), default=-1)
 
-    def groups(self, stages: StageGraph, placement: Sequence[int], weights: Weights) -> list[SumGroup]:
+    def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
         """What sums of gradients, updated parameters and operations need; the same on all ranks."""
         ties = [tie for row in reductions(stages, placement) for tie in row]
         shared = sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})
-        sent = sorted({share.ranks for share in weights.shares if len(share.ranks) > 1})
+        sent = sorted({share.ranks for share in self._rank.weights.shares if len(share.ranks) > 1})
         return [*map(gradient_group, shared), *map(parameter_group, sent), *meetings(self._rank.program)]
 
     def reduce_tied_gradients(self, work: RankWork) -> None:

@@ -152,8 +152,8 @@ def gloo_group(
     if not inside:
         return dist.ProcessGroupGloo(own, rank, ranks, timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Connections on first use: n ranks would need n (n - 1) sockets of this process.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    # Not lazy_init: then to post a message waits for the other end to have come that far.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return dist.ProcessGroupGloo(own, rank, ranks, options)
 
@@ -265,7 +265,6 @@ class GlooTransport:
     def close(self) -> None:
         for waiter in self._send_waiters.values():
             waiter.close()
-        self._last_collective = None
         self._open.clear()
         self._group = None
 

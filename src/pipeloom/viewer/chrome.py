@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.text import save_noun
-from ..ir.timeline import Timeline
+from ..ir.timeline import Event, Timeline
 from .labels import label
 
 STREAMS = ("compute", "recv", "send", "d2h", "h2d", "host")
@@ -32,7 +32,6 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     first = 0
     for timeline in timelines:
         events += _processes(timeline, first)
-        events += _pairs(timeline, first)
         events += _ranges(timeline, first)
         events += _counters(timeline, first)
         first += timeline.ranks
@@ -67,36 +66,29 @@ def _metadata(name: str, pid: int, args: dict[str, object]) -> TraceEvent:
 
 
 def _ranges(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
+    """A range around both actions of each pair, then one for each action: viewers show what lies inside under
+    what it lies in."""
     threads = _threads(timeline)
-    for event in timeline.events:
-        what = label(event.action)
-        yield {
-            "ph": "X",
-            "name": f"PP:{event.action}",
-            "cat": what.group,
-            "pid": first + event.rank,
-            "tid": threads[event.stream],
-            "ts": round(event.start_s * 1e6, 3),
-            "dur": round(event.duration_s * 1e6, 3),
-            "args": {"stage": what.stage, "microbatch": what.microbatch, "meaning": what.meaning},
-        }
 
-
-def _pairs(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
-    """A range around both actions of each pair; viewers show what lies inside under it."""
-    threads = _threads(timeline)
-    for one, other in timeline.paired:
-        begin, end = (round(at_s * 1e6, 3) for at_s in (one.start_s, other.end_s))
-        yield {
+    def around(name: str, kind: str, one: Event, last: Event, args: dict[str, object]) -> TraceEvent:
+        return {
             "ph": "X",
-            "name": f"PP:{one.action}&{other.action}",
-            "cat": "pair",
+            "name": f"PP:{name}",
+            "cat": kind,
             "pid": first + one.rank,
             "tid": threads[one.stream],
-            "ts": begin,
-            "dur": round(end - begin, 3),
-            "args": {"meaning": "a pair, run as one unit"},
+            "ts": round(one.start_s * 1e6, 3),
+            "dur": round((last.end_s - one.start_s) * 1e6, 3),
+            "args": args,
         }
+
+    for one, other in timeline.paired:
+        args: dict[str, object] = {"meaning": "a pair, run as one unit"}
+        yield around(f"{one.action}&{other.action}", "pair", one, other, args)
+    for event in timeline.events:
+        what = label(event.action)
+        args = {"stage": what.stage, "microbatch": what.microbatch, "meaning": what.meaning}
+        yield around(event.action, what.group, event, event, args)
 
 
 def _counters(timeline: Timeline, first: int) -> Iterator[TraceEvent]:

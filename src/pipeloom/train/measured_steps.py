@@ -1,29 +1,30 @@
-"""What a step of a new plan takes here: its ranks rehearse it, before anything is trained.
+"""Steps of a plan on this machine, which trains nothing: its ranks rehearse one, and run some.
 
 A plan is made of ops that were timed one by one. What a rank does between two ops, its messages, and that it
 waits for another one's action that took longer this time, is in no op: on two cores a step takes a fifth
-longer than its ops add up to. So where a plan is for this machine's own processes these start, make their
-stages as for training, and time the actions of their rows, as the ranks of `train` and `bench` do before
-their first step.
+longer than its ops add up to. So the ranks start, make their stages as for training, and time the actions of
+their rows, as the ranks of `train` do before their first step.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
+from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 from ..ir.errors import PipeloomError
 from ..ir.plan import Plan
-from ..ir.text import format_bytes
+from ..ir.text import format_bytes, load_noun, save_noun
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import CapturedModel, PlanRequest
 from ..planner.microbatch_sizes import ProfiledModel
-from ..runnable import require_runnable_plan, require_training
+from ..runnable import require_runnable, require_runnable_plan, require_training
+from ..settings import PlanSettings
+from ..step_reports import StepReport
 from ..tracer.job import Job
-from .benchmark import options_to_measure
 from .config import Config
 from .loop import LONG_STEP_S
 from .rank_processes import HandedModel, RankProcesses, ranks_of, take_over
@@ -33,42 +34,63 @@ SHARE_OF_MEMORY = 0.5
 """What rehearsing ranks may hold together, of the machine's memory."""
 
 
-def rehearse_plan(
-    request: PlanRequest,
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSteps:
+    """rehearsed_s: seconds of a step as the ranks rehearsed it; None if they did not.  reports: of the steps
+    that they ran."""
+
+    rehearsed_s: float | None
+    reports: tuple[StepReport, ...]
+
+
+def measure_steps(
+    settings: PlanSettings,
     plan: Plan,
     job: Job,
     processes: RankProcesses,
     *,
     model: str | None,
-    planned: ProfiledModel | None = None,
-) -> tuple[float | None, str]:
-    """Let the ranks of a plan for this machine rehearse a step of it; nothing is trained or kept.
+    planned: ProfiledModel,
+    steps: int = 0,
+    rehearses: bool = True,
+) -> MeasuredSteps | int:
+    """Let the ranks of a plan rehearse a step and run some.
 
     model: names the job for the ranks, None for the built-in GPT.  planned: its model, which is not captured
     again if it was captured for these micro-batches.
-    Returns: the seconds of a step; or None, and why it was not rehearsed, as a sentence's end.
+    Returns: the exit status of the ranks if they failed.
     Raises: CaptureError if the model cannot be captured.
     """
-    if why_not := why_not_rehearsed(request, plan):
-        return None, why_not
     config = Config(job=model)
     captured = planned.captured if isinstance(planned, CapturedModel) else None
     handed = processes.hand_over(config, job, plan, captured)
-    with tempfile.TemporaryDirectory(prefix="pipeloom-plan-") as folder:
-        result = Path(folder) / "step_s.json"
-        options = options_to_measure(request.options)
-        if status := processes.run(_rehearse, ranks_of(plan), config, plan, handed, result, options):
-            return None, f"its ranks ended with exit status {status}"
-        return json.loads(result.read_text()), ""
+    with tempfile.TemporaryDirectory(prefix="pipeloom-steps-") as folder:
+        file = Path(folder) / "steps.json"
+        work = (config, plan, handed, settings, steps, rehearses, file)
+        return processes.run(_measure, ranks_of(plan), *work) or load_noun(file, MeasuredSteps)
 
 
-def _rehearse(config: Config, plan: Plan, handed: HandedModel | None, result: Path, options: Options) -> None:
-    """In each rank; rank 0 writes the seconds of a step."""
+def _measure(
+    config: Config,
+    plan: Plan,
+    handed: HandedModel | None,
+    settings: PlanSettings,
+    steps: int,
+    rehearses: bool,
+    file: Path,
+) -> None:
+    """In each rank; rank 0 writes the file."""
+    require_runnable(settings.schedule)  # which loads the operations of a user's own
     job = job_of(config)
+    options = Options(compare=False, offload_dir=settings.offload_dir, compile=settings.compile)
     with Pipeline(job, plan, options=options, captured=take_over(handed, job)) as pipeline:
-        step_s = pipeline.predict().step_s
+        rehearsed_s = pipeline.predict().step_s if rehearses else None
+        reports: tuple[StepReport, ...] = ()
+        if steps:
+            batch = job.batch(0, plan.microbatches * plan.microbatch_size)
+            reports = tuple(pipeline.steps(repeat(batch, steps)))
         if pipeline.rank == 0:
-            result.write_text(json.dumps(step_s))
+            save_noun(MeasuredSteps(rehearsed_s=rehearsed_s, reports=reports), file)
 
 
 def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:

@@ -17,8 +17,9 @@ from pipeloom.commands.plan import reported
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.text import parse_bytes
 from pipeloom.planning import make_request, plan_size
+from pipeloom.settings import PlanSettings
 from pipeloom.train.loop import LONG_STEP_S
-from pipeloom.train.plan_rehearsal import why_not_rehearsed
+from pipeloom.train.measured_steps import why_not_rehearsed
 
 
 @pytest.fixture
@@ -67,8 +68,9 @@ def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
     seen: list[bool] = []
 
     def rank(ranks_do: Any, ranks: int, *, args: tuple[Any, ...]) -> int:
-        seen.append(args[-1].compile)
-        return rank_here(ranks_do, ranks, args=(*args[:-1], replace(args[-1], compile=False)))
+        seen.append(any(each.compile for each in args if isinstance(each, PlanSettings)))
+        eager = [each.changed(compile=False) if isinstance(each, PlanSettings) else each for each in args]
+        return rank_here(ranks_do, ranks, args=tuple(eager))
 
     monkeypatch.setattr("pipeloom.train.rank_processes.launch", rank)
     how = "forwards 0.50 and backwards 3.00 times as long as eager"
@@ -84,7 +86,7 @@ def test_a_plan_says_why_it_is_not_rehearsed(
     quick: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.setattr(
-        "pipeloom.train.plan_rehearsal.rehearse_plan", lambda *_, **__: pytest.fail("it was rehearsed")
+        "pipeloom.train.measured_steps.measure_steps", lambda *_, **__: pytest.fail("it was rehearsed")
     )
     planned = figures(*PLAN, *words)
     assert planned["predicted_by"] == ("roofline" if "--cluster" in words else "profile")
