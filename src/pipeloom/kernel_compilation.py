@@ -28,7 +28,7 @@ from .ir.plan import Plan
 from .planner.make_plan import make_plan
 from .planner.registry import planner
 from .planner.request import PlanOptions
-from .profiler.cores import usable_cores
+from .profiler.measurement import usable_cores
 from .profiler.roofline import roofline
 
 AFTER_S = 3.0

@@ -33,8 +33,8 @@ from .ir.plan import Plan, StagePlan
 from .ir.units import format_bytes
 from .ir.weight_policy import FLUSH
 from .options import Options
-from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
+from .profiler.measurement import usable_cores
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import split_batch
 from .runtime.loss_scaling import loss_shares
