@@ -26,7 +26,7 @@ from .ir.memory_policy import Treatment
 from .ir.plan import Plan
 from .planner.planners import make_plan, planner
 from .planner.request import PlanOptions
-from .profiler.cores import usable_cores
+from .profiler.measurement import usable_cores
 from .profiler.roofline import roofline
 
 AFTER_S = 3.0

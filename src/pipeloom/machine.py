@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from .ir.cluster import Cluster, Device, Link, refuse_too_many
 from .ir.errors import ConfigError
-from .profiler.cores import usable_cores
-from .profiler.measurement import Measurement, connected_components, summarise_runs
+from .profiler.measurement import Measurement, connected_components, summarise_runs, usable_cores
 
 if TYPE_CHECKING:
     import torch

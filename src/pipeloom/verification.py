@@ -33,8 +33,8 @@ from .ir.plan import Plan, StagePlan
 from .ir.text import format_bytes
 from .ir.weights import FLUSH
 from .options import Options
-from .profiler.cores import usable_cores
 from .profiler.measure_op import torch_threads
+from .profiler.measurement import usable_cores
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import loss_shares, split_batch
 from .runtime.channel import Channel, run_threads

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 from small import built, by_hand
 
-from pipeloom.checks import schedules as check
+from pipeloom.checks import schedules
 from pipeloom.ir import dependencies
 from pipeloom.ir.action import Transfer
 from pipeloom.ir.errors import DeadlockError, ScheduleError
@@ -131,7 +131,7 @@ def test_refuses_what_the_checks_refuse() -> None:
 def test_work_per_action_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts what the checks ask per action, in two sizes: near-linear time without a stopwatch."""
     asked = Mock(side_effect=dependencies.needs)
-    monkeypatch.setattr(check, "needs", asked)
+    monkeypatch.setattr(schedules, "needs", asked)
     per_action = []
     for ranks in (4, 16):
         asked.reset_mock()

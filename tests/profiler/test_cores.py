@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.profiler import cores
-from pipeloom.profiler.cores import usable_cores
+from pipeloom.profiler import measurement
+from pipeloom.profiler.measurement import usable_cores
 
 ALLOWED = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -20,5 +20,5 @@ def test_a_quota_of_a_container_counts(
 ) -> None:
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(measurement, "QUOTA", tmp_path / "cpu.max")
     assert usable_cores() == expected

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as fn
 
 from pipeloom import Job
+from pipeloom.profiler.measure_op import OpArguments
 from pipeloom.profiler.measure_ops import measure
-from pipeloom.profiler.op_arguments import OpArguments
 from pipeloom.tracer.capture import capture
 
 module = importlib.import_module("pipeloom.profiler.measure_ops")

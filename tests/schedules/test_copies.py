@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from small import built, simulated
+from small import built, by_hand, simulated
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import AWAIT, COPYING, OFFLOAD, RELOAD, Action, B, F, W
@@ -14,9 +14,11 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
+from pipeloom.schedules import registry
 from pipeloom.schedules.formats import parse_schedule
 from pipeloom.schedules.language import uplinks
-from pipeloom.schedules.scenario import Scenario, csv_text, simulate_schedule
+from pipeloom.schedules.language.row_times import row_times
+from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, csv_text, simulate_schedule
 from pipeloom.simulator.memory_limit import check_memory_limit
 
 SIZE = 1000
@@ -156,3 +158,36 @@ def test_slow_links_cost_time_and_no_room() -> None:
     )
     assert max(held_at_worst(slow.schedule)) <= 4
     assert slow.summary.step_s > 1.5 * fast.summary.step_s
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("k", [0.5, 1.5])
+@pytest.mark.parametrize("name", ["po_f", "po_h", "1f1b:offload=1", "gis_g:group=2,v=2,offload=1", "zb_h1"])
+def test_places_of_copies_are_compared_by_what_the_simulator_says(name: str, k: float, each: int) -> None:
+    """Also where two ranks share an uplink."""
+    times = MicrobatchTimes(forward_s=1.0, input_grad_s=1.3, weight_grad_s=0.7)
+    scenario = Scenario(microbatches=8, times=times, transfer_s=0.3, copy_ratio=k, per_uplink=each)
+    made = simulate_schedule(name, scenario)
+    s = registry.shape_of(
+        microbatches=8,
+        placement=made.schedule.placement,
+        stages=made.stages,
+        costs=made.costs,
+        transfer_s=0.3,
+        uplinks=uplinks.shared_uplinks(made.costs, 4, each),
+    )
+    begin, end = row_times(made.schedule.columns, s)
+    assert float(end.max()) == pytest.approx(made.timeline.step_s, rel=1e-9)
+    assert (begin <= end).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "held"),
+    [
+        ("0F0 0OFFLOAD0 0F1 0AWAIT0 0F2 0B2 0B1 0RELOAD0 0B0", 2),
+        ("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0F2 0B2 0B1", 2),
+        ("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B0 0B2 0B1", 3),
+    ],
+)
+def test_what_is_awaited_is_on_the_host_until_its_reload(row: str, held: int) -> None:
+    assert registry.in_flight(by_hand(row), on_device=True) == (held,)

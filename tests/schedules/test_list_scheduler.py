@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from small import alike, simulated
 from timed import shape
 
 from pipeloom.checks.schedules import check
-from pipeloom.ir import heap
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import registry
@@ -56,19 +54,6 @@ def test_a_run_ends_once_it_is_certain_to_take_too_long(within: float) -> None:
     full = engine.run(problem)
     assert full is not None and engine.run(problem, full.step_s) == full
     assert (engine.run(problem, within) is None) == (full.step_s > within)
-
-
-def test_the_heap_gives_ranks_by_time_and_then_by_number() -> None:
-    rng, times, numbers, size = (
-        np.random.default_rng(0),
-        np.zeros(60),
-        np.zeros(60, np.int64),
-        np.zeros(1, int),
-    )
-    wanted = sorted(zip(rng.integers(0, 9, 60) / 2, rng.integers(0, 5, 60).tolist(), strict=True))
-    for at in rng.permutation(60):
-        heap.push(times, numbers, size, *wanted[at])
-    assert [(times[0], heap.pop(times, numbers, size)) for _ in wanted] == wanted
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])

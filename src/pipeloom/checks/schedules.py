@@ -2,23 +2,43 @@
 
 Rules read the columns of a schedule, not its actions one by one, and take time linear in their number. A rule
 may rely on those before it in `RULES`.
+
+Residuals between forward and backward go one way in one row, so no rank waits for another there:
+
+    0F3 0OFFLOAD3 ... 0AWAIT3 ... 0RELOAD3 ... 0RECOMPUTE3 0B3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import KINDS, Action, ActionKind, B, F, I, W
-from ..ir.columns import B_, CODE, F_, I_, TREATING, W_, Rows, starts_of
-from ..ir.dependencies import Milestone, entry_needs, name_of, needs
+from ..ir.action import KINDS, Action, ActionKind, B, F, I, Kind, W
+from ..ir.columns import (
+    AWAIT_,
+    B_,
+    CODE,
+    F_,
+    I_,
+    OFFLOAD_,
+    RECOMPUTE_,
+    RELOAD_,
+    TREATING,
+    W_,
+    Bools,
+    Ints,
+    Rows,
+    starts_of,
+)
+from ..ir.dependencies import Milestone, entry_needs, meets, name_of, needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
+from ..ir.operation import OPERATIONS, Operation
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from . import operations, programs, residuals
+from . import programs
 from .deadlock import Needs, prove_progress
 from .placement import first_true, placement, ranks, shards
 
@@ -273,8 +293,217 @@ def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:
             latest[stage] = action.microbatch
 
 
-ADDED_RULES: tuple[Rule, ...] = (*residuals.RULES, *operations.RULES)
-"""For what a schedule may have besides F, B, I and W."""
+ORDERED = (OFFLOAD_, AWAIT_, RELOAD_, RECOMPUTE_)
+"""Codes of what stands between F and the backward, in this order."""
+
+
+def used(schedule: Schedule, flow: Flow) -> None:
+    """Only residuals that a backward reads are offloaded or recomputed."""
+    if schedule.columns.treats_residuals and not schedule.columns.trains:
+        entry = int(np.argmax(schedule.columns.among(TREATING)))
+        rank, action = schedule.locate(entry)
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but no backward reads its residuals: the program has none",
+            hint="drop it: what only runs forward keeps no residuals",
+        )
+
+
+def both_ways(schedule: Schedule, flow: Flow) -> None:
+    """What is offloaded is reloaded, and only that; and only that is waited for."""
+    if not schedule.columns.treats_residuals:
+        return
+    away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
+    if (entry := _first((away >= 0) & (back < 0), away)) is not None:
+        rank, action = schedule.locate(entry)
+        reload, reader = _named(schedule, entry, RELOAD_), _backward(schedule, entry)
+        raise ScheduleError(
+            f"rank {rank} runs {action} and never {reload}",
+            hint=f"add {reload} between {action} and {reader}",
+        )
+    awaited = schedule.action_index.of(AWAIT_)
+    lonely = np.where(awaited >= 0, awaited, back)
+    if (entry := _first((lonely >= 0) & (away < 0), lonely)) is not None:
+        rank, action = schedule.locate(entry)
+        made, offload = _named(schedule, entry, F_), _named(schedule, entry, OFFLOAD_)
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but nothing of it was offloaded",
+            hint=f"add {offload} between {made} and {action}, or drop {action}",
+        )
+
+
+def in_order(schedule: Schedule, flow: Flow) -> None:
+    """F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, and B or I of one micro-batch stand in this order."""
+    if not schedule.columns.treats_residuals:
+        return
+    index = schedule.action_index
+    steps = [index.of(F_), *(index.of(code) for code in ORDERED)]
+    steps.append(index.gradients())
+    wrong_pairs: list[tuple[int, int]] = []
+    for number, late in enumerate(steps):
+        for early in steps[:number]:
+            wrong = (early >= 0) & (late >= 0) & (early > late)
+            wrong_pairs += zip(late[wrong].tolist(), early[wrong].tolist(), strict=True)
+    # Schedules are in order without these actions, so one of them is in each of these pairs.
+    if wrong_pairs:
+        late_entry, early_entry = min(wrong_pairs)
+        rank, action = schedule.locate(late_entry)
+        _, other = schedule.locate(early_entry)
+        raise ScheduleError(
+            f"rank {rank} runs {action} before {other}, which comes first of the two",
+            hint=f"move {other} in front of {action}: the order is F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, "
+            "B (or I)",
+        )
+
+
+def _first(wrong: Bools, entries: Ints) -> int | None:
+    """The first of the entries that are wrong."""
+    return int(entries[wrong].min()) if wrong.any() else None
+
+
+def _named(schedule: Schedule, entry: int, code: int) -> Action:
+    """The action of another kind on the micro-batch of an entry."""
+    _, action = schedule.locate(entry)
+    return Action(action.stage, schedule.columns.kinds[code], action.microbatch)
+
+
+def _backward(schedule: Schedule, entry: int) -> Action:
+    """The B or I that reads the residuals of an entry."""
+    _, action = schedule.locate(entry)
+    return schedule.locate(int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
+
+
+def pairs(schedule: Schedule, flow: Flow) -> None:
+    """The two of a pair stand next to each other in one row, in that order, and neither needs the other."""
+    if not schedule.pairs:
+        return
+    place = {a: (rank, at) for rank, row in enumerate(schedule.rows) for at, a in enumerate(row)}
+    used: set[Action] = set()
+    for first, second in schedule.pairs:
+        text = f"{first}&{second}"
+        for action in (first, second):
+            if action not in place:
+                raise ScheduleError(f"no rank runs {action} of the pair {text}", hint=f"add {text} to a row")
+            if action in used:
+                raise ScheduleError(f"{action} is in two pairs", hint="pair each action once")
+            used.add(action)
+        rank, at = place[first]
+        if place[second] != (rank, at + 1):
+            raise ScheduleError(
+                f"rank {rank} does not run {second} right after {first}, though {text} is a pair",
+                hint=f"write {text} in the row of one rank",
+            )
+        if not set(produces(first)).isdisjoint(needs(second, flow)):
+            raise ScheduleError(
+                f"rank {rank} runs {text} as a pair, but {second} needs {first}",
+                hint="pair actions that do not need each other, such as F and B of different micro-batches",
+            )
+
+
+def anchors(schedule: Schedule, flow: Flow) -> None:
+    """An operation that a schedule has stands at every micro-batch that it is declared for, on the right
+    side of its anchor, and nowhere else."""
+    present = _operations(schedule)
+    if not present:
+        return
+    for rank, row in enumerate(schedule.rows):
+        place = {action: at for at, action in enumerate(row)}
+        for operation in present.values():
+            for anchor in row:
+                if operation.stands_at(anchor.kind):
+                    _check_anchored(rank, place, operation, anchor)
+        for action in row:
+            if action.kind in present:
+                _check_declared(rank, present[action.kind], action)
+
+
+def _check_anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:
+    if not operation.runs(anchor.stage, rank, anchor.microbatch):
+        return
+    action = Action(anchor.stage, operation.kind, anchor.microbatch)
+    follows = operation.after is not None
+    if action not in place:
+        side = "after" if follows else "before"
+        raise ScheduleError(f"rank {rank} never runs {action}", hint=f"add it {side} {anchor}")
+    if (place[action] > place[anchor]) != follows:
+        side, where = ("before", "behind") if follows else ("after", "in front of")
+        raise ScheduleError(
+            f"rank {rank} runs {action} {side} {anchor}", hint=f"move {action} {where} {anchor}"
+        )
+
+
+def _check_declared(rank: int, operation: Operation, action: Action) -> None:
+    if not operation.runs(action.stage, rank, action.microbatch):
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but {operation.kind} is not declared for it",
+            hint="drop it, or change stages=, ranks= or every= of the operation",
+        )
+
+
+def meetings(schedule: Schedule, flow: Flow) -> None:
+    """No pair, no operation that meets others, and no stage on several ranks waits for what can never happen.
+
+    Each action is two entries of the proof, as those that meet begin together: all of them come before any of
+    them is done.
+
+        entry 2e      its rank has come to action e: it needs what the action needs, and a pair what both need
+        entry 2e + 1  action e is done: it needs that the ranks of all that it meets have come to theirs
+    """
+    present = {k: o for k, o in _operations(schedule).items() if o.meets is not None}
+    if not present and not schedule.pairs and not flow.shards:
+        return
+    _refuse_strangers(schedule, present, flow)
+    second = dict(schedule.pairs)
+    columns, index = schedule.columns, schedule.action_index
+    reached_by = (index.of(F_), index.gradients())  # per phase of a milestone
+
+    def reaching(milestone: Milestone) -> int:
+        stage, microbatch, phase = milestone
+        return int(reached_by[phase][stage, microbatch])
+
+    def entry_of(action: Action) -> int:
+        return int(index.of(columns.kinds.index(action.kind))[action.stage, action.microbatch])
+
+    first, needed = [0], list[int]()
+    for row in schedule.rows:
+        for action in row:
+            members = (action, second[action]) if action in second else (action,)
+            needed += [2 * reaching(need) + 1 for member in members for need in needs(member, flow)]
+            first.append(len(needed))
+            needed += [2 * entry_of(other) for other in meeting_actions(action, flow)]
+            first.append(len(needed))
+    prove_progress(
+        Needs(2 * columns.offsets, np.array(first, np.int32), np.array(needed, np.int32)),
+        lambda entry: str(columns.at(entry // 2)),
+    )
+
+
+def meeting_actions(action: Action, flow: Flow) -> Sequence[Action]:
+    """The actions on other ranks that begin together with an action."""
+    return [Action(s, action.kind, action.microbatch) for s in meets(action.stage, action.kind, flow)]
+
+
+def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation], flow: Flow) -> None:
+    meeting = {action for row in schedule.rows for action in row if action.kind in present}
+    for action in sorted(meeting):
+        for other in meeting_actions(action, flow):
+            if other not in meeting or action not in meeting_actions(other, flow):
+                raise ScheduleError(
+                    f"{action} meets {other}, which no rank runs or which does not meet it",
+                    hint="let meets= name stages that have the operation, both ways",
+                )
+
+
+def _operations(schedule: Schedule) -> dict[Kind, Operation]:
+    if not OPERATIONS:
+        return {}
+    columns = schedule.columns
+    kinds = (columns.kinds[code] for code in np.unique(columns.kind))
+    return {kind: OPERATIONS[kind] for kind in kinds if kind in OPERATIONS}
+
+
+ADDED_RULES: tuple[Rule, ...] = (used, both_ways, in_order, pairs, anchors, meetings)
+"""For what a schedule may have besides F, B, I and W: copies and recomputing, pairs, operations. A schedule
+with none of them costs nothing here."""
 PROGRAM_RULES: tuple[Rule, ...] = (
     placement,
     kinds_of_program,

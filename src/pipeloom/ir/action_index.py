@@ -32,13 +32,18 @@ class ActionIndex:
         """The table of one kind. `counted[code]` then says how many such entries there are."""
         if code not in self._tables:
             entries = np.flatnonzero(self._columns.kind == code)
-            table = np.full(self._shape, NOWHERE, np.int32)
-            table[self._columns.stage[entries], self._columns.microbatch[entries]] = entries
             self.counted[code] = len(entries)
+            if len(entries):
+                table = np.full(self._shape, NOWHERE, np.int32)
+                table[self._columns.stage[entries], self._columns.microbatch[entries]] = entries
+            else:  # one number, seen as a table: large schedules lack several kinds
+                table = np.broadcast_to(np.int32(NOWHERE), self._shape)
             self._tables[code] = table  # last: other threads take it as soon as it is there
         return self._tables[code]
 
     def gradients(self) -> Ints:
         """The entries that make gradients: B, or I."""
-        whole = self.of(B_)
-        return np.where(whole >= 0, whole, self.of(I_))
+        whole, split = self.of(B_), self.of(I_)
+        if not (self.counted[B_] and self.counted[I_]):
+            return whole if self.counted[B_] else split
+        return np.where(whole >= 0, whole, split)

@@ -90,11 +90,11 @@ def entry_needs(rows: Schedule | Program, flow: Flow) -> Iterator[EntryNeed]:
     columns, index = rows.columns, rows.action_index
     made = (index.of(F_), index.gradients())  # per phase
     for code in np.flatnonzero(np.bincount(columns.kind, minlength=1)).tolist():
-        if not KINDS[columns.kinds[code]].on_microbatch:
-            continue
-        for stage in range(len(rows.placement)):
-            for source, _, phase in needs(Action(stage, columns.kinds[code], 0), flow):
-                yield EntryNeed(stage, code, source, phase, index.of(code)[stage], made[phase][source])
+        kind = columns.kinds[code]
+        users = index.of(code) if KINDS[kind].on_microbatch else ()
+        for stage, user in enumerate(users):
+            for source, _, phase in needs(Action(stage, kind, 0), flow):
+                yield EntryNeed(stage, code, source, phase, user, made[phase][source])
 
 
 def meets(stage: int, kind: Kind, flow: Flow) -> Sequence[int]:

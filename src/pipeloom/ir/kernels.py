@@ -41,9 +41,8 @@ class Kernel(Generic[P, R]):
 
     _compiled_from: ClassVar[int] = COMPILED_FROM
 
-    def __init__(self, function: Callable[P, R], *, allocates: bool = False) -> None:
+    def __init__(self, function: Callable[P, R]) -> None:
         self._function: Any = function
-        self._allocates = allocates
         self._elements = 0
         self.__doc__, self.__wrapped__ = function.__doc__, function
 
@@ -83,7 +82,7 @@ class Kernel(Generic[P, R]):
         import numba
 
         njit: Any = numba.njit  # its stub knows neither the names of wrappers nor `_nrt`
-        return njit(nogil=True, no_cfunc_wrapper=True, _nrt=self._allocates, **options)(function)
+        return njit(nogil=True, no_cfunc_wrapper=True, _nrt=False, **options)(function)
 
     @cached_property
     def _globals(self) -> dict[str, Any]:
@@ -158,8 +157,3 @@ def code_is_kept() -> bool:
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:
     """Make a kernel of a function that writes into the arrays that it is given, and makes none."""
     return Kernel(function)
-
-
-def allocating(function: Callable[P, R]) -> Kernel[P, R]:
-    """Make a kernel of a function that makes arrays. Its calls of others count references: see `_jit`."""
-    return Kernel(function, allocates=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .graph import Value
 
@@ -42,6 +42,20 @@ class OpCost:
     @property
     def backward_s(self) -> float:
         return self.input_grad_s + self.weight_grad_s
+
+    def scaled(self, forward: float, backward: float) -> OpCost:
+        """The same with other times.
+
+        >>> half = OpCost(forward_s=2.0, input_grad_s=1.0, weight_grad_s=4.0).scaled(0.5, 0.75)
+        >>> half.forward_s, half.input_grad_s, half.weight_grad_s
+        (1.0, 0.75, 3.0)
+        """
+        return replace(
+            self,
+            forward_s=self.forward_s * forward,
+            input_grad_s=self.input_grad_s * backward,
+            weight_grad_s=self.weight_grad_s * backward,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from ..ir.stages import StageGraph
 from ..ir.weights import Updates
 from .memory import add_memory
 from .optimizer import add_optimizer
-from .pairs import join_pairs
-from .transfers import add_transfers
+from .transfers import add_transfers, join_pairs
 
 Pass: TypeAlias = Callable[[Program, StageGraph], Program]
 

@@ -26,9 +26,8 @@ from ..tracer.captured import Captured
 from ..tracer.stage.functions import StageFunctions
 from ..tracer.stage.trace import stage_functions
 from ..tracer.tensors import copy_in_order
-from .measure_op import LEAST_REPEATS, MOST_REPEATS, Timer, torch_threads
+from .measure_op import LEAST_REPEATS, MOST_REPEATS, OpArguments, Timer, torch_threads
 from .measure_ops import op_signatures
-from .op_arguments import OpArguments
 
 PIECE_S = 1.0
 """Seconds that each piece runs once it is compiled."""
@@ -52,19 +51,8 @@ class CompiledRatio:
                 raise ValueError(f"compiled, a piece takes {ratio} times as long")
 
     def of(self, cost: OpCost) -> OpCost:
-        """An op's costs, compiled.
-
-        >>> cost = OpCost(forward_s=2.0, input_grad_s=1.0, weight_grad_s=4.0)
-        >>> half = CompiledRatio(forward=0.5, backward=0.75).of(cost)
-        >>> half.forward_s, half.input_grad_s, half.weight_grad_s
-        (1.0, 0.75, 3.0)
-        """
-        return replace(
-            cost,
-            forward_s=cost.forward_s * self.forward,
-            input_grad_s=cost.input_grad_s * self.backward,
-            weight_grad_s=cost.weight_grad_s * self.backward,
-        )
+        """An op's costs, compiled."""
+        return cost.scaled(self.forward, self.backward)
 
 
 def piece_signatures(captured: Captured, pieces: StageGraph) -> list[Hashable]:

@@ -27,9 +27,9 @@ from time import perf_counter, thread_time
 import torch
 
 from ..ir.graph import OpGraph
-from ..ir.profile import OpCost, Profile
-from .cores import usable_cores
+from ..ir.profile import Profile
 from .measure_op import torch_threads
+from .measurement import usable_cores
 from .rules import RULES, UNKNOWN, base_name
 
 PRODUCTS = ("matmul", "attention", "convolution")
@@ -69,18 +69,10 @@ class Contention:
 
     def slowed(self, profile: Profile, graph: OpGraph) -> Profile:
         """A profile of ops that ran alone, as they run beside the other ranks."""
-        costs = {op.name: _slowed(profile.costs[op.name], self.of(op.target)) for op in graph.ops}
+        factors = {op.name: self.of(op.target) for op in graph.ops}
+        costs = {name: profile.costs[name].scaled(factor, factor) for name, factor in factors.items()}
         told = f"beside {self.ranks - 1} more: products x{self.products:.3g}, others x{self.others:.3g}"
         return replace(profile, costs=dict(profile.costs) | costs, notes=(*profile.notes, told))
-
-
-def _slowed(cost: OpCost, factor: float) -> OpCost:
-    return replace(
-        cost,
-        forward_s=cost.forward_s * factor,
-        input_grad_s=cost.input_grad_s * factor,
-        weight_grad_s=cost.weight_grad_s * factor,
-    )
 
 
 def measure_contention(ranks: int, *, clock: Callable[[], float] = thread_time) -> Contention:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..ir.graph import Op, OpGraph
-from ..ir.profile import OpCost, Profile, batch_text
+from ..ir.profile import OpCost, Profile
 from ..ir.stages import StageGraph, cut
 from ..tracer.captured import Captured
 from ..tracer.modules.functions import ModuleFunctions
 from ..tracer.modules.skeleton import initial_state
 from ..tracer.stage.functions import DiscardSink, Tensors, activation_bytes
 from ..tracer.stage.trace import stage_functions
-from .measure_op import LEAST_REPEATS, Timer, torch_threads
+from .measure_op import LEAST_REPEATS, Timer, each_once, measured_profile, torch_threads
 
 
 def measure_modules(
@@ -35,26 +35,19 @@ def measure_modules(
     graph = captured.graph
     assert captured.cut is not None, "the ops of this model are no modules"
     signatures = {op.name: _signature(op, graph) for op in graph.ops}
-    share = budget_s / max(1, len(set(signatures.values())))
     timer = Timer(torch.device(device))
     stages = _one_stage_per_op(graph)
-    measured: dict[Hashable, tuple[Op, OpCost]] = {}
-    costs: dict[str, OpCost] = {}
+    number = {op.name: index for index, op in enumerate(graph.ops)}
+
+    def measured(op: Op, share_s: float) -> OpCost:
+        functions = stage_functions(captured, stages, number[op.name], device=device)
+        assert isinstance(functions, ModuleFunctions)
+        return _measure(captured, op, functions, timer, share_s)
+
     with torch_threads(threads):
-        for index, op in enumerate(graph.ops):
-            key = signatures[op.name]
-            if key not in measured:
-                functions = stage_functions(captured, stages, index, device=device)
-                assert isinstance(functions, ModuleFunctions)
-                measured[key] = op, _measure(captured, op, functions, timer, share)
-            costs[op.name] = _renamed(measured[key], op)
-    return Profile(
-        device=torch.cuda.get_device_name(device) if timer.device.type == "cuda" else timer.device.type,
-        source="measured",
-        graph=graph.fingerprint,
-        batch=batch_text(graph.inputs),
-        costs=costs,
-    )
+        found = each_once(graph.ops, signatures, budget_s, measured)
+    costs = {op.name: _renamed(found[op.name], op) for op in graph.ops}
+    return measured_profile(graph, timer.device, costs)
 
 
 def _one_stage_per_op(graph: OpGraph) -> StageGraph:

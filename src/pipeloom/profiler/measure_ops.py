@@ -15,11 +15,19 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graph import Op, OpGraph, storages
-from ..ir.profile import OpCost, Profile, batch_text
+from ..ir.profile import OpCost, Profile
 from ..tracer.captured import Captured
 from .gradient_order import gradient_order
-from .measure_op import OpMeasurement, Timer, autograd_overhead_s, measure_op, torch_threads
-from .op_arguments import OpArguments
+from .measure_op import (
+    OpArguments,
+    OpMeasurement,
+    Timer,
+    autograd_overhead_s,
+    each_once,
+    measure_op,
+    measured_profile,
+    torch_threads,
+)
 
 
 def measure(
@@ -42,9 +50,18 @@ def measure(
     arguments = OpArguments(captured, where, batch or {})
     nodes = {node.name: node for node in captured.module.graph.nodes}
     signatures = {op.name: _signature(nodes[op.name], arguments) for op in captured.graph.ops}
-    share = budget_s / max(1, len(set(signatures.values())))
     timer = Timer(where, clock)
-    measured: dict[Hashable, OpMeasurement] = {}
+
+    def measured(op: Op, share_s: float) -> OpMeasurement:
+        node = nodes[op.name]
+        tensors = arguments.of(node)
+        roles = [arguments.role(source) for source in tensors]
+        try:
+            return measure_op(node, tensors, roles, timer=timer, overhead_s=overhead_s, budget_s=share_s)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
+            raise
+
     with (
         torch_threads(threads),
         torch.autocast(
@@ -52,31 +69,13 @@ def measure(
         ),
     ):
         overhead_s = autograd_overhead_s(timer)
-        for op in captured.graph.ops:
-            if signatures[op.name] not in measured:
-                node = nodes[op.name]
-                tensors = arguments.of(node)
-                roles = [arguments.role(source) for source in tensors]
-                try:
-                    measurement = measure_op(
-                        node, tensors, roles, timer=timer, overhead_s=overhead_s, budget_s=share
-                    )
-                except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
-                    raise
-                measured[signatures[op.name]] = measurement
+        found = each_once(captured.graph.ops, signatures, budget_s, measured)
     base = storages(captured.graph)
     costs = {
-        op.name: _cost(op, captured.graph, nodes[op.name], measured[signatures[op.name]], arguments, base)
+        op.name: _cost(op, captured.graph, nodes[op.name], found[op.name][1], arguments, base)
         for op in captured.graph.ops
     }
-    return Profile(
-        device=torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
-        source="measured",
-        graph=captured.graph.fingerprint,
-        batch=batch_text(captured.graph.inputs),
-        costs=costs,
-    )
+    return measured_profile(captured.graph, where, costs)
 
 
 def op_signatures(captured: Captured) -> dict[str, Hashable]:

@@ -1,7 +1,21 @@
-"""Schedules as text files: one row per rank, as `str(schedule)` prints them.
+"""Schedules as files: rows of text, and the CSV files of torch.distributed.pipelining.
 
-0F0 0F1 0F2&0B0 0B1 0B2         blanks between actions, & between the two of a pair
-1F0 1B0 1COMPRESS0 1F1 1B1      kinds that a user declared are written like built-in ones
+Text has one row per rank, as `str(schedule)` prints it:
+
+    0F0 0F1 0F2&0B0 0B1 0B2         blanks between actions, & between the two of a pair
+    1F0 1B0 1COMPRESS0 1F1 1B1      kinds that a user declared are written like built-in ones
+
+CSV has one row per rank, one action per cell:
+
+    compute_only     0F0,0F1,0I0,0W0        full backwards are B
+    compute_comms    the same with 0SEND_F0, 1RECV_F0, 1SEND_B0, 0RECV_B0, each next to what it serves,
+                     and 0REDUCE_GRAD behind the last backward of a stage
+
+A transfer there names only its own stage, since the stages of that runtime form a chain: the other end of
+SEND_F is the next stage, of SEND_B the one before. Cells may be empty where a rank idles. The reader is
+strict: what it does not know it refuses, with the row and the cell. It passes over what torch adds for
+sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD). A pair of F and B is one cell, (0F5;0B3)OVERLAP_F_B.
+Copies to the host, which torch does not know, are written like any action: 0OFFLOAD3, 0AWAIT3, 0RELOAD3.
 """
 
 from __future__ import annotations
@@ -81,6 +95,7 @@ def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: 
     )
 
 
+# Files of nothing but F, B, I and W, as large schedules are, are read without an object per action.
 _PLAIN = (F, B, I, W)
 _ROW = re.compile("[0-9]{1,9}[FBIW][0-9]{1,9}(?:,[0-9]{1,9}[FBIW][0-9]{1,9})*")
 _TO_BLANKS = str.maketrans(dict.fromkeys("FBIW,", " "))

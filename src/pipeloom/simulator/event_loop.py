@@ -5,7 +5,7 @@ the order of the sender's row, so when one moves is known as soon as its send an
 queue of events is needed: time grows linearly with the program.
 
 Links that several share are the exception: there what could move at once asks for its links, and only when
-every rank waits or has ended is the earliest of the requests served (see `link_requests`). First come, first
+every rank waits or has ended is the earliest of the requests served (see `shared_links`). First come, first
 served, at the link's full rate. Real links give two at a time half the rate each: then the last of them is
 through at the same time, and the others are later than here.
 
@@ -23,15 +23,6 @@ from __future__ import annotations
 
 from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, STEP_
 from ..ir.kernels import kernel
-from .link_requests import (
-    all_copies_known,
-    copy_known,
-    issue_copy,
-    mark_pending,
-    request,
-    request_links,
-    serve_earliest,
-)
 from .loop_state import (
     COMPUTES,
     MOVED,
@@ -45,6 +36,15 @@ from .loop_state import (
     SimulatorState,
     wake,
     wake_all_reduce,
+)
+from .shared_links import (
+    all_copies_known,
+    copy_known,
+    issue_copy,
+    mark_pending,
+    request,
+    request_links,
+    serve_earliest,
 )
 
 

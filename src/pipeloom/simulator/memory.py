@@ -14,6 +14,14 @@
 Host memory: what OFFLOAD copies, from its start until the end of RELOAD.
 
 Inputs go when F ends if no backward reads them (`StageCost.keeps_inputs`), or where there are no backwards.
+
+Changes of one rank come from two sources, each in the order of time:
+
+    its own row          |+F|+RECV buffer|-B|...     what begins comes, what ends goes
+    its sent messages       |-m0|    |-m1|           when they are through
+
+At equal times messages that are through go first, then the rank's own order decides: what ends goes before
+what begins comes.
 """
 
 from __future__ import annotations
@@ -21,20 +29,223 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ..ir.action import B, F, I, Kind, W
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Floats, Longs, starts_of
+from ..ir.columns import (
+    F_,
+    OFFLOAD_,
+    RECOMPUTE_,
+    RECV_B_,
+    RECV_F_,
+    RELOAD_,
+    SEND_B_,
+    SEND_F_,
+    Bools,
+    Floats,
+    Ints,
+    Longs,
+    starts_of,
+)
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
+from ..ir.kernels import kernel
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
 from .loop_state import ProgramLayout, SimulatorState
-from .memory_replay import MOST_RESIDUALS, RESIDUALS, MemoryChanges, ReplayOutput, Step, replay
+
+RESIDUALS, BOUNDARY, TRANSIENT, MOST_RESIDUALS = 0, 1, 2, 3
+
+
+class MemoryChanges(NamedTuple):
+    """What changes memory, in bytes; when follows from the times of a simulation."""
+
+    begin: Longs
+    """(stages, kinds, 3): residuals, boundary and transient bytes that come when an action begins."""
+    finish: Longs
+    """(stages, kinds, 3): the change when it ends, below 0 for what goes."""
+    drops: Bools
+    """(entries,): whether it is an F that keeps `dropped[stage]` bytes less, as a RECOMPUTE makes them again;
+    empty where there is none."""
+    dropped: Longs
+    """(stages,)"""
+    message_bytes: Longs
+    """(routes,)"""
+    begin_s: Floats
+    """(ranks,): when each starts, in seconds."""
+    first_in: Ints
+    """(ranks + 1,): the channels to rank r are `channels_in[first_in[r] : first_in[r + 1]]`."""
+    channels_in: Longs
+    first_out: Ints
+    channels_out: Longs
+
+    def outgoing(self, rank: int) -> Longs:
+        return self.channels_out[self.first_out[rank] : self.first_out[rank + 1]]
+
+
+class Step(NamedTuple):
+    """A simulated step: what ran, when, and what that changes."""
+
+    layout: ProgramLayout
+    state: SimulatorState
+    changes: MemoryChanges
+
+
+class ReplayOutput(NamedTuple):
+    """at_peak: (ranks, 4), the bytes at each rank's first peak, and the most residuals at any time.  time,
+    size: the curve, without what is static; empty where it is not asked for."""
+
+    at_peak: Longs
+    time: Floats
+    size: Longs
+
+
+class RowChanges(NamedTuple):
+    """The changes by a rank's own row, in its order.
+
+    time: (changes,), seconds.  change: (changes, 3), bytes.
+    posted, received: (channels,), messages so far."""
+
+    time: Floats
+    change: Longs
+    posted: Longs
+    received: Longs
+
+
+def replay(step: Step, ranks: tuple[int, int], out: ReplayOutput) -> int:
+    """Go through the changes of some ranks; fills `out`. Returns how many the last rank has."""
+    p = step.layout
+    most = 2 * int(np.diff(p.offsets[ranks[0] : ranks[1] + 1]).max(initial=0)) + 1
+    posted, received, gone = np.zeros((3, len(p.target)), np.int64)
+    row = RowChanges(np.zeros(most), np.zeros((most, 3), np.int64), posted, received)
+    count, order = 0, np.zeros(0, np.int64)
+    for rank in range(ranks[0], ranks[1]):
+        time = row.time[: int(_row_changes(step, rank, row))]
+        if len(step.state.start):  # else each entry starts when the one before it ends: they are in order
+            order = np.argsort(time, kind="stable")
+        count = int(_add_up(step, rank, (time, row.change, order), gone, out))
+    return count
+
+
+@kernel
+def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
+    """Note the changes by a rank's own row: how many there are."""
+    p, s, b = step
+    count, begin = 0, b.begin_s[rank]
+    for at in range(b.first_in[rank], b.first_in[rank + 1]):
+        count = _note_buffers(step, (b.channels_in[at], p.receive_ahead), begin, row, count)
+    for entry in range(p.offsets[rank], p.offsets[rank + 1]):
+        code, end = p.kind[entry], s.end[entry]
+        if len(s.start):
+            begin = s.start[entry]
+        if code == RECV_F_ or code == RECV_B_:
+            message = p.message[entry]
+            channel = p.channel[p.route[message]]
+            upto = message - p.first_message[channel] + 1
+            count = _note_buffers(step, (channel, upto), begin, row, count)
+            row.received[channel] += 1
+            count = _note_buffers(step, (channel, row.received[channel] + p.receive_ahead), end, row, count)
+        elif code != SEND_F_ and code != SEND_B_:
+            stage = p.stage[entry]
+            before = count
+            count += _note_change((b.begin, stage, code), begin, row, count)
+            if count > before and len(b.drops) and b.drops[entry]:
+                row.change[before, RESIDUALS] -= b.dropped[stage]
+            count += _note_change((b.finish, stage, code), end, row, count)
+        begin = end
+    return count
+
+
+@kernel
+def _note_change(change: tuple[Longs, int, int], time: float, row: RowChanges, count: int) -> int:
+    """Note a change of a (table, stage, kind) as number `count`: 1, or 0 if it is none."""
+    table, stage, code = change
+    some = False
+    for part in range(3):
+        row.change[count, part] = table[stage, code, part]
+        some = some or table[stage, code, part] != 0
+    row.time[count] = time
+    return 1 if some else 0
+
+
+@kernel
+def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChanges, count: int) -> int:
+    """A buffer for each receive that is posted; goal: a channel, and how many messages then have one."""
+    p, _, b = step
+    channel, upto = goal
+    until = min(upto, p.first_message[channel + 1] - p.first_message[channel])
+    while row.posted[channel] < until:
+        row.time[count] = time
+        row.change[count, RESIDUALS] = 0
+        row.change[count, TRANSIENT] = 0
+        route = p.route[p.first_message[channel] + row.posted[channel]]
+        row.change[count, BOUNDARY] = b.message_bytes[route]
+        row.posted[channel] += 1
+        count += 1
+    return count
+
+
+@kernel
+def _next_sent(step: Step, rank: int, gone: Longs) -> int:
+    """The channel of a rank whose message is through next, -1 for none; of several the first.
+
+    gone: of each channel, the messages before that."""
+    p, s, b = step
+    best, first = -1, np.inf
+    for at in range(b.first_out[rank], b.first_out[rank + 1]):
+        channel = b.channels_out[at]
+        message = p.first_message[channel] + gone[channel]
+        if message < p.first_message[channel + 1] and (best < 0 or s.transfer_end[message] < first):
+            best, first = channel, s.transfer_end[message]
+    return int(best)
+
+
+@kernel
+def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs, out: ReplayOutput) -> int:
+    """Merge both sources of a rank by time, and add them up: how many changes there are.
+
+    own: times and bytes of its row's changes, and their order by time; empty if they are in order.
+    """
+    p, s, b = step
+    time, change, order = own
+    at_own, channel, message = 0, _next_sent(step, rank, gone), 0
+    residuals, boundary, transient, peak, count = 0, 0, 0, 0, 0
+    while at_own < len(time) or channel >= 0:
+        entry = at_own
+        if len(order) and at_own < len(order):
+            entry = order[at_own]
+        if channel >= 0:
+            message = p.first_message[channel] + gone[channel]
+        if channel >= 0 and (at_own == len(time) or s.transfer_end[message] <= time[entry]):
+            now = s.transfer_end[message]
+            boundary -= b.message_bytes[p.route[message]]
+            gone[channel] += 1
+            channel = _next_sent(step, rank, gone)
+        else:
+            now = time[entry]
+            residuals += change[entry, RESIDUALS]
+            boundary += change[entry, BOUNDARY]
+            transient += change[entry, TRANSIENT]
+            at_own += 1
+        total = residuals + boundary + transient
+        if residuals > out.at_peak[rank, MOST_RESIDUALS]:
+            out.at_peak[rank, MOST_RESIDUALS] = residuals
+        if total > peak:
+            peak = total
+            out.at_peak[rank, RESIDUALS] = residuals
+            out.at_peak[rank, BOUNDARY] = boundary
+            out.at_peak[rank, TRANSIENT] = transient
+        if len(out.time):
+            out.time[count] = now
+            out.size[count] = total
+        count += 1
+    return count
+
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""

@@ -26,8 +26,7 @@ from ..ir.flow import flow_of
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
-from .memory import byte_changes
-from .memory_replay import RESIDUALS, TRANSIENT
+from .memory import RESIDUALS, TRANSIENT, byte_changes
 
 
 def check_memory_limit(

@@ -264,19 +264,10 @@ def _placed(base: _Base, copied: Bools, limits: Floats, margin: float) -> Column
         before_s = np.concatenate(([0.0], base.end[low:high]))[:-1]
         wanted = np.searchsorted(before_s, begin_s[stages, numbers], side="right") - 1
         found = _row_inserts(base, items, wanted, held[low:high].copy(), float(limits[rank]))
-        parts.append(_Inserts(found.at + low, found.code, stages[found.item], numbers[found.item]))
+        parts.append((found.at + low, found.code, stages[found.item], numbers[found.item]))
     kinds = base.columns.kinds
     assert all(kinds.index(kind) == CODE[kind] for kind in COPYING), "they have the same codes in all columns"
     return base.columns.insert(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-class _Inserts(NamedTuple):
-    """What comes into a row: the entries in front of which, kinds, stages and micro-batches."""
-
-    at: Longs
-    code: Longs
-    stage: Longs
-    microbatch: Longs
 
 
 def _row_inserts(base: _Base, items: RankItems, wanted: Longs, held: Floats, limit: float) -> RowInserts:

@@ -93,12 +93,7 @@ def _eight_phases(
 
 def _peak_bytes(s: Shape, row: Sequence[Action]) -> int:
     """Most bytes of residuals that a rank holds."""
-
-    def change(a: Action) -> int:
-        held, carried = s.costs[a.stage].residual_bytes, s.costs[a.stage].carried_bytes
-        return {F: held, B: -held, I: carried - held, W: -carried}[a.kind]
-
-    return max(accumulate(map(change, row)))
+    return max(accumulate(s.costs[a.stage].held_change(a.kind) for a in row))
 
 
 def _phases_of(own: Sequence[int], half: int, depth: int, microbatches: int) -> Iterator[Action]:

@@ -1,4 +1,10 @@
-"""Schedules by clock cycles, for any DAG of stages and any placement: forward_only, gpipe and 1f1b."""
+"""Schedules by clock cycles, for any DAG of stages and any placement: forward_only, gpipe and 1f1b.
+
+A family gives every action a clock time; a rank runs its actions by the clock. No rank can ever wait for
+ever if along every dependency between ranks the clock goes up, and along every dependency within a rank it
+does not go down: all actions sorted by (clock, place in the stage graph) then form one order that every row
+follows. Distances between stages therefore count only the edges that change the rank.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +84,30 @@ def rows_by_clock(
 
 
 def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
-    """Stage s, at distance d from the start, runs the forward of micro-batch i at clock i + d."""
+    """Forwards without backwards, for evaluation.
+
+        0F0 0F1 0F2
+            1F0 1F1 1F2
+                2F0 2F1 2F2
+
+    Stage s, at distance d from the start, runs the forward of micro-batch i at clock i + d.
+    """
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
     return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])
 
 
 def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
-    """Forwards by distance from the start, as in `forward_only`; then backwards by distance from the end."""
+    """GPipe: all forwards, then all backwards. Simple; every micro-batch is in flight at once.
+
+        0F0 0F1 0F2                 0B0 0B1 0B2
+            1F0 1F1 1F2         1B0 1B1 1B2
+                2F0 2F1 2F2 2B0 2B1 2B2
+
+    Source: GPipe, arXiv 1811.06965. Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
+
+    Forwards by distance from the start, as in `forward_only`; then backwards by distance from the end.
+    """
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
     end = distance_to_end(flow, placement)
@@ -96,7 +118,19 @@ def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> 
 
 
 def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
-    """The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
+    """1F1B: after a warm-up of forwards, one backward after each forward. Few micro-batches in flight.
+
+        0F0 0F1 0F2             0B0 0F3     0B1     0B2     0B3
+            1F0 1F1         1B0 1F2     1B1 1F3 1B2     1B3
+                2F0     2B0 2F1     2B1 2F2 2B2 2F3 2B3          (drawn with backwards as long as forwards)
+
+    A stage d steps away from the loss runs d forwards ahead, so d + 1 micro-batches are in flight there. In a
+    DAG d is the longest path, so that both sides of a skip connection have what they need.
+
+    Source: PipeDream-Flush in arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145.
+    Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
+
+    The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
 
     A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
     A stage whose values never reach the loss, such as one that only updates buffers, has its d from what

@@ -5,6 +5,15 @@ pace, the more is held and the fewer bubbles there are. Each works for any place
 
 Sources: ZB-V in arXiv 2401.10241; V-Half, V-Min and 1F1B-V in arXiv 2405.15362. Peaks in micro-batches for p
 ranks: ZB-V p, V-Half p // 2 + 1, V-Min (p + 4) // 3, 1F1B-V the next above 2p / 3.
+
+Blocks are for any times: one period of each rank, without a gap, that repeats.
+A rank of a V runs six actions per micro-batch: F and I and W of two chunks. In the steady state it repeats
+them in some cyclic order, shifted in time from rank to rank. Order and shift decide how long a micro-batch
+takes from rank to rank, so how long residuals live, so how much is held; a gap is never needed as long as
+the memory suffices. The best orders are a shortest path over the ranks: a state is one of the 5! cyclic
+orders, an edge is the shift that makes one of the four hops between two ranks as short as it can be.
+
+Published blocks (arXiv 2405.15362) are for F = I = W; there they are the same.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 The order is one of, or `before` with any of:
     priority    sort key of an action; a rank takes the smallest that could run now (greedy)
     clock       sort key too, but the whole order it gives is kept as a promise: a forward runs early only
-                if the limits then still let the rest follow, so limits can never block (see `engine`)
+                if the limits then still let the rest follow, so limits can never block
     rows        the exact order of each rank, perhaps made by `phases`; kinds in `fill` find their own place
 Dependencies and transfers follow from the stage graph and are never written. Times decide when things are
 ready, so the same recipe gives another order for uneven stages.
@@ -50,9 +50,10 @@ class Recipe:
     drain: kinds that keep to the order until the last forward of their rank has begun, and then fill gaps.
     early: which forwards may run before their turn in a clock: "all", "warm" (only until the rank's first
         backward) or "none".
-    patience, overlap: see `task.Task`; overlap may be two numbers: until the last forward of the rank has
-        begun, and from then on.
-    level: see `task.Task`.
+    patience: share of its own time for which an action waits for a more urgent one that is on its way.
+    overlap: share of a filler that may stick out of the gap it fills; or two numbers: until the last forward
+        of the rank has begun, and from then on.
+    level: a filler also sticks out where the gap would leave its rank idle for longer than any other so far.
     together(a, b): b may run with a as one unit, as F of one micro-batch with B of another. With rows:
         neighbours for which it holds do so; else where both could run now.
     insert: operations that a user declared. Each goes next to its anchor, unless `rows` has it somewhere, or

@@ -211,7 +211,11 @@ def lower_bound_s(shape: Shape) -> float:
 
 def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[Recipe]:
     """The order that a family gives for equal times, with W in its place and with W where it fits; nothing
-    where the times are equal. It holds as much: what a rank holds follows from the order of its row."""
+    where the times are equal. It holds as much: what a rank holds follows from the order of its row.
+
+    With some times it is shorter than what is ordered by these times: a greedy order takes the next action as
+    soon as it can, and pays for it later.
+    """
     if s.even:
         return []
     one = [

@@ -1,4 +1,22 @@
-"""The CP-SAT solver as the engines use it. OR-tools is an optional extra."""
+"""Exact answers by CP-SAT of OR-tools, the optional extra `search`: to small cases, and one period exactly.
+
+Small cases: every entry is an interval; those of a rank do not overlap, results arrive before they are used,
+and residuals are intervals that fill a store. The micro-batches of a unit begin in their order: they are
+alike, so that renaming them unit by unit makes an order of that kind from any other one, with the same times.
+
+One period of an order that repeats:
+
+    first[u] = turn[u] * period + phase[u]      when unit u runs micro-batch 0; micro-batch b, b periods later
+
+What a rank runs within one period is a circle on which no two units overlap; results are there before they
+are used; and at every forward the rank's residuals, counted by how many turns lie between each stage's F and
+its B or W, have room. Of all such orders the one in which a micro-batch takes least from its first forward to
+its last action: with the shortest period that is the shortest step, but for what the two ends make of it.
+
+The period is the least that the ranks' work and the residuals allow, then longer and longer ones until none
+of them can be better than what is known. Source: modulo scheduling, Rau, MICRO 1994; for pipelines Tessel,
+HPCA 2024.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     1B     2.0       0        0.5                 turn 1:  0F1 1F1 ...
     0B     5.0       1        0.25
 
-So an order is sorted in the time that its units take to sort, and timed in one pass. ClockState that never go
+So an order is sorted in the time that its units take to sort, and timed in one pass. Moments that never go
 back along what units need never block. Annealing moves the moments (Kirkpatrick et al., 1983).
 """
 

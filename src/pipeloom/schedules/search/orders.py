@@ -26,7 +26,7 @@ class Repeating:
 class OrderCandidate:
     """An order of everything, timed.
 
-    order: see `arrays`.  step_s: of it.  cost_s: what the search makes short, the step or the longest span of
+    order: see `timing`.  step_s: of it.  cost_s: what the search makes short, the step or the longest span of
         a rank.  peaks: bytes of residuals per rank.  ends: per entry.
     engine: who found it.  repeating: the moments that it follows, if it does.
     """

@@ -3,6 +3,8 @@
 key = rank of its kind and stage, as the engine chooses, then the micro-batch
 F   waits while its stage has as many micro-batches in flight as it may, or its ranks have no room
 W   runs where nothing else can begin before it would end; or right behind its I
+
+Our closest reading of the scheduler of FlexPipe, arXiv 2510.05112, of which only the abstract is known to us.
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ ones, too, where all grow by the same factor:
 
 Two things are looked at within the very limits only, so that no order of theirs is missed: what the library
 makes of them, and small cases by CP-SAT. Of all that the shortest is taken.
+
+Sizes are bytes of the rank with the largest limit; the other ranks get their share of it, so that all limits
+grow together. Where all stages hold multiples of the same bytes, so are the sizes: between two multiples
+nothing changes.
 """
 
 from __future__ import annotations

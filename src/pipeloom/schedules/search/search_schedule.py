@@ -322,7 +322,7 @@ def search_schedule(
     Raises: ConfigError for wrong stages or another `shortest`; ScheduleError for no stage or no
         micro-batch; PlanError if no order keeps to the limits.
     Source: the idea is FlexPipe's (arXiv 2510.05112), of which only the abstract was available; each engine
-    in `schedules/search/engines` names its own.
+    names its own.
 
     >>> towers = [{"F": 1, "B": 3, "bytes": 1, "ranks": rank} for rank in range(3)]
     >>> found = search_schedule({"stage": towers}, 8, memory="3")

@@ -15,8 +15,7 @@ from ...ir.explanation import Explanation, Idle, Reason
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
-from .timeline_index import TimedSpan
-from .wait_causes import Causes
+from .wait_causes import Causes, TimedSpan
 
 MORE = 1e-9
 """A rank has more work than another if it has more by this share."""

@@ -3,19 +3,27 @@
 A timeline says when things happened, a program in which order and who sends what to whom. Together they
 tell why an action did not begin earlier, whoever made the timeline: its rank was busy, a message was not
 there, a copy or a sum over ranks was not done.
+
+Shared links serve first what asked first, one after the other. So what a wait for a link ends with is
+whatever the link served last before: a message holds the links of both nodes for its bytes at their rate; a
+copy, whose bytes no timeline tells, holds its switch until the next one begins. A sum over ranks, of which a
+timeline only tells when each rank came to it and when it was done, is taken to hold its links where nothing
+else did.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ...checks.operations import meeting_actions
+from ...checks.schedules import meeting_actions
 from ...ir.action import (
     AWAIT,
     KINDS,
@@ -34,14 +42,198 @@ from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ...ir.dependencies import needs, produces
 from ...ir.explanation import PathStep
-from ...ir.flow import flow_of
+from ...ir.flow import Flow, flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
 from ...ir.weights import reductions
-from .link_occupancy import LinkOccupancy
-from .timeline_index import Key, SpansByEnd, TimedSpan, TimelineIndex
+from ..all_reduce import link_seconds
+from ..layout import message_bytes
+from ..shared_links import crosses
+from ..timeline_events import EventLists, SimulatedEvents
+
+Key: TypeAlias = tuple[str, int]
+"""(an instruction's text, how often it came before): a step may run a program several times."""
+
+
+@dataclass(slots=True, eq=False)  # looked up very often, and each is made once; not frozen, as that is slow
+class TimedSpan:
+    """Something that took time: an action, a message on its way, a sum over ranks, a copy.
+
+    place: which of its rank's compute actions it is; of a message, the place of the action that waits; of a
+        copy, how many compute actions stand in front of it.
+    waiting: of something that holds a shared link, the message or copy that waits for it; then it ends when
+        it lets go of the link.
+    """
+
+    kind: Literal["compute", "transfer", "reduce", "copy"]
+    rank: int
+    action: str
+    repeat: int
+    start_s: float
+    end_s: float
+    place: int
+    to_rank: int = -1
+    waiting: str = ""
+
+
+class SpansByEnd:
+    """Spans to be found by their end."""
+
+    def __init__(self, spans: Iterable[TimedSpan]) -> None:
+        self._spans = sorted(spans, key=lambda i: i.end_s)
+        self._ends = [i.end_s for i in self._spans]
+
+    def until(self, at_s: float, *, most: int | None = None) -> TimedSpan | None:
+        """The last one that took time and ended by `at_s`; `most`: of the first so many."""
+        place = bisect_right(self._ends, at_s, hi=most)
+        while place:
+            place -= 1
+            if self._spans[place].end_s > self._spans[place].start_s:
+                return self._spans[place]
+        return None
+
+
+COPY_STREAMS = ("d2h", "h2d")
+Times: TypeAlias = tuple[float, float]
+"""Start and end in seconds."""
+
+
+class TimelineIndex:
+    """A timeline read once.
+
+    rows: per rank its compute actions in order.  computed: the same by text and repeat.
+    sent: messages on their way, by the text of their SEND.  received: receives that waited.
+    copies: to the host and back, with their rank and stream.  beside: per rank what operations do beside
+    computing.  sums: per rank its sums over ranks.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.rows: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
+        self.computed: dict[Key, TimedSpan] = {}
+        self.sent: dict[Key, Times] = {}
+        self.received: dict[Key, Times] = {}
+        self.copies: dict[Key, tuple[int, str, Times]] = {}
+        self.beside: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
+        self.sums: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
+        once = isinstance(timeline.events, SimulatedEvents)  # the simulator runs each instruction once
+        repeats: Counter[tuple[str, int, str]] = Counter()
+        for stream, rank, text, start_s, end_s in zip(*_listed(timeline), strict=True):
+            repeat = 0
+            if not once:
+                repeat = repeats[stream, rank, text]
+                repeats[stream, rank, text] += 1
+            if stream == "compute":
+                row = self.rows[rank]
+                item = TimedSpan("compute", rank, text, repeat, start_s, end_s, len(row))
+                self.computed[text, repeat] = item
+                row.append(item)
+            elif stream == "send" and "SEND" in text:
+                self.sent[text, repeat] = start_s, end_s
+            elif stream in COPY_STREAMS:
+                self.copies[text, repeat] = rank, stream, (start_s, end_s)
+            elif stream in ("send", "host"):
+                self.beside[rank].append(TimedSpan("copy", rank, text, 0, start_s, end_s, 0))
+            elif "RECV" in text:
+                self.received[text, repeat] = start_s, end_s
+            elif text not in ("END", "ROOM"):
+                self.sums[rank].append(TimedSpan("reduce", rank, text, 0, start_s, end_s, 0))
+
+
+def _listed(timeline: Timeline) -> EventLists:
+    events = timeline.events
+    if isinstance(events, SimulatedEvents):
+        return events.listed()
+    ordered = sorted(events, key=lambda e: (e.start_s, e.end_s))
+    return EventLists(
+        streams=[e.stream for e in ordered],
+        ranks=[e.rank for e in ordered],
+        actions=[e.action for e in ordered],
+        starts=[e.start_s for e in ordered],
+        ends=[e.end_s for e in ordered],
+    )
+
+
+Link: TypeAlias = tuple[str, int | str]
+"""("out of" or "into", a node); or (a copy stream, a switch)."""
+Served: TypeAlias = tuple[list[Times], list[Key]]
+"""What a link served, in order: from when until when it held the link at most, and what it was."""
+
+
+class LinkOccupancy:
+    """Looks up what held a link. Takes time in proportion to what goes through shared links to make."""
+
+    def __init__(
+        self, program: Program, index: TimelineIndex, stages: StageGraph, flow: Flow, cluster: Cluster
+    ) -> None:
+        self._links: dict[str, tuple[Link, ...]] = {}
+        """Message -> the shared links that it goes through."""
+        self._held: dict[str, float] = {}
+        """Message -> for how long it holds them, in seconds."""
+        served: dict[Link, list[tuple[Times, Key]]] = defaultdict(list)
+        if cluster.node_link is not None:
+            self._read_routes(program, stages, flow, cluster)
+            for key, (start_s, _) in index.sent.items():
+                for link in self._links.get(key[0], ()):
+                    served[link].append(((start_s, start_s + self._held[key[0]]), key))
+        self._switch = [device.switch for device in cluster.devices]
+        self._copy: dict[Key, Link] = {}
+        for key, (rank, stream, times) in index.copies.items():
+            if (switch := self._switch[rank]) is not None and stream in COPY_STREAMS:
+                self._copy[key] = (stream, switch)
+                served[stream, switch].append((times, key))
+        self._served: dict[Link, Served] = {}
+        for link, entries in served.items():
+            entries.sort(key=lambda entry: entry[0])
+            self._served[link] = [times for times, _ in entries], [key for _, key in entries]
+
+        self._sums: list[tuple[TimedSpan, set[Link]]] = []
+        """What sums over ranks there were, with the links that they go through."""
+        for row, items in zip(reductions(stages, program.placement), index.sums, strict=False):
+            links: set[Link] = set()
+            for tie in row:
+                links |= link_seconds(1, tie.ranks, cluster).keys()
+            self._sums += [(item, links) for item in items if links and REDUCE in item.action]
+
+    def _read_routes(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
+        assert cluster.node_link is not None
+        columns, messages = program.columns, program.message_index(flow)
+        sends = np.flatnonzero((columns.kind == SEND_F_) | (columns.kind == SEND_B_))
+        ends = [
+            (program.placement[a], program.placement[b])
+            for a, b in zip(messages.routes.sender.tolist(), messages.routes.receiver.tolist(), strict=True)
+        ]
+        shared = np.array([crosses(cluster, a, b) for a, b in ends], np.bool_)
+        sends = sends[shared[messages.route[sends]]]
+        held = message_bytes(messages.routes, stages) / cluster.node_link.bandwidth_bytes_per_s
+        for route, text in zip(messages.route[sends].tolist(), columns.texts(sends), strict=True):
+            a, b = (cluster.devices[rank].node for rank in ends[route])
+            self._links[text] = ("out of", a), ("into", b)
+            self._held[text] = float(held[route])
+
+    def summing(self, key: Key, start_s: float) -> TimedSpan | None:
+        """A sum over ranks that went on until a message began, or longer, and goes through a link of it."""
+        links = self._links.get(key[0], ())
+        for item, held in self._sums if links else ():
+            if item.start_s < start_s <= item.end_s and not held.isdisjoint(links):
+                return item
+        return None
+
+    def before(self, key: Key, start_s: float, since_s: float) -> tuple[Key, float] | None:
+        """What held a link of a message or copy that waited from `since_s` to `start_s`, and until when; of
+        two links that which was free last. None if all of them were free."""
+        copy = self._copy.get(key)
+        best: tuple[Key, float] | None = None
+        for link in self._links.get(key[0], ()) if copy is None else (copy,):
+            times, keys = self._served[link]
+            place = bisect_left(times, (start_s,)) - 1
+            if place >= 0:
+                until_s = min(times[place][1], start_s)
+                if until_s > max(since_s, best[1] if best else since_s):
+                    best = keys[place], until_s
+        return best
+
 
 COPIES = {kind: row.stream for kind, row in KINDS.items() if row.stream in ("d2h", "h2d")}
 """Kind -> the stream that it runs on."""
