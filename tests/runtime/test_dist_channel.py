@@ -26,8 +26,10 @@ def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_al
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "ranks"), [("killed", 2), ("killed_while_saving", 3)])
-def test_a_killed_rank_ends_the_others_and_no_survivor_is_named(target: str, ranks: int) -> None:
-    status, _, err = run(TARGETS, target, ranks)
+def test_a_killed_rank_ends_the_others_and_no_survivor_is_named(
+    target: str, ranks: int, tmp_path: Path
+) -> None:
+    status, _, err = run(TARGETS, target, ranks, env={"FOLDER": str(tmp_path)})
     assert err == f"rank {ranks - 1} was killed by SIGKILL (perhaps the machine ran out of memory)\n"
     assert status == 128 + 9
 
@@ -44,9 +46,9 @@ def said_without_launcher(target: str, survivors: set[int], **env: str) -> dict[
 
 
 @pytest.mark.slow
-def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors() -> None:
+def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors(tmp_path: Path) -> None:
     """Nobody else says so here. The survivors told of gloo's error, each as its own failure."""
-    said = said_without_launcher("killed_while_saving", {0, 1})
+    said = said_without_launcher("killed_while_saving", {0, 1}, FOLDER=str(tmp_path))
     for text in said.values():
         first = next(line for line in text.splitlines() if "failed" in line)
         assert re.match(

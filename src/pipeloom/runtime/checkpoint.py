@@ -113,7 +113,7 @@ def save(
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             problem = CheckpointError(
                 f"cannot write checkpoint {partial.with_suffix('')}: {reason}",
-                hint="is the disk full? checkpoints that were complete before are untouched",
+                hint="is the disk full, and do all ranks see it? checkpoints that were complete before stay",
             )
     try:
         sums = _agree((problem, written), channel, _SAVE)
