@@ -560,7 +560,7 @@ CASES = [
     Case(UsesNumpy, "NumPy in the forward", between="numpy", slow=True),
     Case(InPlace, "changes tensors that modules gave, and views of them", slow=True),
     Case(InPlaceBetween, "changes what modules gave, and views of it", between="data", slow=True),
-    Case(ThroughViews, "no cut may be where a tensor is changed through a view", between="data"),
+    Case(ThroughViews, "what is sent was changed through a view before", between="data"),
     Case(LeftInAList, "modules leave tensors where no other stage sees them", between="data", slow=True),
     Case(RoutesBetween, "sizes between modules depend on data", between="data", slow=True),
     Case(Branches, "two branches without order between them", between="data", slow=True),

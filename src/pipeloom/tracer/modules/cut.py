@@ -290,7 +290,7 @@ def _attempt(
             recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
             for later in watch.carried():
                 later.refuse()
-            if first.steps != recording.steps:
+            if first.glue != recording.glue:
                 carried.refuse()
     recording.parameter_watch = changes
     recording.device = parameters.device.type

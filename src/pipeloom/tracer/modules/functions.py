@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from ...ir.errors import CutError
 from ...ir.graph import Value
@@ -31,12 +32,16 @@ _GRAPH = Slot("graph", "autograd")
 
 @dataclass(eq=False)
 class _Graph:
-    """The autograd graph of one micro-batch. sink: where gradients of parameters go while it runs."""
+    """The autograd graph of one micro-batch.
+
+    sink: where gradients of parameters go while it runs.  resolved: see `StageRun`.
+    """
 
     seed: int
     state: Mapping[str, Tensor]
     received: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    resolved: Any = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
     trained: list[Tensor] = field(default_factory=list)
     sink: Sink | None = None
@@ -53,6 +58,7 @@ class _Graph:
         for held in (self.received, self.outputs, self.grads):
             held.clear()
         self.trained.clear()
+        self.resolved = {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -233,6 +239,7 @@ class ModuleFunctions(StageFunctions):
         with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
             with lack_of_data_explained(self.task):
                 result = run.run(self.job, batch)
+            graph.resolved = run.resolved
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
         changed = {
@@ -271,6 +278,7 @@ class ModuleFunctions(StageFunctions):
         """Activation checkpointing runs units again in the backward: with the same state and seeds."""
 
         def rerun(unit: ModuleUnit, args: Any, kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(Tensor, lambda leaf: graph.resolved.get(leaf, leaf), (args, kwargs))
             calls = [call for call in self.task.recording.calls if call.unit == unit.fqn]
             if not any(call.random for call in calls):
                 return unit.original_forward(*args, **kwargs)

@@ -40,13 +40,13 @@ def output_name(call: str, index: int) -> str:
     return f"{call}:{index}" if index else call
 
 
-def glue_name(stretch: str, index: int, position: int) -> str:
-    """Name of a tensor made between units: the index of the function in its stretch, and which result.
+def glue_name(stretch: str, index: int) -> str:
+    """Name of a function called between units: the last unit call, and how many functions ran since.
 
-    >>> glue_name("blocks.0", 2, 0), glue_name("blocks.0", 2, 1)
-    ('blocks.0/2', 'blocks.0/2:1')
+    >>> glue_name("blocks.0", 2)
+    'blocks.0/2'
     """
-    return f"{stretch}/{index}:{position}" if position else f"{stretch}/{index}"
+    return f"{stretch}/{index}"
 
 
 class InterceptedForward(TorchFunctionMode):
@@ -112,18 +112,18 @@ class InterceptedForward(TorchFunctionMode):
         """Reentrant checkpointing, which runs what it is given without a graph. One unit runs so; of several,
         the values between them would have no gradient: those run as if they were not checkpointed."""
         run, _, *arguments = args
-        if self._is_unit(run):
+        if self._unit_of(run) is not None:
             return apply(*args)
         with self._passing():
             trains = any(leaf.requires_grad for leaf in leaves_in(arguments) if isinstance(leaf, Tensor))
         with nullcontext() if trains else torch.no_grad():  # as the checkpoint, which else warns of it
             return run(*arguments)
 
-    def _is_unit(self, run: Any) -> bool:
+    def _unit_of(self, run: Any) -> ModuleUnit | None:
         while isinstance(run, partial):
             run = run.func
         module = getattr(run, "__self__", run)
-        return any(module is unit.module for unit in self.skeleton.units.values())
+        return next((unit for unit in self.skeleton.units.values() if unit.module is module), None)
 
     def seed_python(self, place: str) -> None:
         if self.python_random:
@@ -160,10 +160,9 @@ class InterceptedForward(TorchFunctionMode):
         finally:
             self._inside = False
 
-    def place(self) -> str:
-        """Name of the function that runs next; moves on."""
+    def move_on(self) -> None:
+        """A function has made or changed tensors."""
         self.index += 1
-        return glue_name(self.stretch, self.index - 1, 0)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""A recorded run -> ops: which step belongs to which module, and what each op reads from others.
+"""A recorded run -> ops: what each op reads from others.
 
-Glue is run where its data is. A step that needs results of units, or trainable parameters, belongs to the
-unit it follows, if everything it reads is there; then what it makes can be sent, as `x + block(x)` is. All
-other glue (masks, positions, sums of independent branches) is run again by whoever needs it.
+Values cross at the edges of units only: what a unit call returns, and what the next one is called with, if
+it can be made where the one before it runs, as `x + block(x)` can. All other glue (masks, positions, sums of
+independent branches) is run again, from those, by whoever needs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...ir.errors import CutError
 from ...ir.graph import Op, Value
 from .absent import KEEP_TOGETHER
 from .path import PATH_PREFIX, path_capacity
-from .record import LOSS, RecordedRun, RecordedStep, SameStage, is_source
+from .record import LOSS, RecordedRun, SameStage, is_source
 from .skeleton import Skeleton
 
 
@@ -75,15 +75,11 @@ class OpBuilder:
         self.recording = recording
         self.skeleton = skeleton
         self.last = len(recording.calls) - 1
-        self.maker = {name: i for i, step in enumerate(recording.steps) for name in step.outputs}
-        self.step_of = {s.call: i for i, s in enumerate(recording.steps) if s.kind == "call"}
-        self.called_by = self._dependencies()
+        self.maker = {output.name: i for i, call in enumerate(recording.calls) for output in call.outputs}
+        self.maker |= {name: i - 1 for i, call in enumerate(recording.calls) for name in call.made_of}
         self.module_ops = self._ops_of_lists(groups) if groups is not None else self._ops_of_calls(joined)
         self.op_of_call = {call: m for m in self.module_ops for call in m.calls}
-        self.owners = [self._owner(step, i) for i, step in enumerate(recording.steps)]
-        for index, owner in enumerate(self.owners):
-            if owner is not None:
-                self._trace_inputs(index, owner)
+        self._trace_inputs()
         for module_op in self.module_ops:
             for unit in (*(recording.calls[c].unit for c in module_op.calls), *module_op.idle):
                 self._read_state(module_op, self.skeleton.below(unit))
@@ -95,7 +91,7 @@ class OpBuilder:
             yield SameStage(first, self.last if last < 0 else last, why)
         for module_op in self.module_ops:
             for name in module_op.inputs:
-                source = self.owners[self.maker[name]] if name in self.maker else None
+                source = self._maker_op(name)
                 if source is not None and name in self.recording.stale:
                     why = f"{name} is changed in place through a view"
                     yield SameStage(source.calls[0], module_op.calls[-1], why)
@@ -110,34 +106,9 @@ class OpBuilder:
         """Whether calls that must stay together are in several ops."""
         return len({id(self.op_of_call[call]) for call in range(calls.first, calls.last + 1)}) > 1
 
-    # --- who depends on which unit calls ----------------------------------------------------------
-
-    def _dependencies(self) -> list[tuple[int, bool]]:
-        """For each step: the calls it depends on, as bits, and whether it reads a trainable parameter."""
-        dependencies: list[tuple[int, bool]] = []
-        for step in self.recording.steps:
-            calls, trained = (1 << step.call, True) if step.kind == "call" else (0, False)
-            for name in step.inputs:
-                if name in self.maker:
-                    calls |= dependencies[self.maker[name]][0]
-                    trained = trained or dependencies[self.maker[name]][1]
-                elif name.startswith("param:"):
-                    trained = trained or self.skeleton.resting(name.removeprefix("param:")).requires_grad
-            dependencies.append((calls, trained))
-        return dependencies
-
-    def _owner(self, step: RecordedStep, index: int) -> ModuleOp | None:
-        """The op that a step belongs to; None if whoever needs its results runs it again."""
-        last = max(step.call, 0)
-        if step.kind == "loss":
-            return self.op_of_call[self.last]
-        if step.kind == "call" or step.read or step.updates:
-            return self.op_of_call[last]
-        calls, trained = self.called_by[index]
-        if not calls:
-            return self.op_of_call[last] if trained else None
-        within = self.called_by[self.step_of[last]][0]
-        return self.op_of_call[last] if calls & (1 << last) and not calls & ~within else None
+    def _maker_op(self, name: str) -> ModuleOp | None:
+        """The op that makes a value; None for a batch input."""
+        return self.op_of_call[self.maker[name]] if name in self.maker else None
 
     # --- module_ops ----------------------------------------------------------------------------------
 
@@ -184,25 +155,29 @@ class OpBuilder:
 
     # --- what an op reads -------------------------------------------------------------------------
 
-    def _trace_inputs(self, index: int, owner: ModuleOp) -> None:
-        """Follow what a step reads back to values of other ops, parameters, buffers and the batch."""
-        step = self.recording.steps[index]
-        owner.updates |= dict.fromkeys(step.updates)
-        pending, seen = list(step.inputs), set(step.inputs)
-        while pending:
-            name = pending.pop()
+    def _trace_inputs(self) -> None:
+        for index, call in enumerate(self.recording.calls):
+            module_op = self.op_of_call[index]
+            module_op.updates |= dict.fromkeys(call.updates)
+            self._read(module_op, call.others.reads)
+            for name, origins in call.made_of.items():
+                self._read(self.op_of_call[index - 1], origins.reads)
+                self._read(module_op, [name])
+        for effect in self.recording.effects:
+            module_op = self.op_of_call[max(effect.call, 0)]
+            module_op.updates |= dict.fromkeys(effect.updates)
+            self._read(module_op, effect.reads)
+        self._read(self.op_of_call[self.last], self.recording.loss.reads)
+
+    def _read(self, module_op: ModuleOp, names: Iterable[str]) -> None:
+        for name in sorted(names):
             if is_source(name):
                 kind, _, target = name.partition(":")
-                {"param": owner.params, "buffer": owner.buffers, "batch": owner.inputs}[kind][target] = None
-                continue
-            maker = self.maker[name]
-            if self.owners[maker] is None:
-                owner.updates |= dict.fromkeys(self.recording.steps[maker].updates)
-                more = [n for n in self.recording.steps[maker].inputs if n not in seen]
-                seen.update(more)
-                pending += more
-            elif self.owners[maker] is not owner:
-                owner.inputs[name] = None
+                {"param": module_op.params, "buffer": module_op.buffers, "batch": module_op.inputs}[kind][
+                    target
+                ] = None
+            elif self._maker_op(name) is not module_op:
+                module_op.inputs[name] = None
 
     def _read_state(self, module_op: ModuleOp, names: Iterable[str]) -> None:
         for name in names:
@@ -212,9 +187,7 @@ class OpBuilder:
         """Outputs of ops: what others read, the loss, and what was decided."""
         for module_op in self.module_ops:
             for name in module_op.inputs:
-                if name in self.maker:
-                    source = self.owners[self.maker[name]]
-                    assert source is not None
+                if (source := self._maker_op(name)) is not None:
                     source.outputs[name] = None
         for before, after in zip(self.module_ops, self.module_ops[1:], strict=False):
             if is_dynamic(self.recording, self.module_ops):
@@ -228,13 +201,15 @@ class OpBuilder:
         if is_dynamic(self.recording, self.module_ops):
             return trainable
         reached: set[str] = set()
-        needed: set[str] = set()
-        for step in reversed(self.recording.steps):
-            if step.kind == "loss" or any(self._flows(name) and name in needed for name in step.outputs):
-                needed.update(step.inputs)
-                reached |= {n.removeprefix("param:") for n in step.inputs if n.startswith("param:")}
-                if step.kind == "call":
-                    reached.update(self.skeleton.below(self.recording.calls[step.call].unit))
+        needed = set(self.recording.loss.flows)
+        for call in reversed(self.recording.calls):
+            if any(output.name in needed and self._flows(output.name) for output in call.outputs):
+                needed |= call.others.flows | call.made_of.keys()
+                reached.update(self.skeleton.below(call.unit))
+            for name, origins in call.made_of.items():
+                if name in needed and self._flows(name):
+                    needed |= origins.flows
+        reached |= {name.removeprefix("param:") for name in needed if name.startswith("param:")}
         return reached & trainable
 
     def _flows(self, name: str) -> bool:
@@ -250,8 +225,9 @@ class OpBuilder:
         for module_op in self.module_ops:
             late = [n for n in module_op.inputs if n in self.maker and n not in done]
             if late:
+                made_by = self.recording.calls[self.maker[late[0]]].name
                 raise CutError(
-                    f"{module_op.name} reads {late[0]}, which a later list of Job.modules makes",
+                    f"{module_op.name} reads what {made_by} makes, which is in a later list of Job.modules",
                     hint="order the lists as the forward calls the modules, and keep loops in one list",
                 )
             done |= module_op.outputs.keys()
@@ -261,9 +237,7 @@ class OpBuilder:
     def _op(self, module_op: ModuleOp) -> Op:
         calls = [self.recording.calls[i] for i in module_op.calls]
         units = list(dict.fromkeys([*(c.unit for c in calls), *module_op.idle]))
-        random = any(c.random for c in calls) or any(
-            name in self.recording.random for c in calls for name in c.stretch
-        )
+        random = any(c.random for c in calls) or not self.recording.drew_after.isdisjoint(module_op.calls)
         modules = [self.skeleton.units[unit].module for unit in units]
         return Op(
             name=module_op.name,

@@ -7,9 +7,11 @@ same run works on fake tensors, whatever the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,42 +69,50 @@ class UnitOutput:
     attribute: str = ""
 
 
+class Origins(NamedTuple):
+    """What a tensor is made of: values at the edges of units, parameters, buffers and batch inputs.
+
+    reads: their names.  flows: those through which a gradient of the tensor flows back.
+    """
+
+    reads: frozenset[str] = frozenset()
+    flows: frozenset[str] = frozenset()
+
+    def __or__(self, other: Origins) -> Origins:
+        return Origins(self.reads | other.reads, self.flows | other.flows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitCall:
     """One call of a unit.
 
-    inputs: for each leaf of its arguments the name of the tensor, None for anything else.
+    arguments: leaf of its arguments -> its name, of those tensors that the call before it makes.
+    made_of: what each of these is made of, by name.  others: what the other ones are made of.
     spec, leaves: how to build its result; tensors are None among the leaves.
-    stretch: functions that the glue called after it, up to the next unit.
     """
 
     name: str
     unit: str
-    inputs: tuple[str | None, ...]
+    arguments: Mapping[int, str]
+    made_of: Mapping[str, Origins]
+    others: Origins
     outputs: tuple[UnitOutput, ...]
     spec: TreeSpec
     leaves: tuple[Any, ...]
     random: bool
     updates: tuple[str, ...]
-    stretch: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedStep:
-    """One step of the run, in order: the call number `call`, or a function of the glue that follows it.
+class GlueEffect:
+    """Code behind unit call `call` (-1: before the first one) changes buffers, or decides on data.
 
-    call: -1 in front of the first unit call.  inputs: names of tensors, or "param:", "buffer:", "batch:" and
-    a name.  updates: buffers that it changes.  read: it turns data into a Python value.
-    text: of a function, with its arguments that are no tensors.
+    reads: as `Origins` has them.
     """
 
-    kind: Literal["call", "glue", "loss"]
     call: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    reads: frozenset[str]
     updates: tuple[str, ...] = ()
-    read: bool = False
-    text: str = ""
 
 
 class SameStage(NamedTuple):
@@ -124,7 +134,9 @@ class RecordedRun:
     data_sized: values whose shape depends on data; neither can they.
     same_stage: unit calls that no cut may separate.
     changed_later: values that a unit or the glue changes in place.
-    random: functions of the glue that drew random numbers.
+    random: functions of the glue that drew random numbers; `drew_after` are the calls that they followed.
+    effects: what the glue did besides making tensors.  loss: what the loss is made of.
+    glue: the functions that it called, as text.
     decides_on_data: modules whose own glue decides on data -> whether shapes depend on it too.
     python_random: Python's or NumPy's generators were used.
     changed_attributes: unit -> attributes, Python values, that it changed: other stages do not see that.
@@ -134,7 +146,9 @@ class RecordedRun:
     """
 
     calls: list[UnitCall] = field(default_factory=list)
-    steps: list[RecordedStep] = field(default_factory=list)
+    effects: list[GlueEffect] = field(default_factory=list)
+    glue: list[str] = field(default_factory=list)
+    loss: Origins = Origins()
     values: dict[str, Value] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
     decisions: list[float] = field(default_factory=list)
@@ -142,8 +156,8 @@ class RecordedRun:
     stale: set[str] = field(default_factory=set)
     changed_later: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
+    drew_after: set[int] = field(default_factory=set)
     decides_on_data: dict[str, bool] = field(default_factory=dict)
-    first_stretch: list[str] = field(default_factory=list)
     data_sized: set[str] = field(default_factory=set)
     same_stage: list[SameStage] = field(default_factory=list)
     python_random: bool = False
@@ -151,10 +165,6 @@ class RecordedRun:
     parameter_watch: ParameterWatch | None = None
     device: str = "cpu"
     evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
-
-    def stretch(self, name: str) -> list[str]:
-        """Functions called after the unit call of this name."""
-        return self.first_stretch if name == START else self.call_named[name].stretch
 
     @property
     def call_named(self) -> dict[str, UnitCall]:
@@ -308,29 +318,31 @@ def _version(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, Tensor) else 0
 
 
-class Traits(NamedTuple):
-    """What follows for a tensor from those that it was made of.
+class KnownTensor(NamedTuple):
+    """A tensor of the run.
 
+    name: if it is a source, or lies at the edge of a unit.  version: its version counter then.
+    made: number of the last call before it was made.
     tainted: it depends on the model, not only on the batch and on random numbers.
     data_sized: its shape depends on data.
     """
 
+    origins: Origins
+    version: int
+    made: int
     tainted: bool
     data_sized: bool = False
-
-
-class KnownTensor(NamedTuple):
-    """A tensor of the run. version: its version counter when it got its name."""
-
-    name: str
-    version: int
-    traits: Traits
+    name: str = ""
 
 
 class ForwardRecorder(InterceptedForward):
     """A run of the whole model that fills `recording`.
     forced: what the tainted reads of an earlier run gave: this one takes the same way.
     trunks: modules that are no units but have units below.
+
+    state_names: parameters and buffers in use -> FQN.
+    changes: storage -> what was written into it in place.  names_in: storage -> named tensors that lie there.
+    calls_before: name of a value -> the unit calls that it depends on, as bits.  calls_of: those of a call.
     """
 
     def __init__(
@@ -349,7 +361,11 @@ class ForwardRecorder(InterceptedForward):
         self.trunk_stack = [""]
         self.batch: frozenset[str] = frozenset()
         self.tensors: Any = WeakTensorKeyDictionary()
-        self.storages: dict[int, str] = {}
+        self.state_names: Any = WeakTensorKeyDictionary()
+        self.changes: dict[int, Origins] = {}
+        self.names_in: dict[int, set[str]] = {}
+        self.calls_before: dict[str, int] = {}
+        self.calls_of: list[int] = []
         self.meter = CallEffects()
         self.call_of_storage: dict[int, int] = {}
         self.python_state = python_state()
@@ -358,11 +374,11 @@ class ForwardRecorder(InterceptedForward):
         """Run model and loss on a micro-batch."""
         self.batch = frozenset(batch)
         for key, tensor in batch.items():
-            self._name(tensor, f"batch:{key}", Traits(tainted=False))
+            self._name(tensor, f"batch:{key}", tainted=False)
         with self._watching_trunks(), torch.enable_grad():
             loss = self.loss(job, batch)
-        names = self._names([loss])
-        self.recording.steps.append(RecordedStep(kind="loss", call=self._last_call, inputs=names, outputs=()))
+        known = self._known(loss)
+        self.recording.loss = known.origins if known is not None else Origins()
         self.recording.values[LOSS] = _value(LOSS, loss)
         self._record_replaced_buffers()
         return self.recording
@@ -384,22 +400,31 @@ class ForwardRecorder(InterceptedForward):
 
     # --- tensors and their names ------------------------------------------------------------------
 
-    def _name(self, tensor: Tensor, name: str, traits: Traits) -> None:
-        self.tensors[tensor] = KnownTensor(name, tensor._version, traits)
-        if traits.data_sized:
+    def _name(
+        self, tensor: Tensor, name: str, *, tainted: bool, data_sized: bool = False, calls: int = 0
+    ) -> None:
+        """A tensor is a source, or lies at the edge of a unit. calls: that it depends on, as bits."""
+        reads = frozenset({name})
+        origins = Origins(reads, reads if tensor.requires_grad else frozenset())
+        self.tensors[tensor] = KnownTensor(
+            origins, tensor._version, self._last_call, tainted, data_sized, name
+        )
+        self.names_in.setdefault(_storage(tensor), set()).add(name)
+        self.calls_before[name] = calls
+        if data_sized:
             self.recording.data_sized.add(name)
         self.recording.values[name] = _value(name, tensor)
         if not isinstance(tensor, FakeTensor) and not is_source(name):
             self.recording.samples[name] = tensor.detach()
 
-    def _source(self, tensor: Tensor, reader: int | None = None) -> KnownTensor | None:
+    def _known(self, tensor: Tensor, reader: int | None = None) -> KnownTensor | None:
         """What is known of a tensor that glue or a unit reads; None for a constant.
 
         reader: number of the call that reads it, or whose stretch does: the last one unless given.
         """
         known: KnownTensor | None = self.tensors.get(tensor)
         if known is None:
-            maker = self.call_of_storage.get(tensor.untyped_storage()._cdata)
+            maker = self.call_of_storage.get(_storage(tensor))
             if maker is None or not self.meter.made(tensor):
                 return None
             why = (
@@ -407,25 +432,22 @@ class ForwardRecorder(InterceptedForward):
             )
             reader = self._last_call if reader is None else reader
             self.recording.same_stage.append(SameStage(maker, reader, f"{why} as an attribute"))
-            return KnownTensor("", 0, Traits(tainted=True))
-        if tensor.requires_grad and not self.recording.values[known.name].needs_grad:
+            return KnownTensor(Origins(), 0, self._last_call, tainted=True)
+        if known.name and tensor.requires_grad and not self.recording.values[known.name].needs_grad:
             # an autograd function of the user's has given it one after it was made
             self.recording.values[known.name] = _value(known.name, tensor)
-        if known.version != tensor._version:
-            self.recording.stale.add(known.name)
+            known = known._replace(origins=Origins(known.origins.reads, known.origins.reads))
+            self.tensors[tensor] = known
+        if known.version != tensor._version:  # changed through a view
+            if known.name:
+                self.recording.stale.add(known.name)
+            known = known._replace(
+                name="", origins=known.origins | self.changes.get(_storage(tensor), Origins())
+            )
         return known
 
-    def _names(self, tensors: Sequence[Tensor], reader: int | None = None) -> tuple[str, ...]:
-        """Names of what is read; for one changed through a view also that of the change."""
-        names: dict[str, None] = {}
-        for tensor in tensors:
-            known = self._source(tensor, reader)
-            if known is not None and known.name:
-                names[known.name] = None
-                if known.version != tensor._version:
-                    change = self.storages.get(tensor.untyped_storage()._cdata)
-                    names |= {change: None} if change else {}
-        return tuple(names)
+    def _known_of(self, tensors: Sequence[Tensor]) -> list[KnownTensor]:
+        return [known for tensor in tensors if (known := self._known(tensor)) is not None]
 
     def _real_tensor(self, leaf: Any) -> Any:
         """The tensor to compute with in place of a resting parameter or buffer."""
@@ -437,7 +459,8 @@ class ForwardRecorder(InterceptedForward):
         real = self.parameters.pinned(name)
         if real not in self.tensors:
             kind = "param" if name in self.skeleton.params else "buffer"
-            self._name(real, f"{kind}:{name}", Traits(tainted=True))
+            self._name(real, f"{kind}:{name}", tainted=True)
+            self.state_names[real] = name
         return real
 
     # --- functions of the glue --------------------------------------------------------------------
@@ -449,20 +472,18 @@ class ForwardRecorder(InterceptedForward):
             refuse_new_tensor(parameter)
         args, kwargs = tree_map(self._real_tensor, (args, kwargs))
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
-        sources = [known for t in tensors if (known := self._source(t)) is not None]
-        tainted = any(known.traits.tainted for known in sources)
-        data_sized = any(known.traits.data_sized for known in sources)
+        sources = self._known_of(tensors)
+        tainted = any(known.tainted for known in sources)
+        data_sized = any(known.data_sized for known in sources)
+        origins = _union(sources)
         if data_sized and name in SHAPES and tainted:
-            self._keep_rest_together(
-                f"the forward asks for the size of {sources[0].name}, which depends on data"
-            )
+            self._keep_rest_together("the forward asks for the size of a tensor that depends on data")
         if name in READS:
-            return self._read(function, name, args, kwargs, tainted=tainted)
+            return self._read(function, name, args, kwargs, origins, tainted=tainted)
         if sized_by_data(name, args):
             data_sized = True
             if tainted:
                 self.recording.decides_on_data[self.trunk_stack[-1]] = True
-        names = self._names(tensors)
         versions = [t._version for t in tensors]
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         # without tensors it may be the user's `torch.no_grad` itself, which must last
@@ -471,53 +492,36 @@ class ForwardRecorder(InterceptedForward):
         new = tensors_of(result)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if new or changed:
+            self.move_on()
+            self.recording.glue.append(
+                f"{name}{[a for a in leaves_in(args, kwargs) if not isinstance(a, Tensor)]}"
+            )
             untouched = {id(t) for t in tensors} - {id(t) for t in changed}
-            results = new + [t for t in changed if not any(t is m for m in new)]
-            outputs = [(i, t) for i, t in enumerate(results) if id(t) not in untouched]
+            outputs = [t for t in (*new, *changed) if id(t) not in untouched]
             if needs_grad and name not in DETACHING:
-                _require_grad([tensor for _, tensor in outputs])
-            updates = self._changed_buffers(changed)
-            self._record_function(name, names, outputs, updates, Traits(tainted, data_sized), (args, kwargs))
+                _require_grad(outputs)
+            if updates := self._changed_buffers(changed):
+                self.recording.effects.append(
+                    GlueEffect(call=self._last_call, reads=origins.reads, updates=updates)
+                )
+            for tensor in changed:
+                self._note_change(tensor, origins)
+            given = {_storage(t) for t in tensors}
+            for tensor in outputs:
+                if _storage(tensor) not in given:
+                    self.changes.pop(_storage(tensor), None)
+                flows = origins.flows if tensor.requires_grad else frozenset()
+                made_of = Origins(origins.reads, flows)
+                self.tensors[tensor] = KnownTensor(
+                    made_of, tensor._version, self._last_call, tainted, data_sized
+                )
         return result
 
-    def _record_function(
-        self,
-        name: str,
-        inputs: tuple[str, ...],
-        outputs: list[tuple[int, Tensor]],
-        updates: tuple[str, ...],
-        traits: Traits,
-        arguments: object,
-    ) -> None:
-        """A function of the glue has run. outputs: what it made or changed, with positions among its results.
-        updates: buffers that it changed."""
-        function = self.place()
-        self._stretch().append(name)
-        names = []
-        for position, tensor in outputs:
-            names.append(f"{function}:{position}" if position else function)
-            self._name_change(tensor, names[-1], traits)
-        self.recording.steps.append(
-            RecordedStep(
-                kind="glue",
-                call=self._last_call,
-                inputs=inputs,
-                outputs=tuple(names),
-                updates=updates,
-                text=f"{name}{[a for a in leaves_in(arguments) if not isinstance(a, Tensor)]}",
-            )
-        )
-
-    def _stretch(self) -> list[str]:
-        return self.recording.calls[-1].stretch if self.recording.calls else self.recording.first_stretch
-
-    def _name_change(self, tensor: Tensor, name: str, traits: Traits) -> None:
-        """A tensor is new, or has new content under a new name."""
-        before: KnownTensor | None = self.tensors.get(tensor)
-        if before is not None:
-            self.recording.changed_later.add(before.name)
-        self.storages[tensor.untyped_storage()._cdata] = name
-        self._name(tensor, name, traits)
+    def _note_change(self, tensor: Tensor, origins: Origins) -> None:
+        """A tensor has new content, and so has all that lies in its storage."""
+        storage = _storage(tensor)
+        self.recording.changed_later |= self.names_in.get(storage, set())
+        self.changes[storage] = self.changes.get(storage, Origins()) | origins
 
     @property
     def _last_call(self) -> int:
@@ -528,23 +532,31 @@ class ForwardRecorder(InterceptedForward):
         self.recording.same_stage.append(SameStage(max(self._last_call, 0), -1, why))
 
     def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
-        names = [known.name for t in changed if (known := self.tensors.get(t)) is not None]
-        return tuple(n.removeprefix("buffer:") for n in names if n.startswith("buffer:"))
+        names = [self.state_names[t] for t in changed if t in self.state_names]
+        return tuple(name for name in names if name not in self.skeleton.params)
 
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
         with CallEffects() as meter:
             if name in RANDOM:
-                with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
+                with seeded(self.seed, glue_name(self.stretch, self.index)):
                     yield
             else:
                 yield
         if meter.drew:
             self.recording.random.add(name)
+            self.recording.drew_after.add(self._last_call)
 
     def _read(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, tainted: bool
+        self,
+        function: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        origins: Origins,
+        *,
+        tainted: bool,
     ) -> Any:
         tensor = args[0]
         if tainted and self.forced:
@@ -559,12 +571,7 @@ class ForwardRecorder(InterceptedForward):
         if tainted:
             self.recording.tainted_decisions += numbers
             self.recording.decides_on_data.setdefault(self.trunk_stack[-1], False)
-            tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
-            self.recording.steps.append(
-                RecordedStep(
-                    kind="glue", call=self._last_call, inputs=self._names(tensors), outputs=(), read=True
-                )
-            )
+            self.recording.effects.append(GlueEffect(call=self._last_call, reads=origins.reads))
         return result
 
     # --- units ------------------------------------------------------------------------------------
@@ -574,10 +581,28 @@ class ForwardRecorder(InterceptedForward):
         self.call_of_storage = {s: n for s, n in self.call_of_storage.items() if s in self.meter.alive}
         open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._real_tensor, (args, kwargs)))
-        tensors = [t for leaf in leaves for t in (leaf, *tensors_inside(leaf)) if isinstance(t, Tensor)]
-        names = self._names(tensors, reader=len(self.recording.calls))
-        inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
-        traits = Traits(True, any(name in self.recording.data_sized for name in names))
+        number = len(self.recording.calls)
+        arguments: dict[int, str] = {}
+        made_of: dict[str, Origins] = {}
+        others: list[KnownTensor] = []
+        calls, data_sized = 1 << number, False
+        for index, leaf in enumerate(leaves):
+            for tensor in [leaf] if isinstance(leaf, Tensor) else tensors_inside(leaf):
+                assert isinstance(tensor, Tensor), "nothing is absent where the whole forward runs"
+                if (known := self._known(tensor, reader=number)) is None:
+                    continue
+                data_sized = data_sized or known.data_sized
+                before = self._calls_before(known)
+                calls |= before
+                if tensor is not leaf or known.name in made_of or not self._belongs_to_last_call(before):
+                    others.append(known)
+                    continue
+                arguments[index] = f"{name}<{index}"
+                made_of[arguments[index]] = known.origins
+                self._name(
+                    tensor, arguments[index], tainted=known.tainted, data_sized=known.data_sized, calls=before
+                )
+        self.calls_of.append(calls)
         run = IsolatedCall(self.skeleton, unit, leaves)
         with seeded(self.seed, name):
             self.meter.drew = False
@@ -587,16 +612,15 @@ class ForwardRecorder(InterceptedForward):
         if run.changed_attributes:
             self.recording.changed_attributes[unit.fqn] = run.changed_attributes
         outputs, flat = run.detached_outputs(f"{name}:0" if name in self.batch else name)
-        for output in outputs:
-            if output.kind != "same":
-                self._name_change(run.outputs[output.name], output.name, traits)
         for storage in self.meter.alive:
-            self.call_of_storage.setdefault(storage, len(self.recording.calls))
+            self.call_of_storage.setdefault(storage, number)
         self.recording.calls.append(
             UnitCall(
                 name=name,
                 unit=unit.fqn,
-                inputs=inputs,
+                arguments=arguments,
+                made_of=made_of,
+                others=_union(others),
                 outputs=outputs,
                 spec=built,
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in flat),
@@ -604,20 +628,23 @@ class ForwardRecorder(InterceptedForward):
                 updates=run.updates,
             )
         )
-        self.recording.steps.append(
-            RecordedStep(
-                kind="call",
-                call=self._last_call,
-                inputs=names,
-                updates=run.updates,
-                outputs=tuple(o.name for o in outputs if o.kind != "same"),
-            )
-        )
+        for output in outputs:
+            if output.kind != "same":
+                tensor = run.outputs[output.name]
+                if output.kind == "argument":
+                    reads = frozenset({output.name})
+                    self._note_change(tensor, Origins(reads, reads if tensor.requires_grad else frozenset()))
+                self._name(tensor, output.name, tainted=True, data_sized=data_sized, calls=calls)
         return tree_unflatten(flat, built)
 
-    def _leaf_name(self, leaf: Any) -> str | None:
-        known: KnownTensor | None = self.tensors.get(leaf) if isinstance(leaf, Tensor) else None
-        return known.name if known is not None else None
+    def _calls_before(self, known: KnownTensor) -> int:
+        return reduce(or_, (self.calls_before[name] for name in known.origins.reads), 0)
+
+    def _belongs_to_last_call(self, calls: int) -> bool:
+        """Whether what depends on these calls can be made where the last one ran: it needs its results, and
+        nothing but what that needed."""
+        last = self._last_call
+        return last >= 0 and bool(calls & (1 << last)) and not calls & ~self.calls_of[last]
 
     def _record_replaced_buffers(self) -> None:
         """Buffers and attributes that the glue replaced by new tensors; the resting ones come back."""
@@ -626,9 +653,10 @@ class ForwardRecorder(InterceptedForward):
             if tensor is self.skeleton.resting(name):
                 continue
             known: KnownTensor | None = self.tensors.get(tensor)
-            for index, step in enumerate(self.recording.steps):
-                if known is not None and known.name in step.outputs:
-                    self.recording.steps[index] = replace(step, updates=(*step.updates, name))
+            if known is not None and not is_source(known.name):
+                self.recording.effects.append(
+                    GlueEffect(call=known.made, reads=known.origins.reads, updates=(name,))
+                )
         self.skeleton.rest()
 
     @contextmanager
@@ -665,3 +693,11 @@ def _require_grad(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.requires_grad_()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _union(tensors: Iterable[KnownTensor]) -> Origins:
+    return reduce(or_, (known.origins for known in tensors), Origins())

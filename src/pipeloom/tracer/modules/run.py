@@ -3,24 +3,23 @@
 The forward runs from its start. Units of other stages are stubs that return what was received, or tensors
 without data; glue runs where its data is. The run ends at the first unit behind the stage's own ones.
 
-    forward    embed     x + p    blocks.0   x + y    blocks.1   x + y    head     loss
-    stage 0    runs      runs     runs       sends    stops
-    stage 1    stub      shapes   stub       gets     runs       sends    stops
-    stage 2    stub      shapes   stub       shapes   stub       gets     runs     runs
+    forward    embed     x + p    blocks.0   x + y    blocks.1        x + y    head            loss
+    stage 0    runs      runs     runs       runs     sends, stops
+    stage 1    stub      shapes   stub       shapes   gets, runs      runs     sends, stops
+    stage 2    stub      shapes   stub       shapes   stub            shapes   gets, runs      runs
 
-sends: it runs, and the result is bound to the name of a value that crosses.  gets: it runs for its shape
-only, and stands for the received tensor of that name from then on.  shapes: no data, on the meta device.
+sends: the argument that a unit is called with is bound to the name of a value that crosses.  gets: the
+received tensor of that name takes its place, here and wherever else it is read.  shapes: no data, on the
+meta device.
 
-A value that crosses is bound, on both sides alike, where the recorded run made it: at a unit's output, or at
-the same function of the same stretch of glue. Where the glue takes another way than recorded and does not
-make it, it is bound as the argument, at the same position, of the unit call at which its stage stops. So a
-branch on data between modules may change what runs; what it cannot do is make other values cross: then a
-unit finds an argument without data, and says so. Nothing is ever bound to a tensor that is not the sender's.
+A value that crosses is bound at the edge of a unit, on both sides alike: what a call returns, and what the
+call behind the sender is called with. Where the glue takes another way than recorded, that is the argument,
+at the same position, of whichever unit comes next. So a branch on data between modules may change what runs;
+what it cannot do is make other values cross: then a unit finds an argument without data, and says so.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CutError
@@ -49,7 +48,7 @@ from .absent import (
     sendable_leaf,
 )
 from .intercept import InterceptedForward, call_name, glue_name
-from .ops import ModuleOp, is_dynamic
+from .ops import ModuleOp
 from .path import PATH_PREFIX, ForwardPath
 from .record import LOSS, RecordedRun, UnitCall
 from .skeleton import ModuleUnit, Skeleton
@@ -94,9 +93,9 @@ class StageTask:
     """One stage of a cut.
 
     module_ops: all ops.  own_ops: numbers of this stage's.
-    sends, receives: names of values that cross, without those that carry paths.
+    sends: names of values that it sends, without those that carry paths.
     stop: where it stops.  sources: stage -> where that stops, for stages that it receives from.
-    source_of: received value -> stage.  units: all, in the order of their numbers in a path.
+    units: all, in the order of their numbers in a path.
     """
 
     stage: int
@@ -106,24 +105,9 @@ class StageTask:
     has_other_stages: bool
     makes_loss: bool
     sends: frozenset[str]
-    receives: frozenset[str]
     stop: StopPoint
     sources: Mapping[int, StopPoint]
-    source_of: Mapping[str, int]
     units: tuple[str, ...]
-
-    @cached_property
-    def dynamic(self) -> bool:
-        """Whether the forward may call other units than recorded."""
-        return is_dynamic(self.recording, self.module_ops)
-
-    def made_at(self, name: str) -> int:
-        """Number of the recorded unit call that makes a value, or in whose stretch it is made; -1 before."""
-        return self._made_at[name]
-
-    @cached_property
-    def _made_at(self) -> Mapping[str, int]:
-        return {name: step.call for step in self.recording.steps for name in step.outputs}
 
     @property
     def last(self) -> int:
@@ -133,13 +117,11 @@ class StageTask:
     def before(self) -> StageTask:
         """The same run, ended where this stage's own modules would start."""
         first = min(call for index in self.own_ops for call in self.module_ops[index].calls)
-        nothing: frozenset[str] = frozenset()
         return replace(
             self,
             own_ops=frozenset(),
             makes_loss=False,
-            sends=nothing,
-            receives=nothing,
+            sends=frozenset(),
             sources={},
             stop=StopPoint(last=first - 1, arguments={}),
         )
@@ -147,19 +129,6 @@ class StageTask:
     @cached_property
     def random(self) -> frozenset[str]:
         return RANDOM | self.recording.random
-
-    @cached_property
-    def stretches(self) -> frozenset[str]:
-        """Stretches of glue in which something that crosses is made."""
-        return frozenset(name.partition("/")[0] for name in self.sends | self.receives if "/" in name)
-
-    def stretch(self, name: str) -> Sequence[str]:
-        """Functions that the glue called after a unit call in the recorded run."""
-        return self._stretches.get(name, ())
-
-    @cached_property
-    def _stretches(self) -> Mapping[str, Sequence[str]]:
-        return {"": self.recording.first_stretch} | {c.name: c.stretch for c in self.recording.calls}
 
     def place(self, unit: str, number: int) -> CallPlace:
         """Where a unit call belongs."""
@@ -202,7 +171,6 @@ def derive_stage_task(
     number = {module_op.name: i for i, module_op in enumerate(module_ops)}
     op_numbers = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
     sends = {c.value.name for c in stages.crossings if c.source == index}
-    receives = {c.value.name for c in stages.crossings if c.target == index}
     stops = [_stop_point(recording, [module_ops[i] for i in numbers]) for numbers in op_numbers]
     return StageTask(
         stage=index,
@@ -212,18 +180,16 @@ def derive_stage_task(
         has_other_stages=len(stages.stages) > 1,
         makes_loss=index == stages.loss_stage,
         sends=frozenset(n for n in sends if not n.startswith(PATH_PREFIX) and n != LOSS),
-        receives=frozenset(n for n in receives if not n.startswith(PATH_PREFIX)),
         stop=stops[index],
         sources={s: stops[s] for s in stages.predecessors[index]},
-        source_of={c.value.name: c.source for c in stages.crossings if c.target == index},
         units=units,
     )
 
 
 def _stop_point(recording: RecordedRun, module_ops: Sequence[ModuleOp]) -> StopPoint:
     last = max(call for module_op in module_ops for call in module_op.calls)
-    behind = recording.calls[last + 1].inputs if last + 1 < len(recording.calls) else ()
-    return StopPoint(last=last, arguments={i: name for i, name in enumerate(behind) if name})
+    behind = recording.calls[last + 1].arguments if last + 1 < len(recording.calls) else {}
+    return StopPoint(last=last, arguments=behind)
 
 
 class _Stop(BaseException):
@@ -248,8 +214,7 @@ class StageRun(InterceptedForward):
     resolved: tensor without data -> the received one that it stands for.
     overwritten: storages with new content that is on another stage.
     stages_passed: stages we receive from that have stopped where this run is.
-    as_recorded: whether the glue since the last unit call has run as recorded.
-    versions, made_after: of bound values, their version counter then, and how many unit calls came before.
+    versions: of bound values, their version counter then.
     """
 
     def __init__(
@@ -274,9 +239,7 @@ class StageRun(InterceptedForward):
         self.resolved: Any = WeakTensorKeyDictionary()
         self.overwritten: dict[int, Tensor] = {}
         self.stages_passed: set[int] = set()
-        self.as_recorded = True
         self.versions: dict[str, int] = {}
-        self.made_after: dict[str, int] = {}
 
     def run(self, job: Job, batch: Mapping[str, Tensor]) -> StageRunResult:
         """Run the stage's part. State has been put into the skeleton."""
@@ -292,11 +255,17 @@ class StageRun(InterceptedForward):
         return self.result
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
-        run, _, *arguments = args  # what another stage checkpoints is no concern of this one
+        run, preserve, *arguments = args
         with self._passing():
-            absent = any(self._absent(leaf) for leaf in leaves_in(*arguments) if isinstance(leaf, Tensor))
-        here = not absent and missing_in(*arguments) is None
-        return super().checkpoint(apply, args) if here else run(*arguments)
+            leaves, spec = tree_flatten(arguments)
+            if (unit := self._unit_of(run)) is not None:  # it is called with what crosses as its arguments
+                self._bind_arguments(self.task.place(unit.fqn, self.counts[unit.fqn]), leaves)
+            leaves = [self._resolve(leaf) for leaf in leaves]
+            here = not any(self._absent(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        arguments = tree_unflatten(leaves, spec)
+        if here and missing_in(leaves) is None:
+            return super().checkpoint(apply, (run, preserve, *arguments))
+        return run(*arguments)  # what another stage checkpoints is no concern of this one
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.task.makes_loss:
@@ -348,7 +317,7 @@ class StageRun(InterceptedForward):
         if name in READS and tensors:
             return self._read(function, name, args, kwargs, absent=absent or missing is not None)
         if missing is not None:
-            return self._bind_results(name, missing, [])
+            return self._count(missing, [])
         if absent and name in SILENT:
             return MissingValue(f"the result of {name}")
         if not absent:
@@ -361,7 +330,7 @@ class StageRun(InterceptedForward):
         result, changed = call_without_data(function, name, args, kwargs, self._decided)
         for tensor in changed:
             self._mark_overwritten(tensor)
-        return self._bind_results(name, result, changed)
+        return self._count(result, changed)
 
     def _compute(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -369,66 +338,33 @@ class StageRun(InterceptedForward):
         """Run a function whose data is all here."""
         versions = [t._version for t in tensors]
         if name in self.random:
-            with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
+            with seeded(self.seed, glue_name(self.stretch, self.index)):
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
-        return self._bind_results(name, result, changed)
+        return self._count(result, changed)
 
-    def _bind_results(self, name: str, result: Any, changed: list[Tensor]) -> Any:
-        """Bind what a function made, or changed in place, if it crosses."""
-        flat, spec = tree_flatten(result)
-        new = [leaf for leaf in flat if isinstance(leaf, (Tensor, MissingValue))]
-        if not new and not changed:
-            return result
-        stretch, index = self.stretch, self.index
-        self.index += 1
-        recorded = self.task.stretch(stretch)
-        self.as_recorded = self.as_recorded and recorded[index : index + 1] == [name]
-        if not self.as_recorded or stretch not in self.task.stretches:
-            return result
-        extra = [t for t in changed if not any(t is m for m in new)]
-        bound = [self._bind(glue_name(stretch, index, i), leaf) for i, leaf in enumerate([*new, *extra])]
-        parts = iter(bound)
-        flat = [next(parts) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in flat]
-        return tree_unflatten(flat, spec)
+    def _count(self, result: Any, changed: list[Tensor]) -> Any:
+        """Random functions are seeded by how many made or changed tensors before them."""
+        if changed or any(isinstance(leaf, (Tensor, MissingValue)) for leaf in tree_leaves(result)):
+            self.move_on()
+        return result
 
     def _bind(self, name: str, leaf: Any) -> Any:
         """A tensor that may cross has been made, here or on another stage."""
         if name in self.received:
-            if self._comes_as_argument(name):
-                return leaf
             self.bound_inputs.add(name)
             if isinstance(leaf, Tensor):
                 self.resolved[leaf] = self.received[name]
             return self.received[name]
         if name in self.task.sends:
-            self.result.bound[name] = self._data(leaf, name)
-            self.versions[name] = self.result.bound[name]._version
-            self.made_after[name] = len(self.result.path.calls)
+            tensor = self._data(leaf, name)
+            # what is sent is what it is now
+            tensor = tensor.clone() if name in self.task.recording.changed_later else tensor
+            self.result.bound[name] = tensor
+            self.versions[name] = tensor._version
         return leaf
-
-    def _comes_as_argument(self, name: str) -> bool:
-        """Whether the sender, which called other units afterwards than recorded, sends what it called the
-        next unit with instead."""
-        entry = self.task.sources[self.task.source_of[name]]
-        if not self.task.dynamic or name not in entry.arguments.values():
-            return False
-        calls = self.earlier_path.calls
-        counts: Counter[int] = Counter()
-        end = len(calls)
-        for index, number in enumerate(calls):
-            if self.task.place(self.task.units[number], counts[number]).position > entry.last:
-                end = index
-                break
-            counts[number] += 1
-        done = len(self.result.path.calls)
-        return not self._as_recorded_after(name, calls[done:end], entry)
-
-    def _as_recorded_after(self, name: str, calls: Sequence[int], entry: StopPoint) -> bool:
-        recorded = self.task.recording.calls[self.task.made_at(name) + 1 : entry.last + 1]
-        return [self.task.units[number] for number in calls] == [call.unit for call in recorded]
 
     def _read(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, absent: bool
@@ -462,11 +398,12 @@ class StageRun(InterceptedForward):
         place = self.task.place(unit.fqn, number)
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [self._resolve(leaf) for leaf in leaves]
-        self._bind_arguments(place.position, leaves)
+        self._bind_arguments(place, leaves)
         leaves = [self._resolve(leaf) for leaf in leaves]
-        self.as_recorded = place.call is not None
         if not place.runs_here and place.position > self.task.last:
-            self._stop_before(unit, leaves)
+            self._bind_all(self.task.stop.arguments, leaves)
+            self._note_call(unit)  # so that the next stage can see that it takes the same way
+            raise _Stop
         self._note_call(unit)
         name = call_name(unit.fqn, number)
         call = place.call if self.training else self.task.recording.evaluation_calls.get(name, place.call)
@@ -476,34 +413,21 @@ class StageRun(InterceptedForward):
             return MissingValue(f"the result of {name}, which was not called when captured", self._decided)
         return self._stub(unit, call, leaves)
 
-    def _bind_arguments(self, position: int, leaves: list[Any]) -> None:
-        """Where a stage we receive from stops, what it did not make as recorded is among the arguments."""
+    def _bind_arguments(self, place: CallPlace, leaves: list[Any]) -> None:
+        """Bind what crosses as an argument of this call: as recorded, and where a stage that we receive from
+        has stopped, whichever call this is."""
         for stage, entry in self.task.sources.items():
-            if stage in self.stages_passed or position <= entry.last:
-                continue
-            self.stages_passed.add(stage)
-            for index, name in entry.arguments.items():
-                if name not in self.received or name in self.bound_inputs or index >= len(leaves):
-                    continue
-                if isinstance(leaves[index], MissingValue):
-                    leaves[index] = self.received[name]
-                elif isinstance(leaves[index], Tensor) and self._absent(leaves[index]):
-                    self.resolved[leaves[index]] = self.received[name]
-                self.bound_inputs.add(name)
+            if stage not in self.stages_passed and place.position > entry.last:
+                self.stages_passed.add(stage)
+                self._bind_all(entry.arguments, leaves)
+        if place.call is not None:
+            self._bind_all(place.call.arguments, leaves)
 
-    def _stop_before(self, unit: ModuleUnit, leaves: list[Any]) -> None:
-        """The stage is done. What it did not make as recorded is the argument of the next unit."""
-        for index, name in self.task.stop.arguments.items():
-            if name not in self.task.sends or index >= len(leaves):
-                continue
-            since = self.result.path.calls[self.made_after.get(name, 0) :]
-            is_bound = name in self.result.bound
-            if not is_bound or (
-                self.task.dynamic and not self._as_recorded_after(name, since, self.task.stop)
-            ):
-                self._bind(name, leaves[index])
-        self._note_call(unit)  # so that the next stage can see that it takes the same way
-        raise _Stop
+    def _bind_all(self, names: Mapping[int, str], leaves: list[Any]) -> None:
+        for index, name in names.items():
+            done = name in self.bound_inputs or name in self.result.bound
+            if not done and index < len(leaves) and isinstance(leaves[index], (Tensor, MissingValue)):
+                leaves[index] = self._bind(name, leaves[index])
 
     def _note_call(self, unit: ModuleUnit) -> None:
         """Note a call. Raises: CutError if earlier stages called another unit here."""
