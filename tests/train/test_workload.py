@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import Job
-from pipeloom.train.config import Config, DataConfig, ModelConfig
+from pipeloom.train.config import Config, DataConfig, ModelConfig, read_config
 from pipeloom.train.model import GPT
 from pipeloom.train.workload import derive_seed, gpt_workload, job_of, job_workload, tokens_of
 
@@ -29,6 +29,14 @@ def test_no_byte_sees_the_ones_after_it() -> None:
     inputs["input_ids"][:, 5:] = 0
     after = model(**inputs).logits
     assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_a_model_of_which_one_size_is_set_has_the_usual_others() -> None:
+    """msgspec leaves defaults that a table does not name in the class, where `vars` does not find them."""
+    set_so = job_of(read_config(None, ["model.width=16"])).model()
+    built_so = job_of(Config(model=ModelConfig(width=16))).model()
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (set_so, built_so)]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

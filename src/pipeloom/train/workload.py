@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ def gpt_workload(config: Config) -> Workload:
     return Workload(
         job=Job(
             name=config.name,
-            model=lambda: GPT(**vars(config.model)),
+            model=lambda: GPT(**asdict(config.model)),
             batch=lambda seed, size: batch(train, seed, size),
             weight=lambda batch: batch["labels"].numel(),
             optimizer=lambda parameters: make_optimizer(config, parameters),
