@@ -265,6 +265,7 @@ class GlooTransport:
     def close(self) -> None:
         for waiter in self._send_waiters.values():
             waiter.close()
+        self._last_collective = None
         self._open.clear()
         self._group = None
 
