@@ -104,17 +104,17 @@ def save(
     lower = {key for _, keys in parts[:rank] for key in keys}
     name, written, problem = f"rank-{rank}.safetensors", dict[str, tuple[int, int]](), None
     tensors = {key: tensor for key, tensor in tensors.items() if key not in lower}
-    if tensors:
-        try:
+    try:
+        if tensors:
             _write(partial / name, tensors)
-            written = files.checksums(partial, [name])
-        except (OSError, SafetensorError) as error:
-            # The library's text is long; a full disk is the usual reason.
-            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            problem = CheckpointError(
-                f"cannot write checkpoint {partial.with_suffix('')}: {reason}",
-                hint="is the disk full, and do all ranks see it? checkpoints that were complete before stay",
-            )
+        written = files.checksums(partial, [name] if tensors else [])
+    except (OSError, SafetensorError) as error:
+        # The library's text is long; a full disk is the usual reason.
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        problem = CheckpointError(
+            f"cannot write checkpoint {partial.with_suffix('')}: {reason}",
+            hint="is the disk full, and do all ranks see it? checkpoints that were complete before stay",
+        )
     try:
         sums = _agree((problem, written), channel, _SAVE)
     except CheckpointError:
