@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ir.cluster import MiB
 from ..ir.timeline import Timeline
 
 
@@ -68,19 +67,3 @@ def summarise(timeline: Timeline) -> Summary:
             for rank in range(timeline.ranks)
         ),
     )
-
-
-def describe(summary: Summary) -> str:
-    """A few lines of text.
-
-    >>> ranks = (RankSummary(rank=0, busy_s=1.5, wait_s=0.5, peak_bytes=3 * MiB, peaks={}),)
-    >>> print(describe(Summary(step_s=2.0, bubble=0.25, ranks=ranks)))
-    step 2.0000 s, bubble 25.0 %
-    rank 0: busy 1.5000 s, waits 0.5000 s, peak 3.0 MiB
-    """
-    lines = [f"step {summary.step_s:.4f} s, bubble {100 * summary.bubble:.1f} %"]
-    for r in summary.ranks:
-        lines.append(
-            f"rank {r.rank}: busy {r.busy_s:.4f} s, waits {r.wait_s:.4f} s, peak {r.peak_bytes / MiB:.1f} MiB"
-        )
-    return "\n".join(lines)
