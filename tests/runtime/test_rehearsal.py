@@ -83,8 +83,9 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
             dict(pipeline.weights.newest_state),
             pipeline.weights.last_gradients,
             copy.deepcopy(optimizer.state_dict()) if optimizer else None,
-            # Without a flush steps overlap: whether a message still counts depends on the others' pace.
-            (pipeline.ledger.at_peak, pipeline.report.peak_bytes) if plan.weights == "flush" else None,
+            pipeline.ledger.peak,
+            pipeline.ledger.at_peak,
+            pipeline.report.peak_bytes if plan.weights == "flush" else None,
         )
 
     return runs.each_rank(job, plan, rank, clip_norm=0.5, keep_gradients=True, **options)
