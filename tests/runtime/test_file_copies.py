@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,13 @@ def there_and_back(tier: FileTier) -> None:
     copy = offload(tier)
     copy.reload()
     copy.take(never)
+
+
+def test_no_thread_starts_in_a_step(tier: FileTier) -> None:
+    """Where no memory was left for its stack, Python waited for the thread for ever."""
+    before = {thread.ident for thread in threading.enumerate()}
+    there_and_back(tier)
+    assert {thread.ident for thread in threading.enumerate()} == before
 
 
 def failing(error: BaseException) -> Callable[..., Any]:

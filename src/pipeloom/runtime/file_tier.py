@@ -189,6 +189,8 @@ class FileTier:
         self._lock = threading.Lock()
         # One thread per direction, so that a copy back overtakes the copies there behind it.
         self._out, self._in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        for thread in (self._out, self._in):
+            thread.submit(int).result()  # starts it now: in a step there may be no memory left for its stack
 
     def offload(self, action: str, residuals: Tensors) -> FileCopy:
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
