@@ -1,4 +1,4 @@
-"""What the processes of test_dist_channel.py run: as a script `dist_targets.py NAME`, and
+"""What the processes of test_channel_of_processes.py run: as a script `dist_targets.py NAME`, and
 `dist_targets.py NAME RANKS ARGUMENTS` to launch so many of them."""
 
 import os

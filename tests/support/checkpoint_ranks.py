@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: what the processes of `runtime/test_dist_channel.py` save and load."""
+"""Checkpoints of several ranks: what the processes of `test_channel_of_processes.py` save and load."""
 
 import json
 from collections.abc import Callable, Iterator
