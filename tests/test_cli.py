@@ -65,7 +65,6 @@ def test_planners_are_listed() -> None:
 def test_sizes_of_a_plan_are_in_full_and_only_what_there_is_has_a_column(
     ways: tuple[str, ...], reads: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last letters of caps were cut off, as "12.0 M…", where a table was wider than 120 letters."""
     row = {one.name: 1 for one in fields(PlannedStage)} | {"offload_ratio": None, "link_use": None}
     row |= {name: 0 for name in ("stage", "rank", "recomputed_bytes", "offloaded_bytes")}
     row |= {f"{way}_bytes": 1000 * 2**20 + 2**17 for way in ways} | {"cap_bytes": 999 * 2**20}
@@ -170,7 +169,6 @@ def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, 
     ],
 )
 def test_files_are_looked_at_before_torch_is_loaded(folder: Path, words: list[str]) -> None:
-    """A missing file was said after half a minute: after capture, or what was to be written after all."""
     done = process(f"main({words})")
     assert done.returncode == 2 and done.stderr.startswith("error: cannot "), done.stderr
     assert "torch" not in done.stdout.split()
@@ -187,7 +185,6 @@ def test_first_and_last_ranks_share_nodes_if_asked(folder: Path) -> None:
 
 
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
-    """A full disk under standard output gave our traceback."""
     command = [sys.executable, "-m", "pipeloom", "schedule", "show", "1f1b"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -305,7 +302,6 @@ def with_optimizers(folder: Path) -> Path:
 
 
 def test_two_optimizers_in_one_are_planned_simulated_and_verified(with_optimizers: Path) -> None:
-    """A saved graph had what the optimizer takes on CPUs, not on the devices that it was saved for."""
     model = "optimizers_of_mine.py:both"
     good("plan", model, *TWO_CARDS, "--ranks", "2", "-o", "plan.json")
     kept = [stage["memory"]["optimizer"] for stage in json.loads(Path("plan.json").read_text())["stages"]]

@@ -1,10 +1,8 @@
-"""Planning for this machine's CPU with a folder to offload to; links that are slow; real processes."""
+"""Planning for this machine's CPU with a folder to offload to; links that are slow."""
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +14,6 @@ import pytest
 import runs
 import torch
 from deep import ROWS, TANH
-from offloaded_ranks import MICROBATCHES, compare_folders
 
 from pipeloom import Options, Pipeline, plan, simulate
 from pipeloom.clusters.names import cpu_cluster
@@ -30,10 +27,9 @@ from pipeloom.planner.request import PlanOptions
 from pipeloom.planning import make_request
 from pipeloom.profiler.host_copies import file_tier
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.file_tier import FileTier, lies_in_memory
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.file_tier import FileTier
 
-SHM = Path("/dev/shm")
+MICROBATCHES = 8
 Disk = Callable[[float], None]
 
 
@@ -171,26 +167,3 @@ def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
     for (gradients, peak), (wanted, before) in zip(trained(made, tmp_path), expected, strict=True):
         assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
         assert max(peak, before) <= cap
-
-
-def test_two_processes_offload_and_fit(tmp_path: Path, disk: Disk) -> None:
-    """Under a cap that only offloading keeps, to memory and to a slow disk."""
-    if not (SHM.is_dir() and lies_in_memory(SHM)):
-        pytest.skip("this system has no tmpfs on /dev/shm")
-    disk(1e12)
-    make = planner(2)
-    free = make()
-    cap = round(0.8 * max(free.peaks))
-    capped = make(memory=cap, offload_dir=tmp_path, treatments=("offload",))
-    slow, results = tmp_path / "disk", tmp_path / "results"
-    results.mkdir()
-    with tempfile.TemporaryDirectory(dir=SHM) as memory:
-        assert launch(compare_folders, 2, args=(free, capped, Path(memory), slow, results)) == 0
-        assert list(Path(memory).iterdir()) == list(slow.iterdir()) == []
-    ranks = [json.loads((results / str(rank)).read_text()) for rank in range(2)]
-    assert any(rank["free"]["peak"] > cap for rank in ranks), "without offloading it does not fit"
-    for where in ("memory", "slow disk"):
-        assert any(rank[where]["offloaded"] > 0 for rank in ranks), "something is offloaded"
-        for rank in ranks:
-            assert rank[where]["peak"] <= cap == rank[where]["cap"]
-            assert rank[where]["losses"] == rank["free"]["losses"], "the same numbers to the last bit"

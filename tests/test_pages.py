@@ -30,6 +30,9 @@ FILE_NAME = re.compile(r"# ([\w-]+\.(?:py|toml|txt))\n")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|toml))?)`")
 WRITTEN_BY_RUNS = {"runs/", "checkpoint/", "step-00000300/"}
+TAKE_LONGER = ("planning", "memory-and-offloading")
+"""Pages whose commands have quick tests of their own."""
+
 ANY_OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -106,7 +109,14 @@ def pages_with(mark: str) -> list[Path]:
     return [page for page in PAGES if any(b.mark == mark and not b.file for b in blocks(page))]
 
 
-@pytest.mark.parametrize("page", pages_with(""), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem in TAKE_LONGER else ())
+        for page in pages_with("")
+    ],
+    ids=lambda page: page.stem,
+)
 def test_quick_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(page, tmp_path, monkeypatch, {""})
 

@@ -147,7 +147,6 @@ FEW = {"microbatch_size": 2, "microbatches": 4, "planner": "balanced"}
     ],
 )
 def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: str, most: int) -> None:
-    """The hint named 55 stages where the next refusal left 32, and 32 stages where 16 ranks would do."""
     captured = capture_of(SEEN)
     wiring = Readers(captured.graph)
     assert (len(wiring.ops), len(wiring.cut_points) - 1) == (55, 32)
@@ -168,7 +167,6 @@ def test_no_more_are_advised_than_there_are_devices(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.7, 0.9])
 def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> None:
-    """The hint was "use 4 stages on 4 devices", where nobody had named any."""
     job = zoo.job("gpt2")
     captured = capture_of(job)
     costs = planning.estimate(captured.graph, cpu_cluster(1))["cpu"]

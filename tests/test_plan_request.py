@@ -109,7 +109,6 @@ def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe"])
 def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None:
-    """Half of one byte was said to be a device without memory."""
     with pytest.raises(InfeasibleError):
         request_for(1, schedule=schedule, treatments=None).plan(captured(), explained=False)
 
@@ -250,7 +249,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize(("schedule", "width"), [("1f1b", 2), ("zb_v", 1), ("zb_v", 2)])
 def test_a_config_that_follows_a_plan_is_for_its_ranks(schedule: str, width: int) -> None:
-    """Ranks were taken for stages: a config that followed a wide plan asked for as many stages as ranks."""
     wide = side_by_side(schedule=schedule, replicas=width)
     settings = follow_plan(Config(), wide, ()).pipeline
     assert (settings.ranks, settings.replicas, settings.microbatches) == (2, width, 8)

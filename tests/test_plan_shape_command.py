@@ -84,17 +84,18 @@ def test_it_needs_devices_a_batch_and_layers(folder: Path) -> None:
 
 def test_by_default_plans_are_simulated(folder: Path) -> None:
     """The chosen shape is at least as fast as any other whose plan is asked for by hand."""
-    best = figures(*AUTO, "--weights", "2bw", "-o", "plan.json")
+    few = ("--global-batch", "8", "--weights", "2bw")
+    best = figures(*AUTO, *few, "-o", "plan.json")
     plan = load_plan(Path("plan.json"))
     assert len(plan.stages) == best["depth"] == len(best["stages"])
     assert (plan.weights, plan.microbatch_size) == ("2bw", best["microbatch_size"])
-    assert best["microbatches"] * best["microbatch_size"] * best["width"] == 32
+    assert best["microbatches"] * best["microbatch_size"] * best["width"] == 8
     assert (plan.width, plan.predicted_step_s) == (best["width"], best["step_s"])
-    assert best["rows_per_s"] == pytest.approx(32 / best["step_s"])
-    shapes_by_hand = ((1, 1, 32), (1, 2, 16), (2, 2, 8), (2, 2, 4), (4, 1, 8), (1, 4, 8), (1, 4, 4))
+    assert best["rows_per_s"] == pytest.approx(8 / best["step_s"])
+    shapes_by_hand = ((1, 2, 4), (2, 2, 2), (1, 4, 1))
     for width, stages, rows in shapes_by_hand:
         sizes = ("--replicas", width, "--ranks", stages, "--microbatch-size", rows)
-        words = (*BY_CLUSTER, *sizes, "--no-what-if", "--weights", "2bw")
+        words = (*BY_CLUSTER, *sizes, "--no-what-if", *few)
         done = run(*words, "--json")
         if done.exit_code == 0:
             assert json.loads(done.stdout)["predicted_step_s"] >= best["step_s"] * 0.999

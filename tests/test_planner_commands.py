@@ -22,9 +22,6 @@ SEARCHED = ("auto",)
 """Planners whose plan of this model has a searched order, which is no schedule of the library."""
 
 every_planner = pytest.mark.parametrize("name", PLANNERS)
-quick_for_searched_orders = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SEARCHED else pytest.mark.slow) for name in PLANNERS]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +69,8 @@ def test_a_plan_is_verified(name: str) -> None:
     assert figures("verify", MODEL, "--plan", "plan.json")["passed"]
 
 
-@quick_for_searched_orders
+@pytest.mark.slow
+@every_planner
 def test_a_plan_for_this_machine_is_planned_again_and_rehearsed_and_a_plan_is_timed(
     folder: Path, name: str, steady_times: None
 ) -> None:

@@ -101,7 +101,6 @@ def test_clusters_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> None:
-    """It was made at the capture for CPUs, and again for the devices."""
     made: list[torch.optim.Optimizer] = []
 
     def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -123,7 +122,6 @@ def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> Non
 def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
     momentum: float, more: dict
 ) -> None:
-    """Adam's was counted."""
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
     job, cluster = replace(zoo.job("gpt"), optimizer=sgd), cpu_cluster(2 * more.get("replicas", 1))
     unknown = capture_of(job).graph
@@ -135,7 +133,6 @@ def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
 
 
 def test_a_plan_has_the_caps_of_the_devices_that_it_was_made_for() -> None:
-    """They were dropped when a cluster was given, so such a plan ran without caps."""
     sizes = (64 * MiB, 32 * MiB)
     devices = zip(cpu_cluster(2).devices, sizes, strict=True)
     unequal = replace(
@@ -243,7 +240,6 @@ def test_a_file_of_actions_is_a_schedule(tmp_path: Path) -> None:
 
 
 def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
-    """Each stage was held against the whole rank's cap, by what it would hold under 1F1B."""
     found = planned("zb_v", memory="1MiB")
     step = simulated(found, "1MiB")
     assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))

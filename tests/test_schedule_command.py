@@ -225,7 +225,6 @@ def test_one_schedule_that_cannot_be_does_not_end_a_comparison() -> None:
 
 
 def test_a_drawing_goes_on_below_where_numbers_have_no_room() -> None:
-    """Blocks of 1F1B on 8 ranks with 16 micro-batches had their letters only."""
     drawn = good("show", "1f1b", "-p", "8", "-m", "16")
     for rank in range(8):
         lines = [line for line in drawn.splitlines() if line.startswith(f"rank {rank} ")]
@@ -309,17 +308,6 @@ def test_check_holds_a_file_against_a_graph_of_stages(folder: Path) -> None:
     assert "they wait in a circle" in call("check", "towers.csv").stderr
 
 
-def test_diff_names_the_first_place_of_each_rank() -> None:
-    found = read("diff", "1f1b", "zb_h1", "-p", 2, "-m", 3)
-    assert found["step_s"] == [12.0, 10.0]
-    assert found["divergences"] == [
-        {"rank": 0, "place": 2, "actions": ["0B0", "0I0"], "starts_s": [4.0, 3.0]},
-        {"rank": 1, "place": 1, "actions": ["1B0", "1I0"], "starts_s": [2.0, 2.0]},
-    ]
-    idle = [sum(values) for values in zip(*found["idle"].values(), strict=True)]
-    assert idle == pytest.approx([2 * 12 - 18, 2 * 10 - 18])
-
-
 def test_diff_of_the_same_schedule() -> None:
     assert "the same actions in the same order" in good("diff", "1f1b", "1f1b", "-p", 2, "-m", 3)
 
@@ -352,13 +340,3 @@ def test_why_of_a_stage_on_several_ranks(folder: Path) -> None:
     chain = read("why", f"{file}:wide", "2F1", "-p", 2, "-m", 2)
     assert (chain[0]["reason"], chain[0]["cause"]) in [("message", "0F1"), ("partner", "0F1")]
     assert chain[-1]["action"] == "0F0"
-
-
-def test_what_saves_most_comes_first() -> None:
-    found = read("sensitivity", "1f1b", "-p", 2, "-m", 4, "-F", "1,2", "-I", "1,2", "-W", "1,2", "-T", "0.25")
-    assert found["changes"][0]["stage"] == 1
-    saved = [change["saved_s"] for change in found["changes"]]
-    assert saved == sorted(saved, reverse=True) and len(saved) == 7
-    # Rank 1 runs four F of 2 without a pause behind the first message.
-    one = next(c for c in found["changes"] if (c["what"], c["stage"]) == ("F", 1))
-    assert one["saved_s"] == pytest.approx(0.8)

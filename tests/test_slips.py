@@ -83,7 +83,6 @@ def test_no_checkpoint_to_keep(tmp_path: Path) -> None:
 
 
 def test_paths_and_clusters_may_be_text(tmp_path: Path) -> None:
-    """They gave AttributeError: 'str' object has no attribute ..."""
     job, path, kept = two_linears(), f"{tmp_path}/plan.json", f"{tmp_path}/checkpoints"
     made = plan_of(job)
     made.save(path)
@@ -109,14 +108,12 @@ def test_modules_may_have_names_that_are_no_identifiers(
 
 @pytest.mark.slow
 def test_a_cap_whose_unit_was_forgotten_is_what_is_said() -> None:
-    """Scaled as the smaller device needs, the larger one would have had more than there can be."""
     job = zoo.job("gpt2")
     with pytest.raises(InfeasibleError, match="cap is 16 B"):
         plan(job, ranks=2, microbatch_size=2, cluster="v100-32 with 16 + a100-80", planner="exact")
 
 
 def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() -> None:
-    """ "no cut fits: stage 1 needs 14.4 KiB, its device's cap is 16.7 KiB", where `exact` had a plan."""
     job, how = zoo.job("skips"), {"ranks": 4, "microbatches": 4, "microbatch_size": 16}
     free = plan(job, cluster="4 x a100-40", **how)  # type: ignore[arg-type]
     how |= {"cluster": "4 x a100-40", "memory": int(0.88 * max(free.peaks))}
@@ -126,14 +123,11 @@ def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() ->
 
 
 def test_what_if_of_a_schedule_whose_groups_are_its_own(folder: Path) -> None:
-    """A KeyError, once the plan was made: only planners that choose schedules name them all in one way."""
     words = ("plan", "mine.py:job", "-m", "8", "-s", "gis_g", "--cluster", "2 x cpu")
     assert figures(*words)["what_if"]
 
 
 def test_a_plan_is_there_before_what_if_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a bit more memory was tried lost the plan."""
-
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -25,7 +25,6 @@ def planned(**how: object) -> Plan:
 
 
 def test_a_stage_without_residuals_does_not_hide_those_of_others(tmp_path: Path) -> None:
-    """The search then counted micro-batches, compared them with bytes, and kept no limit."""
     plan = planned()
     sizes = (MIB, 0)
     stages = [
@@ -51,7 +50,6 @@ def test_one_of_several_pipelines_is_searched(tmp_path: Path) -> None:
 
 
 def test_stages_side_by_side_are_not_searched_as_a_chain(tmp_path: Path) -> None:
-    """A bound was said to be one of any order, and was that of a chain."""
     path = tmp_path / "plan.json"
     notes = {"branches.step_s": "1.0", "no_branches.step_s": "1.0"}
     replace(planned(), notes=notes).save(path)
@@ -68,7 +66,6 @@ def test_no_bound_is_above_the_step() -> None:
 
 
 def test_a_rank_is_busy_for_no_longer_than_a_step_that_does_not_drain(folder: Path) -> None:
-    """It was for as long as in all the steps that are drawn."""
     two = ("--cluster", "2 x cpu")
     good("plan", "mine.py:job", "--weights", "2bw", "-m", "4", *two, "-o", "plan.json")
     step = figures("simulate", "plan.json", "mine.py:job", *two)
@@ -77,6 +74,5 @@ def test_a_rank_is_busy_for_no_longer_than_a_step_that_does_not_drain(folder: Pa
 
 
 def test_schedules_with_copies_are_verified(folder: Path) -> None:
-    """They asked for --offload-dir, which `verify` and `bench` did not have."""
     assert figures("verify", "mine.py:job", "--schedule", "po_f", "--chunks", "2", "-m", "4")["passed"]
     assert "--offload-dir" in good("bench", "--help")

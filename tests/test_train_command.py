@@ -115,32 +115,6 @@ def test_a_finished_run_goes_on_if_asked_unless_its_checkpoint_is_corrupt(folder
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_gives_the_same_losses(folder: Path) -> None:
-    """kill -9 of all processes in the middle; the resumed run is bit for bit the uninterrupted one."""
-    words = ["config.toml", "--set", "steps=30", "--set", "checkpoint_every=10"]
-    whole = run(folder, *words, "--out", "whole")
-    assert whole.returncode == 0, whole.stderr
-    process = subprocess.Popen(
-        [*TRAIN, *words, "--out", "parts"],
-        cwd=folder,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 20/"):
-            break
-    process.kill()
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
-    process.stdout.close()
-    resumed = run(folder, "--resume", "--out", "parts")
-    assert resumed.returncode == 0, resumed.stderr
-    assert losses(folder / "parts") == losses(folder / "whole")
-
-
-@pytest.mark.slow
 def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
     assert run(folder, "config.toml", "--out", "a").returncode == 0
     more = ["--resume", "--out", "a", "--steps", "8", "--ranks", "3", "--schedule", "gpipe"]

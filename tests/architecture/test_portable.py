@@ -51,7 +51,6 @@ def test_planted_paths_are_found() -> None:
 
 
 def test_a_wheel_has_all_files_of_the_package() -> None:
-    """Templates and devices were only where the source lies: an installed pipeloom lacked them."""
     package = ROOT / "src" / "pipeloom"
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     patterns = tools["setuptools"]["package-data"]["pipeloom"]

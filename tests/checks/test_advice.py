@@ -18,7 +18,6 @@ from pipeloom.schedules.language.placements import spread
 
 
 def test_advice_against_a_deadlock_names_an_action_that_could_run() -> None:
-    """It said to move 2F0 in front of 1F0, which makes what 2F0 needs."""
     rows = ("3F0 0F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 1I0 2W0 1W0")
     made = Schedule(name="", microbatches=1, placement=(0, 1, 1, 0), rows=parse_rows(rows))
     with pytest.raises(DeadlockError, match="rank 0 at 3F0 needs 2F0; rank 1 at 1F0 needs 0F0") as caught:
@@ -53,14 +52,12 @@ def test_what_a_rank_stands_at_is_not_to_be_moved_in_front_of_itself() -> None:
     check(replace(schedule, pairs=()), chain(4))
 
 
-MEET = declare(
+declare(
     Operation(letters="MEETBUG", meaning="both stages", after=F, meets=lambda stage: (1 - stage,), seconds=1)
 )
 
 
 def test_who_waits_for_gradients_in_front_of_a_meeting_is_told() -> None:
-    """A receive moved in front of an operation that meets others passed the checks; all ranks waited for
-    ever."""
     rows = parse_rows(("0F0 0MEETBUG0 0B0", "1F0 1MEETBUG0 1B0"))
     program = lower(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows), chain(2))
     check_program(program, chain(2))

@@ -86,7 +86,6 @@ def test_ranks_on_the_command_line(schedule: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_as_many_stages_as_devices_may_be(schedule: str) -> None:
-    """For "at most 9 ranks" all numbers of ranks from 100000 down were tried."""
     with pytest.raises(PlanError, match="100000"):
         plan(zoo.job("skips"), ranks=100_000, microbatch_size=2, cluster="2 x cpu", schedule=schedule)
 
@@ -169,7 +168,6 @@ def test_the_same_from_python(value: int) -> None:
     ids=["number", "key", "table"],
 )
 def test_what_is_thousands_of_characters_long_is_cut_short(tmp_path: Path, text: str, said: str) -> None:
-    """The message was as long as the key, and Python reads no such number."""
     with pytest.raises(ConfigError, match=said) as caught:
         find_cluster(str(file_of(tmp_path, text)))
     assert len(str(caught.value)) < 1000

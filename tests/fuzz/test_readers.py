@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 from damage import GRAPH, PLAN, changed, ours
-from hypothesis import HealthCheck, event, given, settings, strategies as st
+from hypothesis import HealthCheck, event, given, strategies as st
 from torch import nn
+from trials import examples
 
 from pipeloom.checks.schedules import check
 from pipeloom.clusters.files import load_cluster, save_cluster
@@ -43,11 +44,7 @@ from pipeloom.train.run_directory import Metrics, find_run, has_report
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-QUICK, LONG = (
-    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (100, 2_500)
-)
-
-
+SOME = examples(100, 10_000, suppress_health_check=CALM)
 HANGS_S = 30
 """No measure of anything: a trial takes milliseconds."""
 
@@ -248,7 +245,9 @@ def no_hang() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def trial(data: st.DataObject, whole: dict[str, Path]) -> None:
+@SOME
+@given(data=st.data())
+def test_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
     name = data.draw(st.sampled_from(sorted(KINDS)), label="kind")
     kind = KINDS[name]
     target = data.draw(st.sampled_from(kind.names), label="file")
@@ -262,21 +261,6 @@ def trial(data: st.DataObject, whole: dict[str, Path]) -> None:
         if signs:
             sign(place / target)
         kind.read(place)
-
-
-@QUICK
-@given(data=st.data())
-def test_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
-    trial(data, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-@LONG
-@given(data=st.data())
-def test_many_damaged_files(data: st.DataObject, whole: dict[str, Path], part: int) -> None:
-    """10,000 in four parts, each with files of its own."""
-    trial(data, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

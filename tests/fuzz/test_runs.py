@@ -17,9 +17,10 @@ import pytest
 import torch
 from edits import ADDED, EDITS, OFTEN, Case, edited_rows, with_operations, with_pairs
 from every_schedule import SYNCHRONOUS, gpt_job, plan_of
-from hypothesis import HealthCheck, event, given, settings, strategies as st
+from hypothesis import HealthCheck, event, given, strategies as st
 from programs import cuts, job_of, steps
 from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, shared_captures, threads
+from trials import examples
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.checks.schedules import check, check_program
@@ -36,7 +37,7 @@ from pipeloom.runtime.operations import OperationContext
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-QUICK, LONG = settings(max_examples=5, **CALM), settings(max_examples=300, **CALM)
+SOME = examples(5, 300, **CALM)
 
 
 TOLERANCE = 1e-11
@@ -160,21 +161,13 @@ PROVED = [prove_schedule, prove_program, pytest.param(prove_dag, marks=pytest.ma
 
 
 @pytest.mark.parametrize("prove", PROVED)
-@QUICK
+@SOME
 @given(st.data())
 def test_edits_train_as_one_process(prove: Callable[[st.DataObject], None], data: st.DataObject) -> None:
     prove(data)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prove", PROVED)
-@LONG
-@given(st.data())
-def test_many_edits_train_as_one_process(prove: Callable[[st.DataObject], None], data: st.DataObject) -> None:
-    prove(data)
-
-
-@QUICK
+@SOME
 @given(st.data())
 def test_what_is_refused_is_refused_on_every_rank_before_the_first_step(data: st.DataObject) -> None:
     job, _ = gpt()

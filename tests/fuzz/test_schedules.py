@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
-from hypothesis import HealthCheck, event, given, settings, strategies as st
+from hypothesis import HealthCheck, event, given, strategies as st
 from slow_check import broken_rule, makes, rule_of, stuck, wants
 from slow_program_check import broken_program_rule
 from small import alike, whole_costs
+from trials import examples
 
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import Action, parse_action
@@ -25,9 +26,7 @@ from pipeloom.simulator.simulate import simulate
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-QUICK, LONG = (
-    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (100, 5_000)
-)
+SOME = examples(100, 5_000, suppress_health_check=CALM)
 
 
 def run_through(program: Program, stages: StageGraph, seed: int) -> None:
@@ -107,7 +106,7 @@ def lowered(case: Case) -> Program:
 SEEDS = st.integers(0, 1000)
 
 
-@QUICK
+@SOME
 @given(cases(), SEEDS)
 def test_every_schedule_as_built_is_valid(case: Case, seed: int) -> None:
     assert broken_rule(case.schedule, case.stages) is None
@@ -120,21 +119,13 @@ EDITED = [(edited_schedules(), prove_edited), (edited_programs(lowered), prove_p
 
 
 @pytest.mark.parametrize(("cases", "prove"), EDITED, ids=["schedules", "programs"])
-@QUICK
+@SOME
 @given(data=st.data(), seed=SEEDS)
 def test_edited(cases: Any, prove: Callable[[Any, int], None], data: st.DataObject, seed: int) -> None:
     prove(data.draw(cases), seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("cases", "prove"), EDITED, ids=["schedules", "programs"])
-@LONG
-@given(data=st.data(), seed=SEEDS)
-def test_many_edited(cases: Any, prove: Callable[[Any, int], None], data: st.DataObject, seed: int) -> None:
-    prove(data.draw(cases), seed)
-
-
-@QUICK
+@SOME
 @given(cases(), st.data())
 def test_edited_frames(case: Case, data: st.DataObject) -> None:
     """Placement, rows and pairs themselves: moved stages, idle ranks, missing rows, other pairs."""
@@ -158,7 +149,7 @@ def test_edited_frames(case: Case, data: st.DataObject) -> None:
     prove_edited((Case(case.stages, s), ["", ""]), 0)
 
 
-@QUICK
+@SOME
 @given(edited_schedules())
 def test_doing_what_the_messages_say_makes_an_order_valid(found: tuple[Case, list[str]]) -> None:
     """Each advice to move an action, or to let it begin alone, is followed until nothing is wrong."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from damage import GRAPH, PLAN, changed, ours
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
+from trials import examples
 
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import parse_action, parse_actions, parse_instruction
@@ -23,10 +24,7 @@ from pipeloom.schedules.formats import parse_schedule, read_schedule
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-QUICK, LONG = (
-    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (100, 5_000)
-)
-
+SOME = examples(100, 5_000, suppress_health_check=CALM)
 
 NUMBERS = st.sampled_from(
     ["0", "1", "2", "3", "", "-1", "007", "999999999", "4294967296", "9" * 30, "endless", "1_0", "٣", "²"]
@@ -97,7 +95,7 @@ def cluster(text: str) -> None:
     ours(lambda: from_json(text, Cluster, what="cluster.json"))
 
 
-@QUICK
+@SOME
 @given(content=st.binary(max_size=40) | TEXTS.map(lambda text: text.encode(errors="surrogatepass")))
 def test_files(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
@@ -133,17 +131,9 @@ READERS = [*((read, TEXTS) for read in (actions, rows, program, csv, cluster)), 
 
 
 @pytest.mark.parametrize(("read", "texts"), READERS)
-@QUICK
+@SOME
 @given(data=st.data())
 def test_texts(read: Callable[[str], None], texts: st.SearchStrategy[str], data: st.DataObject) -> None:
-    read(data.draw(texts))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("read", "texts"), READERS)
-@LONG
-@given(data=st.data())
-def test_many_texts(read: Callable[[str], None], texts: st.SearchStrategy[str], data: st.DataObject) -> None:
     read(data.draw(texts))
 
 

@@ -48,7 +48,6 @@ def test_what_may_be_left_out_is(tmp_path: Path) -> None:
 
 
 def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    """Inside a string the JSON reader's error was none of ours."""
     PLAN.save(tmp_path / "plan.json")
     content = (tmp_path / "plan.json").read_bytes()
     name = json.dumps(PLAN.planner).encode()

@@ -57,7 +57,6 @@ def test_long_texts_are_refused_in_a_short_message(
 
 
 def test_brackets_within_brackets_are_refused(tmp_path) -> None:
-    """They gave a RecursionError."""
     (tmp_path / "index.json").write_text(NESTED)
     with pytest.raises(PipeloomError, match="index.json"):
         read_index(tmp_path)
@@ -73,7 +72,6 @@ def test_brackets_within_brackets_are_refused(tmp_path) -> None:
     ],
 )
 def test_a_large_number_costs_no_memory(row: str, message: str) -> None:
-    """Tables of all micro-batches took 4 GB each before the first missing one was named."""
     made = Schedule(name="", microbatches=10**9, placement=(0,), rows=parse_rows((row,)))
     tracemalloc.start()
     with pytest.raises(ScheduleError) as caught:

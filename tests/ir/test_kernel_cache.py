@@ -32,8 +32,6 @@ class Row(NamedTuple):
 
 @pytest.mark.slow
 def test_a_cache_of_another_version_is_not_read(tmp_path: Path) -> None:
-    """A new version whose types lie elsewhere than those of an old one's compiled kernels failed to load
-    them."""
     for types in ("before", "after"):
         (tmp_path / f"{types}.py").write_text(TYPES)
         (tmp_path / "work.py").write_text(KERNEL.format(types=types))

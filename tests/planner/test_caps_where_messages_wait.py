@@ -11,15 +11,11 @@ from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled("vpipe")
 @pytest.mark.parametrize(
     "strategy", [pytest.param("dawnpiper", marks=pytest.mark.slow), "probe", "vpipe", "exact"]
 )
 def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
-    """Plans were accepted whose stages kept their caps in the simulated step only. A search counts a
-    value that later stages read as one message, as it does not know how many stages those will be. The
-    simulated step does, but frees each message as soon as its receiver has taken it, at the times of the
-    profile: ranks with other times were refused at their start, as a small T5 on 4 ranks was."""
     planned = 0
     for seed in range(5):
         draw = random.Random(seed)

@@ -21,7 +21,6 @@ from pipeloom.planner.treatments.greedy import choose_greedily
     ],
 )
 def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
-    """Five of 568 random stages were said not to fit."""
     model = random_model(seed, ops)
     free = treat_interval(model, 0, ops - 1, 0, in_flight=in_flight, cap=inf)
     best, found = (

@@ -76,7 +76,6 @@ SLOWER = [0.001] * 18 + [0.009, 0.001, 0.0005, 0.0005]
     ],
 )
 def test_a_dear_head_leaves_next_to_nothing_to_the_rest_of_its_rank(schedule: str, planner: str) -> None:
-    """The slowest stage was the head's, whatever stood beside it: with `exact` a rank took 14 s."""
     assert busiest(planned(DEAR, 4, schedule, planner)) <= 1.12 * max(DEAR)
 
 

@@ -73,7 +73,6 @@ def broken(s):
 
 
 def test_a_schedule_of_a_file_that_stops_with_real_times_is_refused(tmp_path: Path) -> None:
-    """It was planned as if all were well, in the order for equal times."""
     file = tmp_path / "mine.py"
     file.write_text(BROKEN)
     with pytest.raises(ScheduleError, match="limit"):

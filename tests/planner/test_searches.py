@@ -104,17 +104,6 @@ def test_nothing_is_found_where_nothing_fits_and_all_pieces_where_each_is_a_stag
         assert binary_partition(problem.problem()).cuts == cuts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
-def test_five_hundred_tight_cases(stages):
-    """dawnpiper finds a plan whenever there is one, 100 cases per number of stages, and it is the best."""
-    for mixed in (False, True):
-        for chain in tight_chains(stages, mixed, 50):
-            best = chains.oracle(chain)
-            assert binary_partition(chain.problem()).seconds == pytest.approx(best.seconds)
-            assert parametric_search(chain.problem()).seconds == pytest.approx(best.seconds)
-
-
 def test_searches_made_of_one_share_what_they_weighed():
     watched = []
     first = replace(layered_search("abcd", 2, 1000), watch=watched.append)

@@ -85,7 +85,6 @@ def candidates(request: Request) -> list[Candidate]:
 
 
 def test_what_passes_the_cap_itself_is_not_taken() -> None:
-    """It was, if it was faster."""
     fast = candidates(cut_into_two(1 << 40))[-1]
     tight = cut_into_two(max(map(fast.timeline.peak_bytes, range(2))) // 2)
     found = Candidate(tight, tight.search(), fast.cuts)
@@ -94,7 +93,6 @@ def test_what_passes_the_cap_itself_is_not_taken() -> None:
 
 
 def test_the_next_smaller_cap_is_searched_that_the_best_does_not_keep() -> None:
-    """Its step was a bound there: a cut that was slower before it was moved to keep its caps was the last."""
     request = cut_into_two(1 << 40)
     slow, *_, fast = candidates(request)
     asked: list[Request] = []

@@ -65,7 +65,6 @@ def test_a_backward_lets_go_of_what_it_is_done_with(formula: Formula, rows: int)
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> None:
-    """With its residuals dropped, a stage with batch normalisation was said to need less than it did."""
     captured = capture_of(zoo.job("convnet"), 2)
     stages, model = cut(captured.graph, even(captured.graph, 2)), model_of(captured, 2)
     for stage in range(2):
@@ -107,7 +106,6 @@ class WithBias(nn.Module):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [4, 8, 32])
 def test_attention_in_separate_products(length: int) -> None:
-    """It was said to hold its scores, all gradients and what it saved at once."""
     found = whole_stage(lambda: WithBias(length))
     assert found.residuals[0] == found.residuals[1]
     query, scores = 4 * 2 * 4 * length * 8, 4 * 2 * 4 * length * length
@@ -118,7 +116,6 @@ def test_attention_in_separate_products(length: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
-    """What W reads was said to be twice as much, and I and W to need as much as the whole backward."""
     captured = capture_of(zoo.job(family), 2)
     for count in (2,) if family in QUICK else (2, 3):
         stages, model = cut(captured.graph, calm(captured.graph, count)), model_of(captured, count)

@@ -29,7 +29,7 @@ def uncompiled(function: Any, **how: Any) -> Any:
     return function
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled("gpt2", "two_encoders")
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_pieces_of_all_families_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", uncompiled)

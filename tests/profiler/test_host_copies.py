@@ -6,6 +6,4 @@ from pipeloom.profiler.host_copies import gpu_links
 
 
 def test_one_gpu_has_no_links_to_others() -> None:
-    """`cluster detect --device cuda` on a machine with one GPU asked for the median of no links at
-    all."""
     assert gpu_links([torch.device("cuda", 0)]) == ({}, [])

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom import Job, Pipeline
 from pipeloom.clusters.names import cpu_cluster
-from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
+from pipeloom.ir.errors import ConfigError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.planning import plan
 from pipeloom.runtime import checkpoint_files as files
@@ -60,10 +60,7 @@ def exchange(folder: str) -> None:
     with channel_on(world) as channel:
         assert (channel.rank, channel.ranks) == (rank, 3)
         _all_to_all(channel)
-        _large_messages(channel)
-        _finished_when_asked(channel)
         _sums_and_objects(channel)
-        _refusals(channel)
     _sub_group(rank)
     _meshes(world)
     _directed_groups(world)
@@ -103,50 +100,6 @@ def _all_to_all(channel: Channel) -> None:
         assert channel.used_bytes == channel.sending_bytes == 0
 
 
-def _large_messages(channel: Channel) -> None:
-    """Rank 0 to rank 1; the sender's memory is free once it is received, before the step ends."""
-    value = Value(name="x", shape=(1 << 18,), dtype="float32")
-    messages = [message(f"0SEND_F{k}>1", 0, 1, value) for k in range(4)]
-    channel.begin(messages if channel.rank == 1 else [])
-    if channel.rank == 0:
-        for k, m in enumerate(messages):
-            channel.send(m, [torch.full((1 << 18,), float(k))])
-    if channel.rank == 1:
-        for k, m in enumerate(messages):
-            assert (channel.receive(m)[0] == k).all()
-            channel.release(m)
-        assert channel.idle_bytes <= 3 * value.bytes + 4096, "three buffers served four messages"
-    channel.all_gather_object(None)
-    if channel.rank == 0:
-        until(lambda: _is_free(channel))  # before the end of the step
-    channel.end()
-    assert channel.sending_bytes == 0
-
-
-def _finished_when_asked(channel: Channel) -> None:
-    """Small and large messages from rank 0 to rank 1, waited for before the step ends."""
-    sizes = (4, 1 << 18, 4)
-    values = [Value(name="x", shape=(size,), dtype="float32") for size in sizes]
-    messages = [message(f"0SEND_F{k}>1", 0, 1, value) for k, value in enumerate(values)]
-    channel.begin(messages if channel.rank == 1 else [])
-    if channel.rank == 0:
-        for m in messages:
-            channel.send(m, [torch.zeros(m.values[0].shape)])
-        while channel.finish_send():
-            pass
-        assert channel.sending_bytes == 0
-    if channel.rank == 1:
-        for m in messages:
-            assert not channel.receive(m)[0].any()
-            channel.release(m)
-    channel.end()
-
-
-def _is_free(channel: Channel) -> bool:
-    channel.begin([])  # every call looks for finished sends
-    return channel.sending_bytes == 0
-
-
 def _sums_and_objects(channel: Channel) -> None:
     whole = torch.full((5,), float(channel.rank))
     channel.all_reduce(whole)
@@ -170,15 +123,6 @@ def _sums_and_objects(channel: Channel) -> None:
             assert (sent == group.ranks[-1]).all()
     assert channel.all_gather_object("x" * channel.rank) == ["", "x", "xx"]
     assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
-
-
-def _refusals(channel: Channel) -> None:
-    other = (channel.rank + 1) % 3
-    channel.begin([])
-    for wrong in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
-        with pytest.raises(CommunicationError, match=r"float32\[3\]"):
-            channel.send(number(channel.rank, other), [wrong])
-    channel.end()
 
 
 def _sub_group(rank: int) -> None:
@@ -259,15 +203,6 @@ def fail_while_others_wait() -> None:
 def exchange_then_fail(folder: str) -> None:
     exchange(folder)
     fail_while_others_wait()
-
-
-def killed() -> None:
-    with channel_on(connect(CPU)) as channel:
-        channel.begin([number(1, 0)] if channel.rank == 0 else [])
-        channel.all_gather_object(None)
-        if channel.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        channel.receive(number(1, 0))
 
 
 class Chain(nn.Module):

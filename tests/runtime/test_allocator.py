@@ -36,8 +36,6 @@ CHILD = textwrap.dedent(
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_it_is_given_back() -> None:
-    """What an earlier pipeline's residuals had taken stayed with the process when the next pipeline
-    offloaded."""
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     told, kept, left = json.loads(done.stdout)

@@ -81,7 +81,6 @@ def after_refusals(job: Any, refused: Sequence[Refused]) -> list[list[str]]:
 
 
 def test_a_refused_batch_leaves_the_pipeline_as_it_was() -> None:
-    """Nothing has been sent, but several ranks said "cannot go on" to every later call."""
     job = zoo.job("skips")
 
     def too_few(_: int, pipeline: Pipeline) -> None:

@@ -110,34 +110,17 @@ class FrozenStore:
         return getattr(self._store, call)
 
 
-def test_a_store_that_freezes_is_known_within_the_limit() -> None:
-    """The side thread waited for it for ever, and whoever asked the board waited for the side thread."""
-    store = FrozenStore()
-    board = Board(store, 1, 2, interval_s=0.02, lost_s=0.3, server=0)
-    known = threading.Event()
-    board.start(RankStatus, lambda _: known.set())
-    store.frozen.set()
-    try:
-        assert known.wait(15), "nobody was told"
-        assert board.failure is not None and board.failure.rank == 0
-        assert "has not answered for 0.3 s" in board.failure.summary
-        assert len(board.statuses()) == 2
-    finally:
-        store.thawed.set()
-        board.stop()
-
-
-@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_a_failure_and_holds_up_nobody() -> None:
-    """Who serves it may be frozen. What was last heard of the others is told."""
+    """Who serves it may be frozen. The side thread waited for it for ever, and whoever asked the board waited
+    for the side thread. What was last heard of the others is told."""
     store = FrozenStore()
-    boards = [Board(store, r, 3, interval_s=0.02, lost_s=1.0, server=0) for r in range(3)]
+    boards = [Board(store, r, 3, interval_s=0.02, lost_s=0.5, server=0) for r in range(3)]
     known = threading.Event()
     for rank, board in enumerate(boards):
         board.start(lambda rank=rank: RankStatus(doing=f"{rank}F1"), lambda _: known.set())  # type: ignore[misc]
     for board in boards:
         while any(status is None for status in board.statuses()):
-            pass
+            time.sleep(0.01)
     store.frozen.set()
     begin = time.monotonic()
     assert known.wait(50)
@@ -146,7 +129,7 @@ def test_a_store_that_does_not_answer_is_a_failure_and_holds_up_nobody() -> None
             time.sleep(0.01)
         assert board.failure.rank == 0 and board.failure.found_by == board.rank
         assert board.failure.summary.startswith(
-            "the store that joins the ranks, which it serves, has not answered for 1 s: "
+            "the store that joins the ranks, which it serves, has not answered for 0.5 s: "
         )
         assert [line.split()[:2] for line in board.failure.table.splitlines()[1:]] == [
             ["0", "0F1"],
@@ -199,21 +182,6 @@ def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None
         "and no rank said why: closed by peer"
     )
     assert boards[2].wait_for_failure(300) is not None, "the others are told"
-
-
-def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[Board]) -> None:
-    """A rank that is blocked learns of a failure elsewhere, as the watch calls its interrupt."""
-    watch = Watch(boards[0])
-    released = threading.Event()
-    watch.on_failure(released.set)
-
-    def block() -> None:
-        assert released.wait(300)
-        raise ConnectionError("interrupted")
-
-    with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"), watch:
-        boards[1].announce(BOOM)
-        watch.wait("1SEND_B0>0 from rank 1", (1,), block)
 
 
 @pytest.mark.parametrize("waits_for", [{1: 0}, {1: 0, 2: 1}, {1: 2, 2: 3, 3: 0}])

@@ -42,8 +42,6 @@ SCRIPT = textwrap.dedent(
 
 @pytest.mark.slow
 def test_no_thread_is_left_and_the_end_is_clean(tmp_path: Path) -> None:
-    """A pipeline that several ranks could not build left its side threads behind, and the process,
-    although its script had handled the error, was aborted when it ended."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(Path(runs.__file__).parent), *sys.path])

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,6 @@ def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_al
     assert err.startswith("rank 1 failed:\nTraceback")
     assert "Warning" not in err and "terminate" not in err
     assert_one_process_loads(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "ranks"), [("killed", 2), ("killed_while_saving", 3)])
-def test_a_killed_rank_ends_the_others_and_no_survivor_is_named(
-    target: str, ranks: int, tmp_path: Path
-) -> None:
-    status, _, err = run(TARGETS, target, ranks, env={"FOLDER": str(tmp_path)})
-    assert err == f"rank {ranks - 1} was killed by SIGKILL (perhaps the machine ran out of memory)\n"
-    assert status == 128 + 9
 
 
 def said_without_launcher(target: str, survivors: set[int], **env: str) -> dict[int, str]:
@@ -59,23 +48,6 @@ def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors(t
         assert "Traceback" not in text
 
 
-@pytest.mark.slow
-def test_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
-    status, _, err = run(TARGETS, "deadlock", 3)
-    assert status == 1
-    assert err.count("Traceback") == 1
-    seconds = r"for \d+\.\d s\n"
-    assert re.search(
-        r"CommunicationError: rank 0 waited \d+(\.\d+)? s for 1SEND_F0>0 from rank 1\n"
-        r"rank  does  waits for\n"
-        rf"0     0F0   1SEND_F0>0 from rank 1, {seconds}"
-        rf"1     1F0   0SEND_F0>1 from rank 0, {seconds}"
-        rf"2     2F0   0SEND_F0>2 from rank 0, {seconds}"
-        r"rank 0 -> rank 1 -> rank 0: they wait for each other\n",
-        err,
-    ), err
-
-
 def waits_in_table(text: str) -> list[str]:
     """The rows of the table of who waits for whom, without seconds."""
     lines = text.splitlines()
@@ -91,18 +63,6 @@ def expected_waits(frozen: int) -> list[str]:
         row = f"{rank}     {rank}F0   {source}SEND_F0>{rank} from rank {source}, for N s"
         rows.append(f"{rank}     {rank}F0   - (silent for N s)" if rank == frozen else row)
     return rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen", range(3))
-def test_a_frozen_rank_ends_all_with_the_table(frozen: int) -> None:
-    """Rank 0, too, which served the store: the others waited for the store for ever, with no table."""
-    begin = time.monotonic()
-    status, _, err = run(TARGETS, "frozen", 3, env={"FROZEN": str(frozen), "LOST_S": "4"})
-    assert status != 0
-    assert err.startswith(f"rank {frozen} failed: no sign of life for 4 s: it was killed or is frozen, or ")
-    assert waits_in_table(err) == expected_waits(frozen), err
-    assert time.monotonic() - begin < 400, "it had to be killed"
 
 
 @pytest.mark.slow

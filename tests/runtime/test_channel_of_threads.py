@@ -339,9 +339,3 @@ def test_a_rank_that_does_not_wait_learns_of_a_failure_when_it_asks() -> None:
         first.watch.check()
     with pytest.raises(PeerError, match="rank 1 failed"):
         first.send(floats("a", 0, 1, (1,)), [torch.ones(1)])
-
-
-def test_the_first_failure_is_the_one_that_all_name() -> None:
-    first, second = local_channels(2)
-    assert first.watch.fail(ValueError("cause")).summary == "ValueError: cause"
-    assert second.watch.fail(KeyError("effect")).rank == 0

@@ -36,7 +36,6 @@ def test_gradients_are_clipped_as_torch_does(dtype: torch.dtype, odd: float) -> 
 
 
 def test_gradients_within_the_limit_are_not_written_on_cpus() -> None:
-    """Each of them was multiplied by 1."""
     weights = Weights({"p": nn.Parameter(torch.ones(4))}, {}, None)
     weights.grads.add("p", torch.ones(4))
     total = weights.grads.sums["p"]

@@ -110,7 +110,6 @@ class LateError:
 def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error(
     tmp_path: Path, mistake: bool
 ) -> None:
-    """The OSError was raised in place of the user's own."""
     error = pytest.raises(ValueError, match="the user's own mistake") if mistake else nullcontext()
     with pytest.warns(UserWarning, match="rank 0: .* did not close .*: Input.output error; nothing"):
         with error, Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path)) as pipeline:
@@ -122,7 +121,6 @@ def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error
 
 
 def test_the_directory_may_be_a_text(tmp_path: Path) -> None:
-    """It was refused with an AttributeError."""
     with Pipeline(JOB, offloading(), options=Options(offload_dir=str(tmp_path / "away"))) as pipeline:
         pipeline.step(JOB.batch(0, 4))
     assert (tmp_path / "away").is_dir()

@@ -66,6 +66,7 @@ def test_it_ends_with_status_0_and_keeps_its_globals(kind: str, times: int) -> N
             assert output.splitlines() == ["initialised: True", "at exit:", "threads:"]
 
 
+@pytest.mark.slow
 def test_what_it_ends_with_is_told_to_the_others() -> None:
     waiting, failed = ends_of(*start_ranks(2, "-c", SCRIPT, "fails"))
     assert failed[0] == 1 and failed[2].count("Traceback") == 1 and "no such luck" in failed[2]

@@ -69,17 +69,6 @@ def test_everything_comes_back_as_it_was(tier: FileTier) -> None:
             assert tensor.stride() == before[slot].stride()
 
 
-def test_places_are_used_again(tier: FileTier) -> None:
-    for _ in range(3):
-        there_and_back(tier, residuals())
-    size = os.fstat(tier._file.fileno()).st_size
-    copies = [tier.offload("0OFFLOAD0", residuals()) for _ in range(2)]
-    for copy in copies:
-        copy.reload()
-        copy.take(never)
-    assert os.fstat(tier._file.fileno()).st_size == 2 * size
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool) -> None:
     copy = tier.offload("0OFFLOAD0", one())
@@ -147,21 +136,6 @@ def test_a_full_disk_is_said_before_anything_is_written(
     said = str(caught.value)
     assert all(part in said for part in ("rank 3", "24.0 KiB at 1OFFLOAD2", "No space left", str(tmp_path)))
     assert len(tensors) == 7  # they are where they were
-
-
-def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pwrite", broken)
-    copy = tier.offload("1OFFLOAD2", one())
-    copy.reload()
-    with pytest.raises(OffloadError, match="rank 3 .* 3.9 KiB at 1OFFLOAD2: Input/output error"):
-        copy.take(never)
-    with pytest.raises(OffloadError):
-        copy.gone()
 
 
 def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:

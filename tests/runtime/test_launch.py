@@ -206,7 +206,6 @@ def test_no_ranks_are_refused() -> None:
 
 
 def test_ranks_go_on_when_nobody_reads_what_they_say(launched: Launch, tmp_path: Path) -> None:
-    """`pipeloom train | head -1` gave a traceback of the thread that prints."""
     process = launched("talk", str(tmp_path))
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline().endswith("line 0\n")

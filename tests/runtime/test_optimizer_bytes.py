@@ -115,7 +115,6 @@ def test_two_optimizers_in_one_each_count_their_own() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRAINS if name != BOTH])
 def test_a_parameter_without_dimensions_is_counted(name: str) -> None:
-    """It gave a traceback."""
     (update,) = update_bytes(maker(name), {"scale": stand_in((), torch.float32)}, "cpu").values()
     param = nn.Parameter(torch.ones(()))
     weights = Weights({"scale": param}, {}, maker(name))
@@ -178,7 +177,6 @@ def test_one_that_needs_data_steps_small_parameters() -> None:
 
 
 def test_groups_with_equal_settings_are_stepped_once() -> None:
-    """Their optimizer stepped each of them, and passed over all others each time."""
     steps = []
 
     class Counts(torch.optim.Adam):

@@ -29,7 +29,6 @@ OPTIONAL = LAUNCHER.replace("StartedRanks(2)", "StartedRanks(2, needed=False)").
 
 
 def test_a_plan_is_not_lost_with_ranks_that_were_to_rehearse_it() -> None:
-    """`pipeloom plan` ended, and wrote nothing, where one of them died while it planned."""
     done = subprocess.run([sys.executable, "-c", OPTIONAL], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(128 + signal.SIGKILL)
     assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"

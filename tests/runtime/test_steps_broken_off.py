@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,7 +49,6 @@ def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [RELOAD, B])
 def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
-    """What it had offloaded kept its place, and went on changing the ledger."""
     captured = runs.capture_of(JOB, 2)
     plan = runs.even_plan(JOB, 1, microbatches=4, schedule="gpipe")
     residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
@@ -207,49 +201,3 @@ def test_two_ranks_refuse_to_go_on() -> None:
         "rank 1 cannot go on: step 2 was broken off (rank 0 failed: KeyboardInterrupt), and messages to and "
         "from it are lost"
     }
-
-
-CHILD = textwrap.dedent(
-    """
-    import json, signal
-    from dataclasses import replace
-    import runs, zoo
-    from pipeloom import Options, Pipeline
-    from pipeloom.ir.action import B
-
-    job = zoo.job("skips")
-    plan = runs.even_plan(job, 1, microbatches=4)
-    losses = []
-    for breaks in (True, False):
-        with runs.shared_captures(), Pipeline(job, plan) as pipeline:
-            losses.append([pipeline.step(job.batch(0, 8))])
-            if breaks:
-                backward = pipeline.worker.verbs[B]
-                def after(work):
-                    backward(work)
-                    signal.raise_signal(signal.SIGINT)
-                pipeline.worker.verbs[B] = after
-                try:
-                    pipeline.step(job.batch(1, 8))
-                except KeyboardInterrupt:
-                    losses.append("interrupted")
-                pipeline.worker.verbs[B] = backward
-            losses[0 if breaks else -1] += [pipeline.step(job.batch(n, 8)) for n in (2, 3)]
-    print(json.dumps(losses))
-    """
-)
-
-
-@pytest.mark.slow
-def test_a_process_goes_on_after_ctrl_c() -> None:
-    support = Path(runs.__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": str(support)},
-    )
-    assert done.returncode == 0, done.stderr
-    with_it, word, without = json.loads(done.stdout)
-    assert word == "interrupted" and with_it == without

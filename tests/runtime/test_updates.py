@@ -49,8 +49,6 @@ def peaks(caps: tuple[int, ...]) -> list[int]:
 
 
 def test_messages_that_are_through_make_room_for_an_update() -> None:
-    """A rank passed its cap at its first update: what that adds to it was not known, so the messages that
-    were through, and still counted, were not looked after."""
     without = peaks(())
     less = tuple(peak - WIDTH for peak in without)
     assert all(peak <= cap for peak, cap in zip(peaks(less), less, strict=True))
@@ -62,7 +60,6 @@ def test_a_message_says_how_much_is_missing() -> None:
 
 
 def test_an_optimizer_without_state_is_asked_for_it_once() -> None:
-    """Plain SGD never has any: every update made a second one, to see how large its state would be."""
     made: list[object] = []
 
     def sgd(params: Any) -> torch.optim.Optimizer:
@@ -81,8 +78,6 @@ def test_an_optimizer_without_state_is_asked_for_it_once() -> None:
 
 @pytest.mark.parametrize("params", [{}, {"frozen": nn.Parameter(torch.zeros(3, device="meta"), False)}])
 def test_nothing_is_zero_on_the_device_of_the_rank(params: dict[str, nn.Parameter]) -> None:
-    """A rank without a gradient gave its share of the norm on the CPU, where no sum over GPUs can take
-    it."""
     weights = Weights(params, {}, None, device="meta")
     found = weights.norm_squares(params)
     assert found.device.type == "meta" and found.shape == () and found.dtype == torch.float64

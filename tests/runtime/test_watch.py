@@ -18,8 +18,6 @@ from pipeloom.runtime.channel import Channel
 def test_the_rank_that_went_is_named_and_not_who_waited_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank was killed while a checkpoint was written: a survivor was blamed, with a traceback of
-    gloo's, as the collectives that write it were called outside the watch."""
     job = zoo.job("skips")
     plan, captured = even_plan(job, 2, microbatches=2), capture_of(job)
     saves, prepare = threading.Event(), checkpoint.files.prepare

@@ -1,9 +1,6 @@
 """What priorities and limits alone can do, and where they fail: the table of greedy rules for p = 4, m = 8.
 
-The figures (F = 1, B = 2, or F = I = W = 1; two chunks of half the size) were measured once elsewhere, and
-are found again by `plain_order`. Of two rows a limit means something else there: the last free place of a
-rank is always kept for its second chunk, also where that chunk has one already. The language limits the first
-chunk instead, so that all places may be taken: a shorter step, or a place more.
+The figures (F = 1, B = 2, or F = I = W = 1; two chunks of half the size) are found again by `plain_order`.
 """
 
 from __future__ import annotations
@@ -100,11 +97,8 @@ def test_the_table_and_a_plain_scheduler_finds_the_same(name: str) -> None:
     assert plain(name) == (step_s, peak)
 
 
-def plain(name: str, *, keeps: bool = False) -> tuple[float, list[int]]:
-    """What `plain_order` makes of a row of the table.
-
-    keeps: the last free place of a rank is for its last chunk.
-    """
+def plain(name: str) -> tuple[float, list[int]]:
+    """What `plain_order` makes of a row of the table."""
     s, recipe, *_ = TABLE[name]
     assert isinstance(recipe.kinds, str) and recipe.priority is not None
 
@@ -112,28 +106,10 @@ def plain(name: str, *, keeps: bool = False) -> tuple[float, list[int]]:
         rank, stage = s.placement[a.stage], recipe.in_flight_stage
         held = sum(taken[own] for own in s.rank_stages[rank])
         most = inf if recipe.memory is None else per_rank(recipe.memory, rank) * s.chunks
-        if keeps:
-            return held < most - (s.chunk[a.stage] < s.chunks - 1)
         return held < most and (stage is None or taken[a.stage] < stage(a.stage))
 
     seconds = {kind: s.seconds(0, kind) for kind in (F, B, I, W)}
     return plain_order(s.placement, M, recipe.kinds, recipe.priority, may_open, seconds)
-
-
-@pytest.mark.parametrize(
-    ("name", "step_s", "peak"),
-    [
-        ("V, 1F1B", 32.5, [8, 8, 8, 8]),
-        ("V, split", 25.5, [8, 8, 8, 8]),
-        ("V, half", 28.5, [6, 6, 6, 6]),
-        ("by rounds, not Megatron's order, which takes 28.5", 31.5, [10, 8, 7, 5]),
-    ],
-)
-def test_with_the_last_place_kept_for_the_last_chunk_it_finds_the_published_figures(
-    name: str, step_s: float, peak: list[int]
-) -> None:
-    assert plain(name, keeps=True) == (step_s, peak)
-    assert make(*TABLE[name][:2]).outcome.step_s <= step_s
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ def ordered(*rows: str, kinds: str = "FB", **limits: float) -> str:
     ],
 )
 def test_entries_that_would_never_get_their_turn(rows: tuple[str, ...], kinds: str, words: str) -> None:
-    """They were said to block by limits that the recipe did not have, or gave wrong rows without a word."""
     with pytest.raises(ScheduleError, match=words) as caught:
         ordered(*rows, kinds=kinds)
     assert not isinstance(caught.value, DeadlockError)
@@ -64,7 +63,6 @@ def test_what_before_holds_back_is_not_blamed_on_limits() -> None:
     [("FB", "FIW", "B"), ("FX", "FIW", "X"), ("fi", "FIW", "f"), ("FW", "FB", "W")],
 )
 def test_a_pattern_of_letters_that_stand_for_nothing(repeat: str, kinds: str, letter: str) -> None:
-    """The rows had the first action of the rank in place of each such letter."""
     with pytest.raises(ScheduleError, match=f"the pattern '{repeat}' has '{letter}', but kinds='{kinds}'"):
         phases(shape_of(2, microbatches=2), warm_up=lambda rank: 1 - rank, repeat=repeat, kinds=kinds)
 

@@ -17,15 +17,12 @@ from pipeloom.schedules.registry import build, build_steady
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("table", [((0, 1), 0, 1), (0, 1, (0, 1)), (0, (0, 1), 1)], ids=str)
 def test_all_ranks_of_a_stage_keep_one_clock(name: str, table: tuple[int | tuple[int, ...], ...]) -> None:
-    """1f1b and gpipe with a stage on all ranks: these had clocks of their own, and waited for ever."""
     made = build(name, *spread(chain(3), table), 4)
     assert [len(row) for row in made.rows] == [16, 16]
 
 
 @pytest.mark.parametrize("name", ["1f1b:offload=1", "zb_h1:offload=1"])
 def test_rows_of_steps_have_every_copy_once(name):
-    """Steps that repeat, of a schedule that places copies: these were counted among the actions behind
-    which a rank's row is cut into steps, and feeding the first batch ended in an IndexError."""
     towers = dag(5, [(0, 1), (2, 3), (1, 4), (3, 4)])
     updates = Updates(policy="2bw", every=4)
     body = build_steady(name, towers, (0, 1, 2, 3, 4), updates)

@@ -166,7 +166,6 @@ def wide(m: int = 6, *, limit: float | tuple[float, ...]) -> tuple[StageGraph, S
     ids=["backward first", "forward first", "split", "with a predicate"],
 )
 def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -> None:
-    """Each rank by itself ordered its actions, so that every such order was refused as a deadlock."""
     limits = (4.0, 4.0, 3.0, 2.0)
     stages, made = wide(limit=limits)
     outcome = make(made, recipe).outcome

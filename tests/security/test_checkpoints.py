@@ -125,7 +125,6 @@ def test_a_header_that_says_what_is_not_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_index_that_has_lost_an_entry_of_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """It ended in torch's own KeyError."""
     path = save(tmp_path, a_state(torch.optim.AdamW))
     index = json.loads((path / "index.json").read_text())
     del index["tensors"]["optimizer.weight.step"]

@@ -27,7 +27,6 @@ def simulated(own_s: dict[Action, float]) -> Timeline:
 
 
 def test_an_action_takes_its_own_time() -> None:
-    """Times of single actions that the program lacks went to its last entry, or were a traceback."""
     assert simulated({}).step_s == 3.0 and simulated({Action(0, B, 0): 0.5}).step_s == 1.5
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 
-LAYER_OPS = 12
-
 
 def layered(
     layers: int,

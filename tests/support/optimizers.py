@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as fn
-from runs import Numbers, difference, even_plan, plain, shared_captures
+from runs import Numbers, difference, each_rank, even_plan, merged, plain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeloom import Job, Options, Pipeline
+from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes
 from pipeloom.ir.plan import widened
-from pipeloom.runtime.connect import connect
 from pipeloom.runtime.optimizer_bytes import stand_in, update_bytes
 
 CLASSES: Mapping[str, type[Optimizer]] = {
@@ -38,7 +36,7 @@ BOTH = "Muon and AdamW"
 
 TRAINS = (*(name for name in CLASSES if name not in REFUSED), BOTH)
 
-RANKS, MICROBATCHES, STEPS, CLIP = 4, 2, 4, 0.5
+MICROBATCHES, STEPS, CLIP = 2, 4, 0.5
 
 
 class MuonAndAdamW:
@@ -119,45 +117,28 @@ def batches() -> list[dict[str, Tensor]]:
     return [batch(seed, 2 * MICROBATCHES * 2) for seed in range(STEPS)]
 
 
-def resumed(names: Sequence[str], folder: Path) -> None:
-    """Each optimizer trains half of its steps in two stages and the others in three, or in two stages of two
-    replicas that share out its state. Rank 0 writes how far parameters are from those of one process."""
-    torch.set_num_threads(1)
-    connect(torch.device("cpu"), timeout_s=600)
-    groups = {count: dist.new_group(list(range(count))) for count in range(2, RANKS + 1)}
-    table: dict[str, float] = {}
-    options = Options(clip_norm=CLIP, scheduler=halving, compare=False)
-    with shared_captures():
-        for name in names:
-            job = job_of(name)
-            first = even_plan(job, 2, microbatches=2 * MICROBATCHES)
-            three = even_plan(job, 3, microbatches=2 * MICROBATCHES)
-            wide = replace(widened(even_plan(job, 2, microbatches=MICROBATCHES), 2), shard_optimizer=True)
-            for label, *plans in (("deeper", first, three), ("wider", first, wide), ("back", wide, first)):
-                where = folder / f"{name} {label}"
-                for plan, steps in zip(plans, (range(2), range(2, STEPS)), strict=True):
-                    ranks = len(set(plan.placement))
-                    if dist.get_rank() < ranks:
-                        with Pipeline(job, plan, options=options, group=groups[ranks]) as pipeline:
-                            parts = _train(pipeline, steps, where)
-                    dist.barrier()
-                if dist.get_rank() == 0:
-                    merged = {n: t for part in parts for n, t in part.items()}
-                    expected = plain_numbers(name, scheduler=Halving)
-                    table[where.name] = difference(merged, expected.parameters)[0]
-    if dist.get_rank() == 0:
-        (folder / "table.json").write_text(json.dumps(table))
+def resumed(name: str, folder: Path) -> Iterator[tuple[str, float]]:
+    """An optimizer trains half of its steps in two stages and the others in three, or in two stages of two
+    replicas that share out its state: how far parameters are then from those of one process."""
+    job = job_of(name)
+    two, three = (even_plan(job, stages, microbatches=2 * MICROBATCHES) for stages in (2, 3))
+    wide = replace(widened(even_plan(job, 2, microbatches=MICROBATCHES), 2), shard_optimizer=True)
+    expected = plain_numbers(name, scheduler=Halving).parameters
+    for label, *plans in (("deeper", two, three), ("wider", two, wide), ("back", wide, two)):
+        for plan, steps in zip(plans, (range(2), range(2, STEPS)), strict=True):
+            train = partial(_train, steps=steps, folder=folder / label)
+            parts = each_rank(job, plan, train, clip_norm=CLIP, scheduler=halving, compare=False)
+        yield label, difference(merged(parts), expected)[0]
 
 
-def _train(pipeline: Pipeline, steps: range, folder: Path) -> list[dict[str, Tensor]]:
-    """Go on from what is saved there, and save. Returns the parameters of all ranks."""
+def _train(pipeline: Pipeline, steps: range, folder: Path) -> dict[str, Tensor]:
+    """Go on from what is saved there, and save. Returns the parameters."""
     if steps.start:
         pipeline.load(folder)
     for step in steps:
         pipeline.step(batches()[step])
     pipeline.save(folder)
-    own = {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
-    return pipeline.channel.all_gather_object(own)
+    return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
 
 
 class Halving:

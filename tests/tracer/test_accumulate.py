@@ -87,12 +87,6 @@ def added_to_itself_through_a_view(do, a, b):
     return do(ADD, made, do(VIEW, do(VIEW, made, [128]), list(SHAPE)))
 
 
-def added_to_a_part(do, a, b):
-    """All of the tensor would stay."""
-    wide = do(aten.cat.default, [a, b])
-    return do(ADD, do(aten.slice.Tensor, wide, 0, 0, SHAPE[0]), a)
-
-
 def read_later(do, a, b):
     """The first sum can be in place, but is read again after the second."""
     first = do(ADD, do(MUL, a, b), a)

@@ -30,7 +30,6 @@ def hook_on_all_modules() -> Iterator[None]:
 
 
 def test_a_hook_for_all_modules_leaves_the_model_whole(hook_on_all_modules: None) -> None:
-    """What torch says of a backward hook took the place of the hook's name."""
     captured = capture(job(Stack), 2)
     assert [op.name for op in captured.graph.ops] == ["model"]
     assert "register_module_full_backward_hook" in captured.graph.fallback

@@ -12,7 +12,6 @@ from pipeloom.tracer.random import call_seeded, end_random, seed_random
 
 @pytest.mark.slow
 def test_a_step_leaves_the_users_generator_alone() -> None:
-    """Ranks that drew their batches alike got different ones after the first dropout."""
     job = zoo.with_dropout("gpt")
     captured = capture(job, 2)
     plan = plan_for(captured, even(captured.graph, 1), microbatches=2)
@@ -26,7 +25,6 @@ def test_a_step_leaves_the_users_generator_alone() -> None:
 
 
 def test_a_failing_draw_does_not_keep_the_turn() -> None:
-    """Other ranks of the process waited for ever."""
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
         call_seeded(0, "call", torch.bernoulli, torch.tensor([2.0]))

@@ -17,7 +17,6 @@ TWICE = job(NormTwice)
 
 
 def test_a_norm_used_twice_cannot_be_torn_apart() -> None:
-    """The first stage would never have seen the running statistics that the second one made."""
     graph = capture(TWICE, 2).graph
     names = [op.name for op in graph.ops if not op.cheap]
     with pytest.raises(CutError, match="buffer norm.* is updated"):
@@ -25,7 +24,6 @@ def test_a_norm_used_twice_cannot_be_torn_apart() -> None:
 
 
 def test_micro_batches_in_another_order_are_refused_where_a_forward_updates_buffers() -> None:
-    """The running mean came out different from that of one process, as each update builds on the last."""
     plan = even_plan(TWICE, 1, microbatches=2, schedule="gpipe")
     swapped = replace(plan, schedule_rows=("0F1 0F0 0B0 0B1",))
     with pytest.raises(ScheduleError, match="0F0 after 0F1, but stage 0 updates norm.") as caught:

@@ -13,10 +13,10 @@ from itertools import combinations
 import pytest
 import torch
 import zoo
-from cut_memory import stage_bytes
 from cuts import ROWS, places, split_at
 from odd.case import images, job, normal
 from odd.values import Attention, DroppingEncoder, Einsum, Encoder, Mixer, SharedHead, TurnedValues
+from parts import model_of, parts_of
 from runs import assert_same, capture_of, pipelined, plain, plan_for, threads
 from torch import Tensor, nn
 
@@ -46,9 +46,11 @@ def test_at_every_cut_stages_keep_what_the_plan_says(made: Job) -> None:
     captured = capture_of(made, ROWS)
     names = places(captured)
     for place in range(1, len(names), 5 if made.name == "t5" else 1):
-        for stage in stage_bytes(captured, cut(captured.graph, split_at(captured, place))):
-            assert stage.own.inputs <= stage.planned.inputs, (names[place], stage)
-            assert stage.own.residuals == stage.planned.residuals, (names[place], stage)
+        stages, model = cut(captured.graph, split_at(captured, place)), model_of(captured, 2)
+        for stage in range(2):
+            found = parts_of(captured, model, stages, stage, {})
+            assert found.keeps_inputs[1] <= found.keeps_inputs[0], (names[place], found)
+            assert found.residuals[1] == found.residuals[0], (names[place], found)
 
 
 @pytest.mark.sampled(2)
@@ -87,7 +89,6 @@ def test_plans_that_recompute_keep_their_cap(made: Job) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("made", PRODUCTS, ids=lambda made: made.name)
 def test_evaluation_is_cut_where_training_was(made: Job) -> None:
-    """Products were taken apart in training only, where their matrices learn: stages had nothing to do."""
     trained = capture_of(made, ROWS)
     evaluated = capture_evaluation(made, trained, made.batch(0, ROWS))
     for cuts in combinations(range(1, len(places(trained))), 2):
@@ -106,8 +107,9 @@ def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient
             return (self.scale * self.into(x)).square().mean()
 
     captured = capture_of(job(Scaled, ROW), ROWS)
-    stage, _ = stage_bytes(captured, cut(captured.graph, split_at(captured, 2)))
-    assert stage.own.backward <= stage.planned.backward <= stage.own.backward + 8 * 4
+    stages = cut(captured.graph, split_at(captured, 2))
+    planned, real = parts_of(captured, model_of(captured, 2), stages, 0, {}).backward
+    assert real <= planned <= real + 8 * 4
 
 
 def test_a_value_that_is_copied_before_it_is_handed_over_keeps_its_layout() -> None:
@@ -135,7 +137,6 @@ def test_a_value_that_is_copied_before_it_is_handed_over_keeps_its_layout() -> N
 
 
 def test_ranks_that_have_captured_other_layouts_are_refused() -> None:
-    """They took each other's numbers in the wrong order."""
     captured = capture_of(TURNED, ROWS)
     place = places(captured).index("transpose")
     stages = cut(captured.graph, split_at(captured, place + 1))
@@ -165,12 +166,12 @@ class ChannelsLast(nn.Module):
 
 
 def test_what_channels_last_convolutions_make_is_sent_as_it_is() -> None:
-    """It was copied before being sent."""
     captured = capture_of(job(ChannelsLast, images), ROWS)
     made = captured.graph.value["conv2d"]
     assert made.order == (0, 2, 3, 1)
-    stage, _ = stage_bytes(captured, cut(captured.graph, split_at(captured, 1)))
-    assert stage.ops == ("conv2d",) and stage.own.forward == stage.planned.forward == made.bytes
+    stages = cut(captured.graph, split_at(captured, 1))
+    assert stages.stages[0].ops == ("conv2d",)
+    assert parts_of(captured, model_of(captured, 2), stages, 0, {}).forward == (0, 0)  # but for what is sent
 
 
 def test_batches_lie_as_stages_get_them() -> None:

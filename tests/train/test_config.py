@@ -74,7 +74,6 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
 
 
 def test_a_config_is_written_whole() -> None:
-    """Of a table that was given in part, only what was given was written."""
     text = write_config(read_config(None, ["pipeline.ranks=3"]))
     assert "ranks = 3" in text and "microbatches = 8" in text
 
@@ -141,7 +140,6 @@ def test_files_that_cannot_be_read_and_a_table_that_is_set_to_a_number(tmp_path:
 
 @pytest.mark.parametrize("line", ['device = "{}"', "{} = 1", 'ranks = "{}"'])
 def test_long_values_are_cut_short_in_messages(tmp_path: Path, line: str) -> None:
-    """A damaged file gave pages of digits."""
     with pytest.raises(ConfigError) as caught:
         read_config(written(tmp_path, "[pipeline]\n" + line.format("9" * 5000)))
     assert len(caught.value.message) < 400

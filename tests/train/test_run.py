@@ -141,7 +141,6 @@ def prepared(tiny: Config, tmp_path: Path) -> Callable[..., PreparedRun]:
 
 
 def test_a_run_is_planned_by_the_planner_of_its_config(prepared: Callable, tmp_path: Path) -> None:
-    """It was always `exact`."""
     plan = prepared("pipeline.planner=balanced").plan
     assert plan.planner == "balanced"
     plan.save(tmp_path / "plan.json")
@@ -200,7 +199,6 @@ def test_names_that_nothing_can_be_planned_by_do_not_get_into_the_config(plan: P
 
 
 def test_a_cap_beside_a_plan_file_is_the_lower_one(plan: Plan) -> None:
-    """It was left out where the plan came from a file: the run took what it wanted."""
     given = replace(plan, caps=(300 * 1024,))
     assert with_caps(given, None).caps == given.caps
     assert with_caps(given, "200KiB").caps == with_caps(replace(given, caps=()), "200KiB").caps == (204800,)
@@ -237,7 +235,6 @@ def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
 def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: tuple[str, ...]
 ) -> None:
-    """It was killed after its last checkpoint: `--resume` doubled it without a word."""
     out = tmp_path / "a"
     assert start() == 0
     for name in missing:
@@ -291,8 +288,6 @@ def test_a_resume_that_cannot_begin_changes_nothing(start: Callable[..., int], t
 def test_however_it_is_ended_it_says_how_far_it_is(
     start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, ends_by: type
 ) -> None:
-    """SIGTERM said nothing; a second Ctrl-C came in the middle of the sentence."""
-
     def launch(*_: object, **__: object) -> int:
         raise ends_by(143)
 

@@ -58,7 +58,6 @@ def test_what_is_wrong_is_said(here: Path) -> None:
 
 
 def test_a_start_that_does_not_train_leaves_nothing(here: Path) -> None:
-    """What the ranks refused left a run behind, and the next try was told "holds a run already"."""
     (here / "mine").mkdir()
     (here / "mine" / "mine.txt").write_text("")
     for name in ("new", "mine"):
@@ -140,7 +139,6 @@ def test_the_directory_itself_may_be_a_link(here: Path) -> None:
 
 
 def test_metrics_are_on_disk_at_once_and_a_full_disk_is_one_sentence(here: Path) -> None:
-    """Closing the file tried the refused line again, and ended with our traceback."""
     file = here / "m.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -163,7 +161,6 @@ DAMAGED = [b"", b"\0" * 40, b'{"step": 2, "x": "\xff"}', b"[2]", b'{"step": 2, "
 def test_what_is_no_line_of_figures_is_dropped(
     here: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A crash or an editor left it, and resuming ended with our traceback."""
     file = here / "m.jsonl"
     first, third = b'{"step": 1, "loss": 3.0}\n', b'{"step": 3, "loss": 2.0, "a": 1}\n'
     file.write_bytes(first + damage + b"\n" + third + b'{"step": 4')

@@ -25,7 +25,5 @@ def losses(mode: Callable[[], AbstractContextManager[object]], *, compare: bool)
 def test_a_pipeline_in_no_grad_trains_as_outside(
     compare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages that were traced where the caller had switched gradients off had no backward: nothing was
-    learnt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # compared anew
     assert losses(torch.no_grad, compare=compare) == losses(nullcontext, compare=compare)

@@ -38,7 +38,6 @@ def test_a_last_batch_of_a_library_s_model(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_constant_that_depends_on_the_size() -> None:
-    """The constant of the first size was used for all."""
     counts = job(CountsRows)
     check(counts, even_plan(counts, 2, microbatches=3))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import graphpipe
@@ -129,32 +128,6 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
     monkeypatch.setattr(FileTier, "offload", leave_at_once)
     monkeypatch.setattr(FileCopy, "reload", come_at_once)
     each_rank(job, plan, work)
-
-
-@pytest.mark.slow
-@sends_are_through_at_once()
-def test_however_slow_copies_are_a_rank_holds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows say what has left before the next residuals come, so slower copies only take longer."""
-    job = zoo.job("gpt")
-    plan = all_away(job, 2, schedule="gpipe")
-    write, gate = FileTier._write, threading.Event()
-
-    def peaks(plan: Plan, seconds: float) -> list[int]:
-        def slow(self: FileTier, copy: FileCopy) -> None:
-            gate.wait(seconds)
-            write(self, copy)
-
-        def work(pipeline: Pipeline) -> int:
-            for seed in range(2):
-                pipeline.step(job.batch(seed, 8))
-            return pipeline.ledger.peak
-
-        monkeypatch.setattr(FileTier, "_write", slow)
-        return each_rank(job, plan, work)
-
-    capped = replace(plan, caps=tuple(peaks(plan, 0.1)))
-    for seconds in (0.0, 0.02, 0.1):
-        assert all(peak <= cap for peak, cap in zip(peaks(capped, seconds), capped.caps, strict=True))
 
 
 MICROBATCHES = 6

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import runs
 import torch
 import zoo
-from hypothesis import HealthCheck, Phase, event, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, event, given, strategies as st
 from torch import Tensor, nn
+from trials import examples
 
 from pipeloom import Job, Pipeline, Plan, plan
 from pipeloom.clusters.names import cpu_cluster
@@ -113,22 +113,11 @@ HOW = {
 }
 
 
-@settings(max_examples=4, **HOW)
+@examples(4, 60, **HOW)
 @given(case=CASES)
 def test_a_plan_fits_its_cap_when_it_runs(tmp_path: Path, case: dict[str, Any]) -> None:
-    keeps_its_cap(tmp_path, **case)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, **HOW)
-@given(case=CASES)
-def test_more_plans_fit_their_caps_when_they_run(tmp_path: Path, case: dict[str, Any]) -> None:
-    keeps_its_cap(tmp_path, **case)
-
-
-def keeps_its_cap(
-    folder: Path, kinds: list[str], ranks: int, share: float, schedule: str, **treated: Any
-) -> None:
+    kinds, ranks, share, schedule = (case[name] for name in ("kinds", "ranks", "share", "schedule"))
+    treated = {name: case[name] for name in ("planner", "treatments")}
     job = Job(model=partial(Layers, kinds), batch=batch, optimizer=zoo.sgd)
     how = {"ranks": ranks, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "schedule": schedule}
     how["captured"] = runs.capture_of(job, ROWS)
@@ -141,4 +130,4 @@ def keeps_its_cap(
         return
     event(f"{treated['planner']}, {'treated' if any(made.memory.stages) else 'kept'}")
     assert max(made.peaks) <= cap and made.caps == (cap,) * ranks
-    assert max(run(job, made, folder)) <= cap
+    assert max(run(job, made, tmp_path)) <= cap

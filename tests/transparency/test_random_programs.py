@@ -8,6 +8,7 @@ import zoo
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from programs import cuts, job_of, policies, steps
 from runs import assert_same, assert_same_bits, capture_of, even, even_plan, pipelined, plain, plan_for
+from trials import examples
 
 from pipeloom import Job
 from pipeloom.ir.stages import cut
@@ -20,7 +21,12 @@ CALM = {
 }
 
 
-def compare_cut(data: st.DataObject, random: bool) -> None:
+@pytest.mark.sampled("False")
+@pytest.mark.parametrize("random", [False, True])
+@examples(4, 80, **CALM)
+@given(data=st.data())
+def test_cuts(data: st.DataObject, random: bool) -> None:
+    """Programs that draw random numbers are compared with themselves uncut, as they draw the same ones."""
     job = job_of(data.draw(steps(random=random), label="program"))
     made = data.draw(cuts(capture_of(job).graph))
     microbatches = data.draw(st.integers(1, 3), label="micro-batches")
@@ -36,23 +42,6 @@ def compare_cut(data: st.DataObject, random: bool) -> None:
     uncut = even_plan(job, 1, microbatches=microbatches)
     expected = pipelined(job, uncut, batches) if random else plain(job, batches, microbatches)
     assert_same(pipelined(job, plan, batches), expected, tolerance=1e-11)
-
-
-@pytest.mark.sampled("False")
-@pytest.mark.parametrize("random", [False, True])
-@settings(max_examples=4, **CALM)
-@given(data=st.data())
-def test_some_cuts(data: st.DataObject, random: bool) -> None:
-    """Programs that draw random numbers are compared with themselves uncut, as they draw the same ones."""
-    compare_cut(data, random)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("random", [False, True])
-@settings(max_examples=80, **CALM)
-@given(data=st.data())
-def test_cuts(data: st.DataObject, random: bool) -> None:
-    compare_cut(data, random)
 
 
 SCHEDULES = [
@@ -82,14 +71,7 @@ def compare_policies(job: Job, data: st.DataObject) -> None:
     assert_same_bits(pipelined(job, replace(plan, memory=policy), batches), expected)
 
 
-@settings(max_examples=4, **CALM)
-@given(data=st.data())
-def test_some_policies(data: st.DataObject) -> None:
-    compare_policies(job_of(data.draw(steps(random=True))), data)
-
-
-@pytest.mark.slow
-@settings(max_examples=30, **CALM)
+@examples(4, 30, **CALM)
 @given(data=st.data())
 def test_policies(data: st.DataObject) -> None:
     compare_policies(job_of(data.draw(steps(random=True))), data)

@@ -1,7 +1,6 @@
 """Every synchronous schedule of the library gives the numbers of plain PyTorch."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,13 +9,11 @@ import pytest
 import zoo
 from every_schedule import LACKING, SYNCHRONOUS, gpt_job, plan_of
 from odd.decisions import JOBS
-from runs import Numbers, assert_same, pipelined, plain
-from schedule_ranks import compare_each, resume_elsewhere
+from runs import Numbers, assert_same, each_rank, pipelined, plain
 
 from pipeloom import Options, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
-from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.runtime.launch import launch
+from pipeloom.ir.plan import Plan, StagePlan, widened
 from pipeloom.schedules import registry
 
 TOLERANCE = 1e-12
@@ -144,30 +141,26 @@ def test_models_cut_between_modules(model: str, name: str) -> None:
     assert_same(found, plain(job, batches, 4, evaluate=batches[:1]), tolerance=2e-5)
 
 
-def worst(target: Callable[..., None], ranks: int, folder: Path, *args: object) -> dict[str, float]:
-    """name -> how far processes that are launched are from one, as rank 0 of them writes it down."""
-    file = folder / "differences.json"
-    assert launch(target, ranks, args=(*args[:3], file, *args[3:])) == 0
-    return {name: max(found.values()) for name, found in json.loads(file.read_text()).items()}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_train_and_evaluate_as_one(ranks: int, tmp_path: Path) -> None:
-    names = ["forward_only", *SYNCHRONOUS]
-    found = worst(compare_each, ranks, tmp_path, names, 2 * ranks, "float64")
-    assert list(found) == names and max(found.values()) <= TOLERANCE, found
-
-
-@pytest.mark.slow
-def test_processes_of_pipelines_side_by_side(tmp_path: Path) -> None:
-    names = ["forward_only", "1f1b", "zb_v"]
-    assert max(worst(compare_each, 4, tmp_path, names, 8, "float64", 2, True).values()) <= TOLERANCE
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_replicas_loads_into_another_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["both ways to a line", "shares to a line", "a line to shares"])
+def test_a_checkpoint_of_replicas_loads_into_another_plan(case: str, tmp_path: Path) -> None:
     """Names are saved once, whoever holds them."""
-    assert launch(resume_elsewhere, 2, args=(tmp_path,)) == 0
-    index = json.loads((tmp_path / "0" / "step-00000002" / "index.json").read_text())
-    assert index["step"] == 2
+    line = plan_of(GPT, "1f1b", 2, microbatches=4)
+    shared = replace(widened(plan_of(GPT, "1f1b", 1, microbatches=2), 2), shard_optimizer=True)
+    plans = {"both ways": plan_of(GPT, "dualpipe", 2, microbatches=4), "shares": shared, "a line": line}
+    before, after = (plans[name] for name in case.split(" to "))
+    batches = [GPT.batch(seed, 4) for seed in range(3)]
+
+    def save(pipeline: Pipeline) -> None:
+        for batch in batches[:2]:
+            pipeline.step(batch)
+        pipeline.save(tmp_path)
+
+    def go_on(pipeline: Pipeline) -> float:
+        pipeline.load(tmp_path)
+        return pipeline.step(batches[2])
+
+    each_rank(GPT, before, save)
+    assert json.loads((tmp_path / "step-00000002" / "index.json").read_text())["step"] == 2
+    expected = plain(GPT, batches, 4).losses[2]
+    assert each_rank(GPT, after, go_on) == pytest.approx([expected] * 2, rel=TOLERANCE)

@@ -9,6 +9,8 @@ from torch_pipelining import ours_in_torch, torchs_in_ours
 from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 
+pytestmark = pytest.mark.slow  # that torch loads our files is quick, in tests/schedules/test_csv.py
+
 TOLERANCE = 1e-12
 ONE_WAY = [
     name
@@ -26,8 +28,6 @@ THEIRS = [
     "ScheduleDualPipeV",
 ]
 
-RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
-
 
 def differences(folder: Path) -> dict[str, float]:
     found: dict[str, float] = json.loads((folder / "differences.json").read_text())
@@ -35,13 +35,12 @@ def differences(folder: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_runtime_runs_our_schedules(ranks: int, tmp_path: Path) -> None:
     assert launch(ours_in_torch, ranks, args=(ONE_WAY, 2 * ranks, tmp_path)) == 0
     assert len(differences(tmp_path)) == 2 * len(ONE_WAY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_our_runtime_runs_torchs_schedules(ranks: int, tmp_path: Path) -> None:
     assert launch(torchs_in_ours, ranks, args=(THEIRS, 2 * ranks, tmp_path)) == 0

@@ -88,7 +88,6 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
 
 
 def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve gradients per stage went through the lowest rank one by one."""
     job = job_of(tied=True)
     begun: list[tuple[tuple[int, ...], int]] = []
     real = Channel.begin_sum

@@ -74,7 +74,6 @@ def test_without_a_measurement_the_fullest_rank_is_the_worst(two_ranks: Timeline
 
 
 def test_the_peak_of_a_rank_is_what_its_kinds_add_up_to_else_that_of_its_curve(two_ranks: Timeline) -> None:
-    """A measured step that holds less than an earlier one had a smaller peak than the sum of its row."""
     low = MemoryCurve(rank=0, tier="device", times_s=(0.0,), sizes=(29 * MiB,))
     measured = replace(two_ranks, source="measured", memory=(low,))
     assert [p.measured for p in peak_figures((None, measured)).values()] == [30 * MiB, 10 * MiB]

@@ -25,8 +25,6 @@ SEARCHES = textwrap.dedent(
 
 @pytest.mark.parametrize("engine", ["exact", "kernel"])
 def test_python_still_gets_it(engine: str) -> None:
-    """After a search that asked CP-SAT, Ctrl-C ended the process at once: nothing was written, or
-    said."""
     words = [sys.executable, "-c", SEARCHES.replace("ENGINE", engine)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

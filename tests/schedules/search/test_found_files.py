@@ -102,7 +102,17 @@ def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
     joint = '[[stage]]\nname = "loss"\nF = 1\nB = 1\nafter = ["image", "text"]\nranks = [0, 1]\n'
     (tmp_path / "towers.toml").write_text(f"transfer = 0.5\n{towers}{joint}")
     rows, code = tmp_path / "found.txt", tmp_path / "found_towers.py"
-    command = ["schedule", "search", tmp_path / "towers.toml", "-m", "6", "--memory", "2,3"]
+    command = [
+        "schedule",
+        "search",
+        tmp_path / "towers.toml",
+        "-m",
+        "6",
+        "--memory",
+        "2,3",
+        "--effort",
+        "0.2",
+    ]
     output = run(*command, "-o", rows)
     assert "gap" in output and len(rows.read_text().splitlines()) == 2
     run(*command, "-o", code)
@@ -161,8 +171,6 @@ def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path
     )
     assert by_step["step_s"] == 27.0 < by_span["step_s"]
     assert by_span["span_s"] == 26.0 < by_step["span_s"] and by_span["gap"] == 0.0
-    told = run("schedule", "search", stages, "-m", 6, "--memory", 6, "--shortest", "span")
-    assert "longest span 26 (step 27" in told and "no span is shorter than 26" in told
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@
 
 Both take the outputs of layers for their activations, and neither knows of gradients, optimizer states, or
 scratch; whether the cut fits is checked afterwards with our memory model, as for every planner. pipeloom runs
-one worker per stage; the formulas for replicas are in tests/support/pipedream_formulas.py.
+one worker per stage, so the formulas for replicas are left out.
 
 Source: Narayanan et al. 2019, SOSP, "PipeDream", section 3.1; repository msr-fiddle/pipedream at 7db6a1c,
 `optimizer/optimizer_graph_hierarchical.py` (formulas only).
