@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
 from hypothesis import HealthCheck, event, given, strategies as st
-from slow_check import broken_rule, makes, rule_of, stuck, wants
-from slow_program_check import broken_program_rule
+from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
 from small import alike, whole_costs
 from trials import examples
 
@@ -26,7 +25,7 @@ from pipeloom.simulator.simulate import simulate
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-SOME = examples(100, 5_000, suppress_health_check=CALM)
+SOME = examples(60, 5_000, suppress_health_check=CALM)
 
 
 def run_through(program: Program, stages: StageGraph, seed: int) -> None:

@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from paced import PacedRank
-from paced_ranks import SECONDS, assert_in_order, costs_of, paced_step, program_of
+from paced import SECONDS, PacedRank, assert_in_order, costs_of, paced_step, program_of
 from runs import threads
 
 from pipeloom.ir.memory_policy import MemoryPolicy

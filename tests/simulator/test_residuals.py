@@ -11,8 +11,7 @@ import pytest
 from edits import Case, dag_cases
 from hypothesis import assume, given, settings, strategies as st
 from shared_links import treated, uneven
-from slow_check import rule_of
-from slow_program_check import broken_program_rule
+from slow_check import broken_program_rule, rule_of
 from slow_simulator import Slow
 from small import alike, whole_costs
 

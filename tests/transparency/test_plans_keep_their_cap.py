@@ -113,7 +113,7 @@ HOW = {
 }
 
 
-@examples(4, 60, **HOW)
+@examples(2, 60, **HOW)
 @given(case=CASES)
 def test_a_plan_fits_its_cap_when_it_runs(tmp_path: Path, case: dict[str, Any]) -> None:
     kinds, ranks, share, schedule = (case[name] for name in ("kinds", "ranks", "share", "schedule"))

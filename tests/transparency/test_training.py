@@ -1,14 +1,20 @@
 """What a training loop may ask for: clipping, schedulers, weights of tokens, odd batches, mixed precision."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from plain_net import two_linears
 from runs import Numbers, assert_same, capture_of, each_rank, even, even_plan, pipelined, plain, plan_for
 
-from pipeloom import Job, Pipeline
+from pipeloom import Job, Options, Pipeline, plan
 from pipeloom.ir.errors import BatchError
 
 TOLERANCE = 1e-12
@@ -205,3 +211,22 @@ def test_the_report_of_a_step() -> None:
 
     first, second = each_rank(GPT, plan, work, clip_norm=1.0)
     assert first == second
+
+
+# The caller's mode of autograd.
+
+
+def losses(mode: Callable[[], AbstractContextManager[object]], *, compare: bool) -> list[float]:
+    job = two_linears()
+    made = plan(job, ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
+    with mode(), Pipeline(job, made, options=Options(compare=compare)) as pipeline:
+        return [pipeline.step(job.batch(0, 4)) for _ in range(3)] + [pipeline.evaluate(job.batch(0, 4))]
+
+
+@pytest.mark.own_captures
+@pytest.mark.parametrize("compare", [False, True])
+def test_a_pipeline_in_no_grad_trains_as_outside(
+    compare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # compared anew
+    assert losses(torch.no_grad, compare=compare) == losses(nullcontext, compare=compare)
