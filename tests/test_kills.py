@@ -158,17 +158,11 @@ def test_ranks_killed_at_60_random_moments_resume_to_the_same_losses(folder: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2])
-def test_a_run_that_does_not_drain_resumes_to_the_same_losses(width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "width"), [("2bw", 1), ("2bw", 2), ("flush", 2)])
+def test_other_runs_resume_to_the_same_losses(weights: str, width: int, tmp_path: Path) -> None:
     """The same bits, also where two pipelines sum their gradients: sums have the order of the ranks."""
-    folder = folder_for("2bw", tmp_path, width)
+    folder = folder_for(weights, tmp_path, width)
     assert sum(kill_often(folder, KILLS, seed=17, ranks=RANKS * width).values()) == KILLS
-
-
-@pytest.mark.slow
-def test_two_pipelines_that_flush_resume_to_the_same_losses(tmp_path: Path) -> None:
-    folder = folder_for("flush", tmp_path, width=2)
-    assert sum(kill_often(folder, KILLS, seed=18, ranks=2 * RANKS).values()) == KILLS
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from runs import capture_of, even_plan
+from runs import capture_of, each_rank, even_plan
 from torch import Tensor, nn
 
 from pipeloom import Job, Plan, verify
@@ -120,7 +118,7 @@ def test_residuals_may_leave_and_come_back() -> None:
     assert verify(JOB, plan_for(one_f_one_b(out, back))).passed and not away
 
 
-def test_ranks_exchange_data() -> None:
+def test_ranks_exchange_data(quick_rehearsals: None) -> None:
     sums, parts = [], []
 
     def exchange(context: OperationContext) -> None:
@@ -132,9 +130,12 @@ def test_ranks_exchange_data() -> None:
         with pytest.raises(ScheduleError, match="1 parts for 2 partners"):
             context.all_to_all(given[:1])
 
-    assert verify(JOB, plan_for(with_op(exchange, meets=lambda stage: (1 - stage,)))).passed
+    plan = plan_for(with_op(exchange, meets=lambda stage: (1 - stage,)))
+    assert verify(JOB, plan).passed
     assert sums == [3.0] * 8
     assert sorted(parts) == [(0, [0, 10])] * 4 + [(1, [1, 11])] * 4
+    # A rehearsal calls handlers too, with a channel that leads nowhere.
+    each_rank(JOB, plan, lambda pipeline: pipeline.rehearse())
 
 
 @pytest.mark.parametrize(
@@ -183,45 +184,3 @@ def test_the_example_is_verified() -> None:
     words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "2", "--microbatch-size", "4"]
     result = CliRunner().invoke(main, [*words, "--schedule", f"{EXAMPLES / 'own_schedule.py'}:compressed"])
     assert result.exit_code == 0 and "equal within" in result.stdout, result.output
-
-
-EXCHANGE = """
-from pathlib import Path
-import torch
-from pipeloom.ir.action import B, F
-from pipeloom.ir.operation import Operation, declare
-from pipeloom.schedules.language.recipe import Recipe
-
-def exchange(context):
-    sums = torch.tensor([1.0 + context.rank])
-    context.all_reduce(sums)
-    parts = context.all_to_all([torch.tensor([10 * context.rank + target]) for target in range(2)])
-    with Path(__file__).with_name(f"rank{context.rank}").open("a") as file:
-        print(float(sums), *map(int, parts), file=file)
-
-OP = declare(Operation(letters="EXCHANGE", meaning="exchange", after=B, handler=exchange,
-                       meets=lambda stage: (1 - stage,)))
-
-def order(s):
-    return Recipe(
-        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=(OP,)
-    )
-"""
-
-
-@pytest.mark.slow
-def test_ranks_in_processes_exchange_data(tmp_path: Path) -> None:
-    (tmp_path / "exchanging.py").write_text(EXCHANGE)
-    command = [sys.executable, "-m", "pipeloom", "train", "--schedule", "exchanging.py:order"]
-    done = subprocess.run(
-        [*command, "--ranks", "2", "--set", "steps=1", "--set", "pipeline.microbatches=2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    # The rehearsal before the first step calls handlers too, with a channel that leads nowhere.
-    assert (tmp_path / "rank0").read_text().splitlines()[-2:] == ["3.0 0 10"] * 2
-    assert (tmp_path / "rank1").read_text().splitlines()[-2:] == ["3.0 1 11"] * 2

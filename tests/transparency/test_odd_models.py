@@ -1,7 +1,7 @@
 """The zoo of odd models (`tests/support/odd`): each trains as in plain PyTorch, or is refused by name."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -19,10 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning"),
 ]
 MICROBATCHES, ROWS = 4, 2
-
-
-def params(cases: Iterable[Case]) -> list[object]:
-    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.slow else []) for case in cases]
 
 
 def runs() -> Iterator[object]:
@@ -79,18 +75,43 @@ def run(case: Case, stage_of: dict[str, int], way: str, **options: object) -> Nu
     return pipelined(job, plan, train, evaluate=evaluate, **options)
 
 
+def names_a_line_of(case: Case, text: str) -> bool:
+    return any(case.has_line(file, int(line)) for file, line in re.findall(r"(odd/\w+\.py):(\d+)", text))
+
+
+def captured_as_described(case: Case) -> None:
+    """As one graph, or between its modules, with the reason and the line of the model where it stands."""
+    reason = capture_of(case.double, ROWS).graph.fallback
+    assert bool(reason) == bool(case.between), reason
+    assert re.search(case.between, reason), reason
+    if ".py" in case.between:
+        assert names_a_line_of(case, reason)
+
+
+def draws_by_its_seed(case: Case) -> None:
+    """Evaluated it is as in plain PyTorch; trained it draws other numbers with another seed."""
+    stage_of = next(places(case, case.cuts[0]))
+    plan = plan_for(capture_of(case.double, ROWS), stage_of, microbatches=MICROBATCHES)
+    train, evaluate = batches(case)
+    expected = plain(case.double, [], MICROBATCHES, evaluate=evaluate)
+    found = pipelined(case.double, plan, [], evaluate=evaluate)
+    assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-9)
+    again = [pipelined(case.double, plan, train, seed=seed).losses for seed in (0, 1)]
+    assert again[0] != again[1]
+
+
 @pytest.mark.parametrize(("case", "cut", "way"), list(runs()))
 def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way: str) -> None:
     """Losses, gradients, parameters, buffers and evaluation losses of two steps, in float64."""
+    if cut == case.cuts[0]:
+        captured_as_described(case)
+        if case.expect == "random":
+            draws_by_its_seed(case)
     expected = expected_of(case)
     for stage_of in places(case, cut):
         found = run(case, stage_of, way)
         apart = differences(case.double, found, expected)
         assert max(apart.values()) <= 1e-9, (apart, stage_of)
-
-
-def names_a_line_of(case: Case, text: str) -> bool:
-    return any(case.has_line(file, int(line)) for file, line in re.findall(r"(odd/\w+\.py):(\d+)", text))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.words], ids=str)
@@ -100,26 +121,3 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(case: Case) -> None:
         capture(case.job, ROWS)
     assert case.hint in str(caught.value.hint)
     assert names_a_line_of(case, caught.value.message)
-
-
-@pytest.mark.parametrize("case", params(case for case in CASES if not case.words))
-def test_how_an_odd_model_is_captured(case: Case) -> None:
-    """As one graph, or between its modules, with the reason and the line of the model where it stands."""
-    reason = capture_of(case.double, ROWS).graph.fallback
-    assert bool(reason) == bool(case.between), reason
-    assert re.search(case.between, reason), reason
-    if ".py" in case.between:
-        assert names_a_line_of(case, reason)
-
-
-@pytest.mark.parametrize("case", params(case for case in CASES if case.expect == "random"))
-def test_a_model_that_draws_is_evaluated_as_in_plain_pytorch(case: Case) -> None:
-    """And draws other numbers with another seed."""
-    stage_of = next(places(case, case.cuts[0]))
-    plan = plan_for(capture_of(case.double, ROWS), stage_of, microbatches=MICROBATCHES)
-    train, evaluate = batches(case)
-    expected = plain(case.double, [], MICROBATCHES, evaluate=evaluate)
-    found = pipelined(case.double, plan, [], evaluate=evaluate)
-    assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-9)
-    again = [pipelined(case.double, plan, train, seed=seed).losses for seed in (0, 1)]
-    assert again[0] != again[1]
