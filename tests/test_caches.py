@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from plain_net import PlainNet, job_of
+from odd.case import Stack, job
 from runs import capture_of
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def measured(tmp_path: Path) -> Measured:
 
 
 def test_times_are_measured_once_a_day_and_old_ones_removed(measured: Measured) -> None:
-    captured = capture_of(job_of(PlainNet))
+    captured = capture_of(job(Stack))
     assert kept_profile(captured, measured) == kept_profile(captured, measured)
     (file,) = measured.files
     assert measured.times == 1
@@ -75,12 +75,12 @@ def test_times_are_measured_once_a_day_and_old_ones_removed(measured: Measured) 
     kept_profile(captured, measured)
     assert measured.times == 2 and measured.files == [file]
     os.utime(file, (0, 0))
-    kept_profile(capture_of(job_of(PlainNet), 4), measured)
+    kept_profile(capture_of(job(Stack), 4), measured)
     assert len(measured.files) == 1 and not file.exists()
 
 
 def test_times_of_hours_ago_are_mentioned(measured: Measured, caplog: pytest.LogCaptureFixture) -> None:
-    captured = capture_of(job_of(PlainNet))
+    captured = capture_of(job(Stack))
     kept_profile(captured, measured)
     for hours, said in ((0, ""), (3, "measured 3 h ago; PIPELOOM_KEEP_PROFILES=0 measures them again")):
         os.utime(measured.files[0], (0, time.time() - hours * 3600))
@@ -91,7 +91,7 @@ def test_times_of_hours_ago_are_mentioned(measured: Measured, caplog: pytest.Log
 
 @pytest.mark.parametrize("damage", ["", "{}", "costs", "graph", "batch", "negative", "roofline"])
 def test_a_damaged_file_is_measured_again(measured: Measured, damage: str) -> None:
-    captured = capture_of(job_of(PlainNet))
+    captured = capture_of(job(Stack))
     right = kept_profile(captured, measured)
     (file,) = measured.files
     whole = json.loads(file.read_text())
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_measured_again(measured: Measured, damage: str) -> No
     changed = {
         "costs": {"costs": {name: cost for name, cost in whole["costs"].items() if name != first}},
         "graph": {"graph": "another"},
-        "batch": {"batch": ["x[9,6]float32"]},
+        "batch": {"batch": ["x[9,8]float32"]},
         "negative": {"costs": whole["costs"] | {first: {"forward_s": -1.0}}},
         "roofline": {"source": "roofline"},
     }
@@ -117,7 +117,7 @@ def test_what_is_too_short_or_impossible_is_measured_again(tmp_path: Path, text:
     assert len(json.loads(file.read_text())) == 2
 
 
-class OtherArguments(PlainNet):
+class OtherArguments(Stack):
     """The same names, wiring and parameters as those of `Softmax`: a graph's fingerprint is the same."""
 
     dim = 0
@@ -131,9 +131,9 @@ class Softmax(OtherArguments):
 
 
 def test_times_hold_for_the_same_ops_only(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = (capture_of(job_of(model)) for model in (Softmax, OtherArguments))
+    ours, theirs = (capture_of(job(model)) for model in (Softmax, OtherArguments))
     assert ours.graph.fingerprint == theirs.graph.fingerprint
-    wider, halved = capture_of(job_of(Softmax), 4), capture_of(job_of(Softmax), autocast=torch.bfloat16)
+    wider, halved = capture_of(job(Softmax), 4), capture_of(job(Softmax), autocast=torch.bfloat16)
     for count, captured in enumerate((ours, theirs, wider, halved), start=1):
         kept_profile(captured, measured)
         assert measured.times == count
@@ -146,7 +146,7 @@ def test_times_hold_for_the_same_ops_only(measured: Measured, monkeypatch: pytes
 def test_what_cannot_be_kept_is_measured_each_time(
     measured: Measured, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = capture_of(job_of(PlainNet))
+    captured = capture_of(job(Stack))
     if why == "an op of others":
         op = replace(captured.graph.ops[0], target="mine.kernel.default")
         captured = replace(captured, graph=replace(captured.graph, ops=(op, *captured.graph.ops[1:])))
@@ -162,10 +162,10 @@ def test_what_cannot_be_kept_is_measured_each_time(
 
 
 def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(PlainNet)
-    captured, real = capture_of(job), planning.profile
+    made = job(Stack)
+    captured, real = capture_of(made), planning.profile
     monkeypatch.setattr(planning, "profile", measured)
-    models = [planning.captured_model(job, 2, None, captured=captured) for _ in range(2)]
+    models = [planning.captured_model(made, 2, None, captured=captured) for _ in range(2)]
     assert measured.times == 1 and models[0].profiles == models[1].profiles
     assert real(captured).costs != models[0].profiles["cpu"].costs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import good
 from compiled import KnownRatios
-from plain_net import WIDTH, PlainNet, job_of
+from odd.case import CLASSES, WIDTH, job as job_of
 from runs import assert_same, capture_of, pipelined, plain
 from torch import Tensor, nn
 
@@ -27,19 +27,19 @@ from pipeloom.profiler.compiled_pieces import CompiledRatio, piece_signatures
 from pipeloom.tracer.captured import Captured
 
 
-class Layered(PlainNet):
-    """Three equal layers, and one with another activation, between the batch and the head."""
+class Layered(nn.Module):
+    """Three equal layers, one with another activation, and a head."""
 
-    def prepare(self) -> None:
-        for name in ("a", "b", "c"):
-            delattr(self, name)
+    def __init__(self) -> None:
+        super().__init__()
         ends = (nn.Tanh, nn.Tanh, nn.Tanh, nn.Sigmoid)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), end()) for end in ends)
+        self.head = nn.Linear(WIDTH, CLASSES)
 
-    def run(self, h: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
-            h = layer(h)
-        return h
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x), y)
 
 
 def seconds(captured: Captured) -> Profile:
@@ -148,9 +148,13 @@ def test_compiling_is_announced_and_bounded(
 
 
 def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flat(PlainNet):
-        def prepare(self) -> None:
-            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.b(self.a(x)), y)
 
     graph = capture_of(job_of(Flat)).graph
     assert len(pieces_of(graph).stages) == 1

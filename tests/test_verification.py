@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from odd.case import job as odd_job
+from odd.case import WIDTH, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
-from plain_net import PlainNet, job_of
 from runs import capture_of, each_rank, even, even_plan, plan_for
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from pipeloom.runtime.weights import Gradients, Weights
 from pipeloom.tracer.stage import joint, trace
 from pipeloom.verification import Verification
 
-JOB = job_of(PlainNet)
+JOB = job_of(Stack)
 
 
 def verified(job: Job, stages: int = 2, options: Options | None = None, **how: Any) -> Verification:
@@ -38,12 +37,12 @@ def test_a_right_pipeline_passes(schedule: str, split: bool, clip_norm: float | 
     result = verified(JOB, options=Options(clip_norm=clip_norm), schedule=schedule, split=split)
     result.require()
     assert result.passed and result.reference == "the module itself, eager"
-    assert set(result.gradients) == set(result.parameters) == set(dict(PlainNet().named_parameters()))
+    assert set(result.gradients) == set(result.parameters) == set(dict(Stack().named_parameters()))
 
 
-class Averaging(PlainNet):
+class Averaging(Stack):
     def prepare(self) -> None:
-        self.norm = nn.BatchNorm1d(6)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def run(self, h: Tensor) -> Tensor:
         return super().run(self.norm(h))
@@ -58,7 +57,7 @@ def gradient_off(
 def update_off(self: Weights, *, real: Callable[..., None]) -> None:
     real(self)
     with torch.no_grad():
-        self.params.get("b.0.bias", torch.zeros(1)).mul_(1.01)
+        self.params.get("blocks.1.net.0.bias", torch.zeros(1)).mul_(1.01)
 
 
 def buffer_off(self: Weights, name: str, tensor: Tensor, *, real: Callable[..., None]) -> None:
@@ -69,7 +68,7 @@ def buffer_off(self: Weights, name: str, tensor: Tensor, *, real: Callable[..., 
     ("owner", "method", "wrong", "named"),
     [
         (Gradients, "add_product", gradient_off, r"gradient of head\.weight .* 0\.001"),
-        (Weights, "step", update_off, r"updated b\.0\.bias .* 0\.01"),
+        (Weights, "step", update_off, r"updated blocks\.1\.net\.0\.bias .* 0\.01"),
         (Weights, "replace_buffer", buffer_off, r"buffer norm\.running_mean .* 0\.01"),
     ],
     ids=["gradient", "update", "buffer"],
@@ -85,9 +84,9 @@ def test_what_is_wrong_fails_and_is_named(
         verified(job).require()
 
 
-class Centred(PlainNet):
+class Centred(Stack):
     def run(self, h: Tensor) -> Tensor:
-        h = self.c(h)
+        h = self.inlet(h)
         return super().run(torch.tanh(h - h.mean(0)))
 
 
@@ -97,7 +96,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference_under_adam() 
     verified(job, 3).require()
 
 
-class Dropping(PlainNet):
+class Dropping(Stack):
     def run(self, h: Tensor) -> Tensor:
         return super().run(h + nn.functional.dropout(torch.tanh(h), 0.5))
 
@@ -110,13 +109,13 @@ def test_a_model_that_draws_is_compared_with_the_module_itself() -> None:
 
 def test_layers_that_are_left_out_are_compared() -> None:
     """LayerDrop draws single numbers (`torch.rand([])`): comparing them ended in a traceback."""
-    made = odd_job(LeavesOut)
+    made = job_of(LeavesOut)
     verify(made, even_plan(made, 2, microbatches=2)).require()
 
 
 def test_the_verdict_says_where_a_model_is_compared_with_its_own_graph() -> None:
     """Python's random numbers: the pipeline seeds them by place."""
-    result = verified(odd_job(LeavesOutByPython))
+    result = verified(job_of(LeavesOutByPython))
     result.require()
     assert not result.independent and "Python" in result.reference
     assert report(result)[-1].endswith(", compared with its own graph")
@@ -130,7 +129,7 @@ def test_the_tolerance_follows_the_dtype(dtype: torch.dtype, tolerance: float) -
         tensors = JOB.batch(seed, rows)
         return {**tensors, "x": tensors["x"].to(dtype)}
 
-    result = verified(Job(model=lambda: PlainNet().to(dtype), batch=batch))
+    result = verified(Job(model=lambda: Stack().to(dtype), batch=batch))
     result.require()
     assert result.tolerance == tolerance
 
@@ -146,7 +145,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
         verify(JOB, replace(even_plan(JOB, 2, microbatches=3), graph="0123456789abcdef"))
 
 
-class NotFinite(PlainNet):
+class NotFinite(Stack):
     """Its loss is right, the gradient of one entry of its last bias is not a number."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -201,7 +200,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Comparisons:
 COUNTED = {"calls": 0}
 
 
-class CountsElsewhere(PlainNet):
+class CountsElsewhere(Stack):
     """What no rule foresees: it is no attribute of a module."""
 
     def run(self, h: Tensor) -> Tensor:
@@ -234,7 +233,7 @@ class Random(Averaging):
         return super().run(nn.functional.dropout(h, 0.5))
 
 
-class Decides(PlainNet):
+class Decides(Stack):
     """A model that is cut between its modules."""
 
     def run(self, h: Tensor) -> Tensor:
