@@ -1,5 +1,7 @@
 """When a kernel runs compiled, and which machine code it finds."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
@@ -101,3 +103,42 @@ def test_the_heap_gives_numbers_by_time_and_of_equal_times_the_lowest() -> None:
     for at in rng.permutation(60):
         heap.push(times, numbers, size, *wanted[at])
     assert [(times[0], heap.pop(times, numbers, size)) for _ in wanted] == wanted
+
+
+# Compiled kernels that are kept on disk.
+
+
+KERNEL = """
+import numpy as np
+from {types} import Row
+from pipeloom.ir.kernels import kernel
+
+@kernel
+def total(row):
+    found = 0
+    for value in row.values:
+        found += value
+    return found
+
+print(total(Row(np.ones(1_000_000, np.int64))))
+"""
+
+
+TYPES = """
+from typing import Any, NamedTuple
+
+class Row(NamedTuple):
+    values: Any
+"""
+
+
+@pytest.mark.slow
+def test_a_cache_of_another_version_is_not_read(tmp_path: Path) -> None:
+    for types in ("before", "after"):
+        (tmp_path / f"{types}.py").write_text(TYPES)
+        (tmp_path / "work.py").write_text(KERNEL.format(types=types))
+        done = subprocess.run(
+            [sys.executable, "-c", "import work"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "1000000\n", done.stderr
+        (tmp_path / f"{types}.py").unlink()

@@ -1,12 +1,106 @@
-"""Sizes as text."""
+"""Sizes and JSON as text; texts that were answered with a traceback, pages of digits or all memory."""
 
 from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
 
-from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.text import UNITS, enough_bytes, format_bytes, parse_bytes
+from pipeloom.checks.schedules import check
+from pipeloom.ir.action import parse_action, parse_instruction
+from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.ir.text import UNITS, enough_bytes, format_bytes, from_json, parse_bytes, to_json
+from pipeloom.runtime.checkpoint_files import read_index
+from pipeloom.schedules.formats import parse_schedule
+
+NINES = "9" * 5000
+NESTED = "[" * 200_000
+EMPTY = Plan(
+    graph="",
+    planner="",
+    stages=(),
+    placement=(0,),
+    schedule="1f1b",
+    schedule_rows=("0F0 0B0",),
+    microbatches=1,
+)
+
+
+def parse_plan(text: str) -> Plan:
+    return from_json(text, Plan, what="plan.json")
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "error", "word"),
+    [
+        *(
+            (read, text, ScheduleError, "999")
+            for read in (parse_action, parse_instruction)
+            for text in (f"F{NINES}", f"0F{NINES}", f"{NINES}F1_0")
+        ),
+        (parse_schedule, f"0F0,0F{NINES}\n", ScheduleError, "row 1, cell 2"),
+        (parse_schedule, "0F0," + "x" * 200_000, ScheduleError, "field limit"),
+        (parse_plan, f'{{"graph": "g", "planner": "p", "stages": "{NINES}"}}', ConfigError, r"\$.stages"),
+        (parse_plan, to_json(EMPTY).replace("flush", NINES), ConfigError, r"\$.weights"),
+    ],
+)
+def test_long_texts_are_refused_in_a_short_message(
+    read: Callable[[str], object], text: str, error: type[PipeloomError], word: str
+) -> None:
+    with pytest.raises(error, match=word) as caught:
+        read(text)
+    assert len(str(caught.value)) < (600 if read is parse_plan else 200)
+
+
+def test_brackets_within_brackets_are_refused(tmp_path) -> None:
+    (tmp_path / "index.json").write_text(NESTED)
+    with pytest.raises(PipeloomError, match="index.json"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0F0 0F999999999", "rank 0 never runs 0F1"),
+        ("0F0 0B0 0F1 0F999999999", "rank 0 never runs 0B1, nor 0I1 and 0W1"),
+        ("0F0 0I0 0F999999999", "rank 0 never runs 0W0"),
+        ("0F0 0F0 0F999999999", "rank 0 runs 0F0 twice"),
+    ],
+)
+def test_a_large_number_costs_no_memory(row: str, message: str) -> None:
+    made = Schedule(name="", microbatches=10**9, placement=(0,), rows=parse_rows((row,)))
+    tracemalloc.start()
+    with pytest.raises(ScheduleError) as caught:
+        check(made, chain(1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.message == message
+    assert peak < 2**24
+
+
+def test_a_plan_without_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match="no stages"):
+        _ = EMPTY.as_schedule
+
+
+def test_a_lone_carriage_return_ends_a_row_of_a_file() -> None:
+    assert str(parse_schedule("0F0,0B0\r1F0,1B0\r\n")) == "0F0 0B0\n1F0 1B0"
+
+
+@pytest.mark.parametrize("line", ["0F0&0F0", "0F0 0F0&0B0", "0F0&0B0 0F0", "0F0&0F0 0F0&0F0"])
+def test_an_action_alone_and_in_a_pair_prints_as_it_is_read(line: str) -> None:
+    """It printed as `0F0&0F0&`, which cannot be read."""
+    pairs = parse_pairs((line,))
+    made = Schedule(name="text", microbatches=1, placement=(0,), rows=parse_rows((line,)), pairs=pairs)
+    assert str(made) == line
+
+
+# Sizes as text.
 
 
 @pytest.mark.parametrize(

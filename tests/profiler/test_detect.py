@@ -1,6 +1,8 @@
 """Measuring the machine: shares from times that are given, figures that hang together, files as the tier."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +11,16 @@ from pipeloom.ir.cluster import OP_CLASSES, Device, MiB
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, Value
 from pipeloom.ir.profile import OpCost
-from pipeloom.profiler import detect, host_copies
+from pipeloom.profiler import detect, host_copies, measurement
 from pipeloom.profiler.efficiency import (
     ReferenceModel,
     ReferenceSizes,
     efficiency_by_class,
     measure_efficiency,
 )
+from pipeloom.profiler.host_copies import gpu_links
 from pipeloom.profiler.measure_op import Timer
-from pipeloom.profiler.measurement import connected_components, summarise_runs
+from pipeloom.profiler.measurement import connected_components, summarise_runs, usable_cores
 
 CPU = torch.device("cpu")
 TINY = ReferenceSizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)
@@ -94,17 +97,6 @@ def test_files_take_tensors_and_give_them_back(tmp_path):
     assert host_copies.free_disk(tmp_path) > MiB
 
 
-def test_what_is_written_to_the_tier_is_what_is_read(tmp_path):
-    file = tmp_path / "tier"
-    file.write_bytes(bytes(4096))
-    source, target = torch.arange(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
-    with file.open("r+b") as opened:
-        host_copies._write(opened.fileno(), source)
-        host_copies._read(opened.fileno(), target)
-    assert file.read_bytes() == bytes(source.tolist())
-    assert torch.equal(source, target)
-
-
 def test_a_directory_without_room_is_said(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -125,3 +117,29 @@ def test_components():
     assert connected_components([], 3) == [0, 1, 2]
     assert connected_components([(1, 2), (0, 2)], 4) == [0, 0, 0, 3]
     assert connected_components([(3, 2), (1, 0), (3, 0)], 4) == [0, 0, 0, 0]
+
+
+# Measured links of the GPUs of this machine.
+
+
+def test_one_gpu_has_no_links_to_others() -> None:
+    assert gpu_links([torch.device("cuda", 0)]) == ({}, [])
+
+
+# How many cores a process may use.
+
+
+ALLOWED = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", ALLOWED), ("", ALLOWED), (None, ALLOWED)],
+)
+def test_a_quota_of_a_container_counts(
+    quota: str | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(measurement, "QUOTA", tmp_path / "cpu.max")
+    assert usable_cores() == expected

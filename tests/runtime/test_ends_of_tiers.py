@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
@@ -53,15 +52,6 @@ def test_a_plan_that_does_not_fit_leaves_no_tier(tmp_path: Path) -> None:
     plan = replace(plan, caps=(need - 1,))
     with nothing_left(folder), pytest.raises(InfeasibleError):
         Pipeline(JOB, plan, options=Options(offload_dir=folder))
-
-
-def test_a_scheduler_that_fails_leaves_no_tier(tmp_path: Path) -> None:
-    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
-        raise ValueError("the user's own mistake")
-
-    plan, folder = offloading(), tmp_path / "away"
-    with nothing_left(folder), pytest.raises(ValueError, match="the user's own mistake"):
-        Pipeline(JOB, plan, options=Options(offload_dir=folder, scheduler=scheduler))
 
 
 def test_what_fails_behind_the_tier_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,10 @@ from ledgers import sends_are_through_at_once
 from runs import capture_of, each_rank, even, plan_for
 
 from pipeloom import Pipeline
-from pipeloom.ir.action import RECOMPUTE
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.ir.text import from_json, to_json
 from pipeloom.ir.timeline import Timeline
-from pipeloom.lowering.passes import lower
 from pipeloom.tracer.stage.trace import stage_residuals
 
 
@@ -77,13 +74,3 @@ def test_rehearsed_are_the_actions_that_there_are(quick_rehearsals: None) -> Non
         actions = [event.action for event in timeline.events if event.stream == "compute"]
         assert sorted(a for a in actions if "RECOMPUTE" in a) == ["1RECOMPUTE0", "1RECOMPUTE1"]
         assert {"0B0", "0B1", "1B0", "1B1"} <= set(actions)
-
-
-def test_a_plan_that_says_nothing_recomputes_inside() -> None:
-    plan = recomputing(microbatches=4)
-    text = to_json(plan, indent=0)
-    assert text.count(',"ahead":[]') == 1
-    old = from_json(text.replace(',"ahead":[]', ""), Plan, what="an old plan")
-    assert old == plan
-    program = lower(old.as_schedule, old.stage_graph(capture_of(TANH, ROWS).graph), policy=old.memory)
-    assert not any(step.kind == RECOMPUTE for row in program.rows for step in row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,17 @@ from pipeloom.checks.schedules import check
 from pipeloom.ir.action import AWAIT, COPYING, OFFLOAD, RELOAD, Action, B, F, W
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
+from pipeloom.ir.weights import Updates
+from pipeloom.lowering.steady import SteadyRows
 from pipeloom.schedules import registry
 from pipeloom.schedules.formats import parse_schedule
 from pipeloom.schedules.language import uplinks
+from pipeloom.schedules.language.placements import spread
 from pipeloom.schedules.language.row_times import row_times
+from pipeloom.schedules.registry import build, build_steady
 from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, csv_text, simulate_schedule
 from pipeloom.simulator.memory_limit import check_memory_limit
 
@@ -191,3 +197,26 @@ def test_places_of_copies_are_compared_by_what_the_simulator_says(name: str, k: 
 )
 def test_what_is_awaited_is_on_the_host_until_its_reload(row: str, held: int) -> None:
     assert registry.in_flight(by_hand(row), on_device=True) == (held,)
+
+
+# Rows of schedules with copies, with stages on all ranks, and of steps that repeat.
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("table", [((0, 1), 0, 1), (0, 1, (0, 1)), (0, (0, 1), 1)], ids=str)
+def test_all_ranks_of_a_stage_keep_one_clock(name: str, table: tuple[int | tuple[int, ...], ...]) -> None:
+    made = build(name, *spread(chain(3), table), 4)
+    assert [len(row) for row in made.rows] == [16, 16]
+
+
+@pytest.mark.parametrize("name", ["1f1b:offload=1", "zb_h1:offload=1"])
+def test_rows_of_steps_have_every_copy_once(name):
+    towers = dag(5, [(0, 1), (2, 3), (1, 4), (3, 4)])
+    updates = Updates(policy="2bw", every=4)
+    body = build_steady(name, towers, (0, 1, 2, 3, 4), updates)
+    rows = SteadyRows(step=body, stages=towers, updates=updates)
+    batches = 9
+    fed = [rows.row(batch, batch) for batch in range(batches)] + [rows.drain(batches - 1, batches)]
+    found = Counter(step.kind for row in fed for step in row.program.rows[0] if hasattr(step, "kind"))
+    assert found["OFFLOAD"] == found["RELOAD"] > 4 * (batches - 2)
+    assert found["F"] == 4 * batches == found["B"] + found["I"]

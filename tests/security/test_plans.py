@@ -1,10 +1,13 @@
 """A plan names a schedule. No file is imported, or opened, because a plan names it."""
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import good
 from runs import even_plan
 from torch import nn
@@ -12,7 +15,10 @@ from torch import nn
 from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
+from pipeloom.ir.text import write_whole
 from pipeloom.runnable import require_runnable_plan
+from pipeloom.runtime.connect import connect
+from pipeloom.runtime.launch import launch
 from pipeloom.train.config import read_config, write_config
 from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.workload import gpt_workload
@@ -79,3 +85,55 @@ def test_verify_reads_a_plan_and_imports_nothing(place: Path) -> None:
     (place / "plan.json").write_text(text.replace('"1f1b"', '"evil.py:z"'))
     good("verify", "mine.py:job", "--plan", "plan.json")
     assert not (place / "ran").exists()
+
+
+# Files are written in their own directory, whatever links somebody has put there.
+
+
+def test_a_name_that_can_be_foreseen_leads_nowhere(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    target = tmp_path / "plan.json"
+    (tmp_path / f"plan.json.{os.getpid()}.partial").symlink_to(victim)
+    write_whole(target, "theirs")
+    assert victim.read_text() == "mine"
+    assert target.read_text() == "theirs" and not target.is_symlink()
+
+
+def test_files_get_the_rights_that_the_user_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+# The ranks of one machine listen on its loopback interface only, as SECURITY.md says.
+
+
+LISTENS, LOOPBACK = "0A", ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses on which a process listens, as /proc writes them."""
+    links = [file for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    held = {os.readlink(file) for file in links if os.path.lexists(file)}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open()]
+    return [row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in held]
+
+
+def rank(folder: Path) -> None:
+    group = connect(torch.device("cpu"))
+    dist.all_reduce(torch.ones(1), group=group)
+    found = [address for pid in (os.getpid(), os.getppid()) for address in listening(pid)]
+    (folder / str(group.rank())).write_text("\n".join(found))
+    dist.barrier(group)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nobody_else_can_reach_the_ranks_of_one_machine(tmp_path: Path) -> None:
+    assert launch(rank, 2, args=(tmp_path,)) == 0
+    for number in "01":
+        found = (tmp_path / number).read_text().splitlines()
+        assert found and set(found) <= set(LOOPBACK), found

@@ -1,17 +1,30 @@
 """What torch.export is asked for, and what it must leave as it was."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import zoo
 from odd.case import Stack, job
-from odd.gradients import CheckpointedInside, HookOnTensor, OwnGradient, Penalty, Signed
-from odd.state import Shrinks
-from runs import assert_same, even, pipelined, plain, plan_for
+from odd.gradients import (
+    CheckpointedInside,
+    FullBackwardHook,
+    HookOnTensor,
+    OwnGradient,
+    Penalty,
+    Signed,
+    tripled,
+)
+from odd.state import NormTwice, Shrinks
+from runs import assert_same, even, even_plan, pipelined, plain, plan_for
 from torch import Tensor, nn
 
-from pipeloom.ir.errors import CaptureError
+from pipeloom.checks.schedules import forwards_in_order
+from pipeloom.ir.errors import CaptureError, CutError, ScheduleError
+from pipeloom.ir.stages import cut
+from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.export import export_program
 
@@ -95,3 +108,56 @@ def test_a_frozen_stage_under_autocast() -> None:
     plan = plan_for(captured, even(captured.graph, count), microbatches=2, schedule="gpipe")
     found = pipelined(frozen, plan, batches, autocast=torch.bfloat16)
     assert_same(found, plain(frozen, batches, 2, autocast=torch.bfloat16), tolerance=1e-6)
+
+
+# Hooks on modules, where a cut goes. Those of the zoo are in `tests/support/odd/gradients.py`.
+
+
+def test_a_cut_through_a_module_with_a_hook_is_refused() -> None:
+    lists = [["inlet", "blocks.0", "blocks.1.norm"], ["blocks.1.net", "blocks.2", "head"]]
+    with pytest.raises(CutError, match="cuts blocks.1, which has a hook by register_full_backward_hook"):
+        capture(replace(job(FullBackwardHook), modules=lists), 2)
+
+
+@pytest.fixture
+def hook_on_all_modules() -> Iterator[None]:
+    def scaled(module: nn.Module, inner: Any, outer: Any) -> Any:
+        return tripled(inner)
+
+    handle = nn.modules.module.register_module_full_backward_hook(scaled)
+    yield
+    handle.remove()
+
+
+def test_a_hook_for_all_modules_leaves_the_model_whole(hook_on_all_modules: None) -> None:
+    captured = capture(job(Stack), 2)
+    assert [op.name for op in captured.graph.ops] == ["model"]
+    assert "register_module_full_backward_hook" in captured.graph.fallback
+
+
+# Buffers that the forward changes: where a model can be cut, and in which order its forwards may run.
+
+
+TWICE = job(NormTwice)
+
+
+def test_a_norm_used_twice_cannot_be_torn_apart() -> None:
+    graph = capture(TWICE, 2).graph
+    names = [op.name for op in graph.ops if not op.cheap]
+    with pytest.raises(CutError, match="buffer norm.* is updated"):
+        cut(graph, {name: index * 3 // len(names) for index, name in enumerate(names)})
+
+
+def test_micro_batches_in_another_order_are_refused_where_a_forward_updates_buffers() -> None:
+    plan = even_plan(TWICE, 1, microbatches=2, schedule="gpipe")
+    swapped = replace(plan, schedule_rows=("0F1 0F0 0B0 0B1",))
+    with pytest.raises(ScheduleError, match="0F0 after 0F1, but stage 0 updates norm.") as caught:
+        pipelined(TWICE, swapped, [TWICE.batch(0, 4)])
+    assert "in the order of their micro-batches" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_all_schedules_of_the_library_run_forwards_in_order(name: str) -> None:
+    stages, placement = registry.default_placement(name, 4)
+    made = registry.build(name, stages, placement, 8)
+    forwards_in_order(made, dict.fromkeys(range(made.stages), "buffer"))

@@ -15,7 +15,6 @@ from plain_net import two_linears
 from runs import Numbers, assert_same, capture_of, each_rank, even, even_plan, pipelined, plain, plan_for
 
 from pipeloom import Job, Options, Pipeline, plan
-from pipeloom.ir.errors import BatchError
 
 TOLERANCE = 1e-12
 """In float64: what remains is the order of additions."""
@@ -101,37 +100,11 @@ def uneven_tokens(seed: int, size: int) -> zoo.Batch:
     return batch
 
 
-def test_a_batch_without_any_token_is_refused_by_all_ranks() -> None:
-    job = Job(
-        model=zoo.GPT, batch=zoo.token_batch, weight=lambda batch: 0 * len(batch["labels"]), optimizer=zoo.sgd
-    )
-    with pytest.raises(BatchError, match="no token"):
-        pipelined(job, even_plan(job, 2, microbatches=2), steps(job, 1))
-
-
 @pytest.mark.slow
 def test_an_uneven_batch_and_other_lengths() -> None:
     """Seven rows for two micro-batches, then longer sequences, then the planned size again."""
     longer = zoo.token_batch(2, 4, length=zoo.LENGTH + 5)
     compare(GPT, [GPT.batch(0, 4), GPT.batch(1, 7), longer, GPT.batch(3, 4)])
-
-
-def test_a_batch_with_too_few_rows_is_refused() -> None:
-    plan = even_plan(GPT, 2, microbatches=4)
-    with pytest.raises(BatchError, match="3 rows"):
-        pipelined(GPT, plan, [GPT.batch(0, 3)])
-
-
-def test_ranks_with_different_batches_are_refused_on_all() -> None:
-    plan = even_plan(GPT, 2, microbatches=2)
-
-    def work(pipeline: Pipeline) -> str:
-        with pytest.raises(BatchError) as caught:
-            pipeline.step(GPT.batch(0, 4 + 2 * pipeline.rank))
-        return str(caught.value)
-
-    for rank, message in enumerate(each_rank(GPT, plan, work)):
-        assert f"rank {rank} has a batch of input_ids[{4 + 2 * rank}, 12]" in message
 
 
 @pytest.mark.sampled(1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from math import inf
 
@@ -280,3 +283,30 @@ def test_the_solver_is_told_what_a_period_holds(period: int, there: bool) -> Non
     """A V of two ranks with room for one micro-batch: no period is shorter than the way of one."""
     found = solve_period(whole_times(problem("V", 2, 4, 1)), period=period * 8, hint=None, effort=1.0)
     assert (found is not None) == there
+
+
+# Ctrl-C after searches.
+
+
+SEARCHES = textwrap.dedent(
+    """
+    import signal
+    import pipeloom
+    from pipeloom.schedules.search.search import SearchOptions
+
+    stages = [{"F": 1.1, "I": 0.7, "W": 0.9, "bytes": 1, "ranks": s} for s in range(2)]
+    only = SearchOptions(engines=("ENGINE",))
+    pipeloom.search_schedule({"stage": stages, "memory": "2"}, microbatches=3, options=only)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted")
+    """
+)
+
+
+@pytest.mark.parametrize("engine", ["exact", "kernel"])
+def test_python_still_gets_it(engine: str) -> None:
+    words = [sys.executable, "-c", SEARCHES.replace("ENGINE", engine)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
