@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from branching_graphs import cluster_of, random_graph
 from hypothesis import given, settings, strategies as st
 from layered import layered
 from random_ops import cluster_of as caps_of, op_graph, profile_of
+from random_stages import random_model
 
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
@@ -143,3 +145,41 @@ def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytes
     assert theirs is not None and found is not None and found.stages == theirs.stages
     with pytest.raises(AssertionError, match="probe has a plan"):
         planned(graph, profile, cluster, "dawnpiper")
+
+
+# Stages of a plan keep their caps by themselves, not only in the simulated step.
+
+
+@pytest.mark.sampled("vpipe")
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("dawnpiper", marks=pytest.mark.slow), "probe", "vpipe", "exact"]
+)
+def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
+    planned = 0
+    for seed in range(5):
+        draw = random.Random(seed)
+        stages, model = draw.choice((3, 4)), random_model(seed, draw.randint(14, 24))
+
+        def plan(cap, stages=stages, model=model):
+            devices = tuple(replace(d, memory_bytes=cap) for d in model.cluster.devices[:stages])
+            return make_plan(
+                model.graph,
+                model.profile,
+                replace(model.cluster, devices=devices),
+                ranks=stages,
+                schedule="1f1b",
+                microbatches=2 * stages,
+                planner=strategy,
+                explained=False,
+                options=PlanOptions(treatments=("recompute",)),
+            )
+
+        most = max(stage.memory.total for stage in plan(1 << 40).stages)
+        for share in (0.95, 0.85, 0.75):
+            try:
+                found = plan(int(most * share))
+            except InfeasibleError:
+                continue
+            planned += 1
+            assert max(stage.memory.total for stage in found.stages) <= int(most * share)
+    assert planned > 5, "too few plans to tell"

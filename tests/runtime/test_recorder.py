@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 import runs
 import torch
 from deep import ACTIVATION, DEPTH, ROWS, TANH
+from torch import nn
 
+import pipeloom
 from pipeloom import Options, Pipeline
 from pipeloom.runtime.recorder import CudaClock, Recorder
 
@@ -106,3 +111,37 @@ def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:
         if event.stream == "d2h":
             place = curve.times_s.index(event.end_s)
             assert levels[place - 1][1] - levels[place][1] == size
+
+
+# How many calls of pipeloom's functions a step takes: on a GPU, time in which nothing new is launched.
+
+
+MOST_CALLS = 350
+
+
+PACKAGE = str(Path(pipeloom.__file__).parent)
+
+
+def test_a_step_of_one_stage() -> None:
+    job = pipeloom.Job(
+        model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
+        batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+        loss=lambda output, batch: output.square().mean(),
+    )
+    plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[f"{frame.f_code.co_filename.removeprefix(PACKAGE)}: {frame.f_code.co_qualname}"] += 1
+
+    with pipeloom.Pipeline(job, plan) as pipeline:
+        batch = job.batch(1, 8)
+        for _ in range(2):  # functions measure their first run, optimizers make their state
+            pipeline.step(batch)
+        sys.setprofile(count)
+        try:
+            pipeline.step(batch)
+        finally:
+            sys.setprofile(None)
+    assert 0 < calls.total() <= MOST_CALLS, calls.most_common(30)

@@ -1,22 +1,20 @@
 """What priorities and limits alone can do, and where they fail: the table of greedy rules for p = 4, m = 8.
 
-The figures (F = 1, B = 2, or F = I = W = 1; two chunks of half the size) are found again by `plain_order`.
+F = 1, B = 2, or F = I = W = 1; two chunks of half the size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
-from math import inf
+from collections.abc import Callable
 
 import pytest
 
-from pipeloom.ir.action import Action, B, F, I, Kind, W
+from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.stages import chain
 from pipeloom.schedules.language import placements
-from pipeloom.schedules.language.recipe import Recipe, per_rank
+from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
 from pipeloom.schedules.list_scheduler.choose import make
 
@@ -89,27 +87,11 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_table_and_a_plain_scheduler_finds_the_same(name: str) -> None:
+def test_the_table(name: str) -> None:
     """Makespan, and peak in stages' worth of residuals."""
     s, recipe, step_s, peak = TABLE[name]
     made = make(s, recipe).outcome
     assert made.step_s == step_s and [round(p * s.chunks, 6) for p in made.peak] == peak
-    assert plain(name) == (step_s, peak)
-
-
-def plain(name: str) -> tuple[float, list[int]]:
-    """What `plain_order` makes of a row of the table."""
-    s, recipe, *_ = TABLE[name]
-    assert isinstance(recipe.kinds, str) and recipe.priority is not None
-
-    def may_open(a: Action, taken: Sequence[int]) -> bool:
-        rank, stage = s.placement[a.stage], recipe.in_flight_stage
-        held = sum(taken[own] for own in s.rank_stages[rank])
-        most = inf if recipe.memory is None else per_rank(recipe.memory, rank) * s.chunks
-        return held < most and (stage is None or taken[a.stage] < stage(a.stage))
-
-    seconds = {kind: s.seconds(0, kind) for kind in (F, B, I, W)}
-    return plain_order(s.placement, M, recipe.kinds, recipe.priority, may_open, seconds)
 
 
 @pytest.mark.parametrize(
@@ -122,66 +104,3 @@ def test_trap_limits_and_greed_block_a_v(s: Shape, memory: float) -> None:
     message = caught.value.message
     assert "rank 0" in message and all(f"rank {r} " in message for r in range(1, P))
     assert "in_flight_stage" in str(caught.value.hint) and "clock=" in str(caught.value.hint)
-
-
-# A plain list scheduler to compare the library's with: it looks at everything at every moment.
-
-
-def plain_order(
-    placement: Sequence[int],
-    microbatches: int,
-    kinds: str,
-    key: Callable[[Action], object],
-    may_open: Callable[[Action, Sequence[int]], bool],
-    seconds: dict[Kind, float],
-) -> tuple[float, list[int]]:
-    """When the last rank ends, and the most places that each rank has taken.
-
-    may_open: whether a forward may run, from the open micro-batches of each stage.
-    Raises: RuntimeError if nothing can run any more.
-    """
-    ranks, last = range(max(placement) + 1), len(placement) - 1
-    back, closes = Kind(kinds[1]), Kind(kinds[-1])
-    todo = [
-        {Action(s, Kind(k), b) for s in own for k in kinds for b in range(microbatches)}
-        for own in ([s for s, at in enumerate(placement) if at == r] for r in ranks)
-    ]
-    end: dict[Action, float] = {}
-    free = [0.0 for _ in ranks]
-    taken = [0] * len(placement)
-    most = [0 for _ in ranks]
-    moments, closing = [0.0], list[tuple[float, int]]()
-
-    def needs(a: Action) -> list[Action]:
-        if a.kind == F:
-            return [Action(a.stage - 1, F, a.microbatch)] if a.stage else []
-        if a.kind == W:
-            return [Action(a.stage, I, a.microbatch)]
-        behind = [Action(a.stage + 1, back, a.microbatch)] if a.stage < last else []
-        return [Action(a.stage, F, a.microbatch), *behind]
-
-    def could(a: Action, now: float) -> bool:
-        return all(end.get(n, now + 1) <= now for n in needs(a)) and (a.kind != F or may_open(a, taken))
-
-    while moments:
-        now = heappop(moments)
-        for entry in [entry for entry in closing if entry[0] <= now]:
-            closing.remove(entry)
-            taken[entry[1]] -= 1
-        for rank in ranks:
-            ready = [a for a in todo[rank] if could(a, now)] if free[rank] <= now else []
-            if ready:
-                chosen = min(ready, key=key)  # type: ignore[arg-type, return-value]
-                todo[rank].remove(chosen)
-                free[rank] = end[chosen] = now + seconds[chosen.kind]
-                moments.append(free[rank])
-                heapify(moments)
-                if chosen.kind == F:
-                    taken[chosen.stage] += 1
-                    held = sum(n for s, n in enumerate(taken) if placement[s] == rank)
-                    most[rank] = max(most[rank], held)
-                if chosen.kind == closes:
-                    heappush(closing, (free[rank], chosen.stage))
-    if any(todo):
-        raise RuntimeError(f"nothing can run any more: {[len(row) for row in todo]} actions are left")
-    return max(end.values()), most

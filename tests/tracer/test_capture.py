@@ -1,20 +1,31 @@
 """The captured graph as data: names, wiring, flags, and the same text everywhere."""
 
+from __future__ import annotations
+
 import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from odd.case import job
+from odd.values import AlphaDropout
 from processes import output
-from runs import capture_of, even
+from runs import capture_of, even, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.ir.errors import CaptureError
+from pipeloom.ir.errors import CaptureError, CutError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.stages import cut
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
+from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.guards import attributes_kept
 
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")
 
@@ -196,3 +207,71 @@ def test_a_model_without_anything_to_train() -> None:
     frozen = Job(model=lambda: zoo.Skips().requires_grad_(False), batch=zoo.vector_batch)
     with pytest.raises(CaptureError, match="no parameter .* gradient"):
         capture(frozen, 2)
+
+
+# evaluate() is model.eval(): another capture, cut where training is.
+
+
+def test_evaluation_updates_nothing_and_leaves_the_training_mode() -> None:
+    counting = zoo.job("counting")
+    captured = capture(counting, 2)
+    evaluated = capture_evaluation(counting, captured, counting.batch(0, 2))
+    assert captured.blueprint.model.training and captured.blueprint.model.norm.training
+    assert not any(op.updates for op in evaluated.graph.ops)
+    assert not any(value.needs_grad for value in evaluated.graph.value.values())
+
+
+def test_a_stage_that_only_trains() -> None:
+    """There is no evaluation cut for a plan with a stage of dropout alone; it says which stage."""
+    dropping = job(AlphaDropout)
+    captured = capture(dropping, 2)
+    evaluated = capture_evaluation(dropping, captured, dropping.batch(0, 2))
+    names = [op.name for op in captured.graph.ops if not op.cheap]
+    norm = names.index("layer_norm")
+    stage_of = {name: min(at, 1) + (at >= norm) for at, name in enumerate(names)}
+    stages = plan_for(captured, stage_of, microbatches=1, schedule="gpipe").stage_graph(captured.graph)
+    with pytest.raises(CutError, match="stage 1 has nothing to do"):
+        cut_evaluation(evaluated.graph, captured.graph, stages)
+
+
+# Attributes of modules are put back after the forwards of a capture.
+
+
+def test_attributes_are_put_back() -> None:
+    layer = nn.Linear(2, 2)
+    held = {"items": [1, {2}], "drawn": random.Random(0), "layer": layer}
+    layer.held, layer.name = held, "before"
+    state = held["drawn"].getstate()
+    with attributes_kept(layer):
+        held["items"][1].add(3)
+        held["items"].append(4)
+        held["drawn"].random()
+        held["more"] = layer.more = 5
+        layer.name = "after"
+    assert layer.held is held and held == {"items": [1, {2}], "drawn": held["drawn"], "layer": layer}
+    assert held["drawn"].getstate() == state and layer.name == "before" and not hasattr(layer, "more")
+
+
+# Whose a line of code is.
+
+
+ASK = """
+import torch
+from pipeloom.tracer.user_code import is_user_file
+print(is_user_file(torch.__file__), is_user_file("a.py"))
+"""
+
+
+@pytest.mark.slow
+def test_files_of_torch_are_not_the_users(tmp_path: Path) -> None:
+    """In an environment behind a symbolic link, lines of torch were named as the user's."""
+    (tmp_path / "packages").symlink_to(Path(torch.__file__).parents[1])
+    path = os.pathsep.join([str(tmp_path / "packages"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", ASK],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
