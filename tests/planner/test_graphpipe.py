@@ -5,21 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 from branching_graphs import (
     KINDS,
     best_of_all,
-    candidate_of,
     cluster_of,
-    convex_partitions,
-    least_step_s,
     plan_of,
     random_graph,
     reads_of,
-    reads_within,
     request_for,
     step_s,
 )
@@ -98,26 +93,6 @@ def test_small_graphs_are_cut_nearly_as_well_as_by_trying_all(seed):
     best = best_of_all(request, stages)
     assert step_s(request) <= 1.05 * best
     assert step_s(request) >= best * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_trying_all_leaves_no_partition_out_and_none_is_faster_than_its_bound(seed):
-    graph, profile = random_graph(seed, 6, KINDS[seed % 3])
-    request = request_for(graph, profile, 3)
-    edges = [(source, op) for op, row in enumerate(reads_within(graph)) for source in row]
-
-    def parts(of: tuple[int, ...]) -> frozenset[frozenset[int]]:
-        return frozenset(frozenset(op for op in range(6) if of[op] == s) for s in range(3))
-
-    def in_order(of: tuple[int, ...]) -> bool:
-        return len(set(of)) == 3 and all(of[source] <= of[op] for source, op in edges)
-
-    found = list(convex_partitions(graph, 3))
-    every = {parts(of) for of in product(range(3), repeat=6) if in_order(of)}
-    assert set(map(parts, found)) == every and len(found) == len(every) and all(map(in_order, found))
-    for of in found[:20]:
-        step = candidate_of(request, of, 3).timeline.step_s
-        assert max(step / 4, 1.0) < least_step_s(request, of, 3) <= step * (1 + 1e-9)
 
 
 def towers_of(count: int, layers: int) -> Request:

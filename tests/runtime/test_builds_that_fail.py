@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import runs
 import zoo
+from processes import run
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import PeerError
@@ -44,16 +42,9 @@ SCRIPT = textwrap.dedent(
 def test_no_thread_is_left_and_the_end_is_clean(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(runs.__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == [
+    status, output, errors = run(script)
+    assert (status, errors) == (0, "")
+    assert sorted(output.splitlines()) == [
         "0 MemoryCapError",
         "[rank 1] 1 MemoryCapError",
         "[rank 1] left: []",

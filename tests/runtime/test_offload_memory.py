@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from processes import output, run
 
 MIB = 1 << 20
 
 CHILD = textwrap.dedent(
     """
-    import json, resource, sys, threading
+    import json, resource, sys
     from dataclasses import replace
     from pathlib import Path
+    import deep, runs
     import torch
-    from torch import nn
-    from pipeloom import Job, Options, Pipeline
-    from pipeloom.ir.memory_policy import MemoryPolicy
-    from pipeloom.ir.plan import Plan, StagePlan
-    from pipeloom.ir.stages import cut
-    from pipeloom.schedules.registry import build
-    from pipeloom.tracer.capture import capture
+    from pipeloom import Options, Pipeline
     from pipeloom.tracer.stage.trace import stage_residuals
 
-    WIDTH, ROWS, DEPTH, MICROBATCHES = 32, 1 << 13, 24, 12
-
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x.square().mean()
-
-    def batch(seed, rows):
-        return {"x": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))}
+    deep.DEPTH, deep.WIDTH, ROWS, MICROBATCHES = 24, 32, 1 << 13, 12
 
     def resident():
         fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
@@ -48,19 +29,12 @@ CHILD = textwrap.dedent(
 
     treatment, directory, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    job = Job(model=Wide, batch=batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    captured = capture(job, ROWS)
-    stage_of = {op.name: 0 for op in captured.graph.ops if not op.cheap}
-    stages = cut(captured.graph, stage_of)
-    residuals = stage_residuals(captured, stages, 0)
-    made = build("gpipe", stages, (0,), MICROBATCHES)
-    plan = Plan(
-        graph=captured.graph.fingerprint, planner="test", placement=(0,), schedule="gpipe",
-        stages=(StagePlan(ops=stages.stages[0].ops),), schedule_rows=tuple(str(made).splitlines()),
-        microbatches=MICROBATCHES, microbatch_size=ROWS,
-        memory=MemoryPolicy(stages=({name: treatment for name in residuals},)),
-    )
-    data = batch(0, ROWS * MICROBATCHES)
+    job, captured = deep.TANH, runs.capture_of(deep.TANH, ROWS)
+    plan = runs.even_plan(job, 1, microbatches=MICROBATCHES, microbatch_size=ROWS, schedule="gpipe")
+    residuals = stage_residuals(captured, plan.stage_graph(captured.graph), 0)
+    if treatment != "keep":
+        plan = runs.treated_plan(job, plan, treatment)
+    data = job.batch(0, ROWS * MICROBATCHES)
     with Pipeline(job, plan, options=Options(offload_dir=directory)) as pipeline:
         plan = replace(plan, caps=(int(1.02 * pipeline.expected.peak_bytes(0)),))
     with Pipeline(job, plan, options=Options(offload_dir=directory)) as pipeline:
@@ -77,25 +51,14 @@ CHILD = textwrap.dedent(
     """
 )
 
-
-def train(treatment: str, directory: Path, limit: int = 0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", CHILD, treatment, str(directory), str(limit)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_resident_memory_falls(tmp_path: Path) -> None:
-    found = {}
-    for treatment in ("keep", "offload"):
-        done = train(treatment, tmp_path)
-        assert done.returncode == 0, done.stderr
-        found[treatment] = json.loads(done.stdout)
-    kept, away = found["keep"], found["offload"]
+    kept, away = (json.loads(output("-c", CHILD, way, tmp_path, 0)) for way in ("keep", "offload"))
     assert kept["losses"] == away["losses"] and away["files"] == 0
     one = kept["residuals"] // 12
     assert kept["rose"] > 0.95 * kept["residuals"]
@@ -103,12 +66,10 @@ def test_resident_memory_falls(tmp_path: Path) -> None:
     assert away["host"] >= 10 * one
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_residuals_larger_than_the_limit_train(tmp_path: Path) -> None:
     """The address space may grow by half of what all micro-batches keep."""
     whole = 12 * 24 * MIB
-    kept, away = (train(treatment, tmp_path, whole // 2) for treatment in ("keep", "offload"))
-    assert kept.returncode != 0 and "can't allocate memory" in kept.stderr
-    assert away.returncode == 0, away.stderr
-    assert json.loads(away.stdout)["residuals"] >= whole
+    kept, away = (run("-c", CHILD, treatment, tmp_path, whole // 2) for treatment in ("keep", "offload"))
+    assert kept[0] != 0 and "can't allocate memory" in kept[2]
+    assert away[0] == 0, away[2]
+    assert json.loads(away[1])["residuals"] >= whole
