@@ -133,7 +133,7 @@ def test_pairs_that_cannot_be() -> None:
         assert plan_of(job, pair) == plan_of(job, (one,))
 
 
-@pytest.mark.sampled("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [MICROBATCHES, 3 * MICROBATCHES])
 def test_a_plan_in_a_searched_order_gives_the_numbers_of_one_process(microbatches: int) -> None:
     job = job_of(frozen=False)
