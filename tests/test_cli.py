@@ -55,6 +55,11 @@ def test_profile_and_plan_add_up_and_save(folder: Path) -> None:
     assert all((folder / name).is_file() for name in ("p.json", "g.json", "plan.json"))
 
 
+def test_the_largest_micro_batch_is_planned_for(folder: Path) -> None:
+    words = ("--cluster", "2 x v100-16 with 16KiB", "--max-batch", "--no-what-if")
+    assert figures("plan", "mine.py:job", *words)["microbatch_size"] > 1
+
+
 def test_planners_are_listed() -> None:
     names = [row["name"] for row in figures("plan", "--planners")["planners"]]
     assert "exact" in names and all(name in good("plan", "--planners") for name in names)

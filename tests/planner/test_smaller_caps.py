@@ -150,13 +150,13 @@ def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytes
 # Stages of a plan keep their caps by themselves, not only in the simulated step.
 
 
-@pytest.mark.sampled("vpipe")
+@pytest.mark.sampled("probe")
 @pytest.mark.parametrize(
     "strategy", [pytest.param("dawnpiper", marks=pytest.mark.slow), "probe", "vpipe", "exact"]
 )
 def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
     planned = 0
-    for seed in range(5):
+    for seed in range(2 if strategy == "probe" else 5):  # that one is in the quick set
         draw = random.Random(seed)
         stages, model = draw.choice((3, 4)), random_model(seed, draw.randint(14, 24))
 
@@ -182,4 +182,4 @@ def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
                 continue
             planned += 1
             assert max(stage.memory.total for stage in found.stages) <= int(most * share)
-    assert planned > 5, "too few plans to tell"
+    assert planned > 2, "too few plans to tell"

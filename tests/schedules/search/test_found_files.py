@@ -171,6 +171,8 @@ def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path
     )
     assert by_step["step_s"] == 27.0 < by_span["step_s"]
     assert by_span["span_s"] == 26.0 < by_step["span_s"] and by_span["gap"] == 0.0
+    told = run("schedule", "search", stages, "-m", 2, "--shortest", "span", "--time-limit", "0")
+    assert "longest span" in told and "no span is shorter than" in told
 
 
 @pytest.mark.parametrize(
