@@ -14,9 +14,11 @@ will run on, so the lists of the CPU are replaced for that time by those of the 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +51,27 @@ WIDEST = tuple(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 )
 REFUSED = ("binary_cross_entropy",)
-"""Operations that `torch.autocast("cuda")` runs in the lower dtype, in float32, with a float32 result whatever
-the dtype of their arguments, in the widest dtype of their arguments, and not at all.
+"""Operations that `torch.autocast("cuda")` runs in the lower dtype, in float32, with a float32 result of
+arguments as they are, in the widest dtype of their arguments, and not at all.
 
 Source: `ATen/autocast_mode.h` of PyTorch 2.13; a test compares the lists with that file."""
+
+RECURRENT = tuple(
+    f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")
+)
+"""A GPU's kernels for whole sequences (cuDNN's) run in the lower dtype."""
+
+COMPOSED = tuple(
+    """cross_entropy_loss nll_loss_nd square arccos arcsin float_power.Scalar float_power.Tensor_Scalar
+    float_power.Tensor_Tensor special_erfinv special_expm1 special_log1p special_softmax special_log_softmax
+    special_logsumexp inner linalg_matmul matrix_power linalg_matrix_power linalg_norm linalg_norm.ord_str
+    pairwise_distance norm_except_dim _weight_norm cov corrcoef conv1d.padding conv2d.padding conv3d.padding
+    upsample_linear1d.vec upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec upsample_trilinear3d.vec
+    upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec upsample_nearest1d.vec _upsample_nearest_exact1d.vec
+    upsample_nearest2d.vec _upsample_nearest_exact2d.vec upsample_nearest3d.vec
+    _upsample_nearest_exact3d.vec""".split()
+)
+"""In no list, but made of operations that are: a graph that kept one whole would cast nothing inside it."""
 
 _KEY = torch._C.DispatchKey.AutocastCPU
 _lock = threading.Lock()
@@ -60,22 +79,29 @@ _users = 0
 _library: Library | None = None
 
 
-@contextmanager
-def autocast_as_on(device: str, dtype: torch.dtype | None, *, run_on: str = "cpu") -> Iterator[None]:
-    """Mixed precision as on a device of this type, for tensors on `run_on`; none if dtype is None.
+class Autocast(NamedTuple):
+    """Mixed precision in this dtype, as on a device of this type ("cpu", "cuda")."""
 
-    While CPU tensors are cast as on another device, all threads' are.
+    dtype: torch.dtype
+    device: str
+
+
+@contextmanager
+def autocast_region(autocast: Autocast | None, *, run_on: str = "cpu") -> Iterator[None]:
+    """Tensors on `run_on` are cast like that in the block; with None not at all.
+
+    While CPU tensors are cast as on another device, those of all threads are.
 
     >>> x = torch.ones(2, 2)
-    >>> with autocast_as_on("cuda", torch.bfloat16):
-    ...     (x @ x).dtype, torch.softmax(x @ x, -1).dtype
+    >>> for device in ("cuda", "cpu"):
+    ...     with autocast_region(Autocast(torch.bfloat16, device)):
+    ...         (x @ x).dtype, torch.softmax(x @ x, -1).dtype
     (torch.bfloat16, torch.float32)
-    >>> with autocast_as_on("cpu", torch.bfloat16):
-    ...     (x @ x).dtype, torch.softmax(x @ x, -1).dtype
     (torch.bfloat16, torch.bfloat16)
     """
-    region = torch.autocast(run_on, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-    if dtype is None or run_on != "cpu" or device == "cpu":
+    dtype = autocast.dtype if autocast is not None else torch.bfloat16
+    region = torch.autocast(run_on, dtype=dtype, enabled=autocast is not None)
+    if autocast is None or run_on != "cpu" or autocast.device == "cpu":
         with region:
             yield
         return
@@ -90,28 +116,28 @@ def autocast_as_on(device: str, dtype: torch.dtype | None, *, run_on: str = "cpu
         with _lock:
             _users -= 1
             if not _users:
-                _library._destroy()
+                _library._destroy()  # type: ignore[no-untyped-call]
                 _library = None
 
 
 def _cuda_lists() -> Library:
     """The lists above in the place of the CPU's, until the library is destroyed."""
-    library = Library("aten", "IMPL", "AutocastCPU")  # noqa: TOR901
+    library = Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     rules: list[tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]]] = [
-        (LOWER_PRECISION, lambda op: _with_arguments(op, _lower_dtype)),
+        (COMPOSED, lambda op: partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)),
+        (LOWER_PRECISION + RECURRENT, lambda op: _with_arguments(op, _lower_dtype)),
         (FLOAT32, lambda op: _with_arguments(op, lambda args: torch.float32)),
         (FLOAT32_RESULT, _with_float32_result),
         (WIDEST, lambda op: _with_arguments(op, _widest_dtype)),
         (REFUSED, _refused),
     ]
-    replaced = set()
-    for names, rule in rules:
-        for name in names:
-            library.impl(name, rule(_overload(name)), allow_override=True)
-            replaced.add(f"aten::{name}")
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
-        if name.startswith("aten::") and name not in replaced:
-            library.impl(name.removeprefix("aten::"), fallthrough_kernel, allow_override=True)
+    kernels = {name: rule(_overload(name)) for names, rule in rules for name in names}
+    of_the_cpu = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    not_cast = {name[6:] for name in of_the_cpu if name.startswith("aten::")} - set(kernels)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*(O|o)verrid", category=UserWarning)
+        for name, kernel in (kernels | dict.fromkeys(not_cast, fallthrough_kernel)).items():
+            library.impl(name, kernel, allow_override=True)  # type: ignore[no-untyped-call]
     return library
 
 
