@@ -23,7 +23,7 @@ from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
 from .ir.timeline import Timeline
 from .lowering.passes import lower
-from .options import Options
+from .options import Options, mixed_precision
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
@@ -126,7 +126,9 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = captured or capture(job, plan.microbatch_size, autocast=options.autocast)
+        self.captured = captured or capture(
+            job, plan.microbatch_size, autocast=mixed_precision(options.autocast, options.device)
+        )
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(

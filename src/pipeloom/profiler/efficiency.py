@@ -22,6 +22,7 @@ from torch.nn import functional
 from ..ir.cluster import Device
 from ..ir.graph import Op
 from ..ir.profile import OpCost
+from ..tracer.autocast import Autocast
 from ..tracer.capture import capture
 from ..tracer.job import Job
 from .measure_ops import measure
@@ -84,7 +85,7 @@ def measure_efficiency(
     where: torch.device,
     *,
     sizes: ReferenceSizes,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     budget_s: float,
 ) -> list[Measurement]:
     """The share per class of ops, named by class, with the lowest and highest of single ops.

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..ir.graph import Op, OpGraph, views_of_state
+from ..ir.graph import Op, OpGraph, made_of_state
 from ..ir.profile import OpCost, Profile, batch_text
 from ..tracer.captured import Captured
 from ..tracer.tensors import LiveBytes, tensors_of
@@ -287,7 +287,7 @@ class OpArguments:
         self.captured = captured
         self.device = device
         self.batch = batch
-        self.state = views_of_state(captured.graph)
+        self.state = made_of_state(captured.graph)
         self.values: dict[fx.Node, Any] = {}
         self.random = torch.Generator().manual_seed(0)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ir.graph import Op, OpGraph, Value, storages, views_of_state
+from ...ir.graph import Op, OpGraph, Value, made_of_state, storages
 from ...ir.memory_policy import residual_names
 from ...ir.profile import OpCost, Profile
 
@@ -133,7 +133,7 @@ class Readers:
 
 def find_saved_storages(readers: Readers, profile: Profile) -> dict[str, tuple[str, ...]]:
     """Op -> storages of the values that it saves; those of parameters and buffers are there anyway."""
-    state = views_of_state(readers.graph)
+    state = made_of_state(readers.graph)
     saved: dict[str, tuple[str, ...]] = {}
     for op in readers.ops:
         names = {readers.base[s]: None for s in profile.costs[op.name].saves if s not in state}
@@ -260,7 +260,7 @@ def _last_of(lists: RaggedArray, place: Indices, count: int) -> Indices:
 def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Profile) -> Tensors:
     """saves: op -> storages (see readers.find_saved_storages)."""
     graph, base = readers.graph, readers.base
-    outside = {v.name for v in graph.inputs} | views_of_state(graph)
+    outside = {v.name for v in graph.inputs} | made_of_state(graph)
     names = tuple(v for v in dict.fromkeys(base.values()) if v not in outside)
     number = {name: index for index, name in enumerate(names)}
 

@@ -17,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
+from ..autocast import Autocast, autocast_region
 from ..blueprint import Blueprint
 from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode
 from ..op_graph import model_buffers, model_parameters
-from ..tensors import autocast_region, zeros_like_value
+from ..tensors import zeros_like_value
 from ..user_code import at, definition_of
 from .functions import ModuleFunctions
 from .ops import ModuleOp, build_ops, is_dynamic
@@ -52,7 +53,7 @@ class ModuleCut:
     recording: RecordedRun
     module_ops: Sequence[ModuleOp]
     batch: Mapping[str, Tensor]
-    autocast: torch.dtype | None
+    autocast: Autocast | None
     together: tuple[SameStage, ...] = ()
 
 
@@ -62,7 +63,7 @@ def cut_modules(
     blueprint: Blueprint,
     *,
     reason: str,
-    autocast: torch.dtype | None = None,
+    autocast: Autocast | None = None,
     like: ModuleCut | None = None,
 ) -> tuple[OpGraph, ModuleCut]:
     """Record a run of a job's model and make one op of each unit call.
@@ -171,7 +172,7 @@ def _recorded(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     like: ModuleCut | None,
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, RecordedRun]:
     """The units and a run with them. A module that decides on data within becomes a unit itself."""
@@ -242,7 +243,7 @@ def _record(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     forced: Sequence[float],
 ) -> RecordedRun:
     """Try without data, then on the CPU, then on a GPU if there is one."""
@@ -273,7 +274,7 @@ def _attempt(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> RecordedRun:
@@ -301,7 +302,7 @@ def _watched_run(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
@@ -311,7 +312,8 @@ def _watched_run(
     watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
     changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
     with torch.random.fork_rng(), watch.watching():
-        with autocast_region(parameters.device.type, autocast), mode or nullcontext(), changes.watching():
+        cast = autocast_region(autocast, run_on=parameters.device.type)
+        with cast, mode or nullcontext(), changes.watching():
             recording = recorder.record(job, batch)
         watch.look()
     skeleton.rest()
