@@ -61,12 +61,7 @@ Term: TypeAlias = OpBlock | Series | Parallel
 
 
 def decompose(ops: int, edges: Iterable[Edge]) -> Term:
-    """The tree of a graph of ops 0 .. ops-1 in a topological order.
-
-    >>> decompose(5, [(0, 2), (1, 3), (2, 4), (3, 4)])  # doctest: +NORMALIZE_WHITESPACE
-    Series(terms=(Parallel(terms=(Series(terms=(OpBlock(ops=(0,)), OpBlock(ops=(2,)))),
-                                  Series(terms=(OpBlock(ops=(1,)), OpBlock(ops=(3,)))))), OpBlock(ops=(4,))))
-    """
+    """The tree of a graph of ops 0 .. ops-1 in a topological order."""
     assert ops > 0, "a graph has ops"
     return _term(range(ops), sorted(set(edges)))
 
