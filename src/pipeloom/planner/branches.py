@@ -168,14 +168,6 @@ def branch_orders(
 
     edges: of the graph, for the last ones.  seconds: of each op.  least_s: branches stay in the order of the
         forward where all but the heaviest together take less: the projections of an attention are no towers.
-
-    >>> import numpy as np
-    >>> towers = decompose(5, [(0, 2), (1, 3), (2, 4), (3, 4)])
-    >>> branch_orders(towers, np.ones(5), 1.0, 2)  # doctest: +NORMALIZE_WHITESPACE
-    [BranchOrdered(ops=(0, 2, 1, 3, 4), borders=(0, 2, 4)),
-     BranchOrdered(ops=(1, 3, 0, 2, 4), borders=(0, 2, 4))]
-    >>> branch_orders(towers, np.ones(5), 3.0, 1)
-    [BranchOrdered(ops=(0, 1, 2, 3, 4), borders=())]
     """
 
     def heaviest_first(branches: Branches, weights: Sequence[float]) -> Branches:
