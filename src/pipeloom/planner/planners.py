@@ -74,10 +74,9 @@ from .strategies.graph_chains import (
     piper_ops,
 )
 from .strategies.graphpipe import shallow_cuts
-from .strategies.pipedream import pipedream, pipedream_repo
+from .strategies.pipedream import pipedream, pipedream_repo, vpipe
 from .strategies.probe import probe
 from .strategies.simple import balanced, equal, exact
-from .strategies.vpipe import vpipe
 
 ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
