@@ -26,14 +26,11 @@ from ..ir.kernels import kernel
 _FREE, _PASSED = -1, -2
 
 SHOWN = 16
-"""Ranks that a message lists before it only counts them."""
 
 
 class Needs(NamedTuple):
-    """What each entry of some rows needs: entry e needs `entries[first[e] : first[e + 1]]`, on any rank.
-
-    offsets: the row of rank r is entries `offsets[r]` up to `offsets[r + 1]`.
-    """
+    """Entry e needs `entries[first[e] : first[e + 1]]`, on any rank; rank r has entries `offsets[r]` up to
+    `offsets[r + 1]`."""
 
     offsets: Longs
     first: Ints
@@ -76,12 +73,10 @@ def prove_progress(
     ready: Callable[[int, Callable[[int], bool]], int] | None = None,
 ) -> None:
     """Walk all ranks, each entry only after the entries that it needs.
-
-    name: the text of an entry.  name_need: of a need, from the entry that has it and the needed one.
-    ready: for the message, from an entry that a rank lacks and what tells whether an entry was reached, the
-        entry on the way to it that could run now; the lacking one itself unless given.
-    Raises: DeadlockError with the circle of those that wait for each other.
-    """
+    name_need: of the entry that has a need, and the needed one.
+    ready: from a lacking entry and what tells whether an entry was reached, the entry on the way to it that
+        could run now, for the hint.
+    Raises: DeadlockError with the circle of those that wait for each other."""
     offsets, ranks = needs.offsets, len(needs.offsets) - 1
     walk = _Walk(
         at=offsets[:-1].copy(),
@@ -124,7 +119,6 @@ def prove_progress(
 
 @kernel
 def _walk(needs: Needs, walk: _Walk) -> None:
-    """Let every rank go on until its end or until it lacks an entry."""
     ranks = len(needs.offsets) - 1
     stack, ready = walk.stack, ranks
     while ready:
@@ -160,10 +154,7 @@ def deadlock(
     stuck: Sequence[Stuck], *, ready: Callable[[Stuck], tuple[int, str]] | None = None
 ) -> DeadlockError:
     """The error that prints the circle of waiting ranks first, then all others that wait behind it.
-
-    ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs;
-        the needed action itself unless given.
-
+    ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs.
     >>> print(deadlock([Stuck(rank=0, at="0B0", needs="1B0", holder=1),
     ...                 Stuck(rank=1, at="1F1", needs="0F1", holder=0)]))
     no rank can move: rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1

@@ -107,6 +107,5 @@ def _refuse_unlike(schedule: Schedule, stage: int, other: int, microbatch: int) 
 
 
 def first_true(wrong: Bools) -> int | None:
-    """The first entry for which something is true."""
     entry = int(np.argmax(wrong)) if wrong.size else 0
     return entry if wrong.size and wrong[entry] else None

@@ -97,7 +97,6 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
 
 
 def _repeated(program: Program) -> ScheduleError:
-    """Of a program in which a transfer stands twice."""
     seen: set[Instruction] = set()
     for rank, row in enumerate(program.rows):
         for step in row:

@@ -46,22 +46,17 @@ Rule: TypeAlias = Callable[[Schedule, Flow], None]
 
 
 def check(schedule: Schedule, stages: StageGraph) -> None:
-    """Prove that every rank of `schedule` reaches its end with everything computed once.
-
-    A schedule without any backward action is for evaluation: only the forwards must be complete.
-
-    Raises: ScheduleError by the first rule that is broken; DeadlockError if no rank can move.
-    """
+    """Prove that every rank reaches its end with everything computed once; without backwards (evaluation)
+    only forwards must be complete. Raises: ScheduleError by the first rule that is broken; DeadlockError if
+    no rank can move."""
     flow = flow_of(stages)
     for rule in RULES:
         rule(schedule, flow)
 
 
 def check_shape(program: Program, stages: StageGraph) -> None:
-    """Prove that everything a program names is there: stages, ranks, micro-batches, both ends of messages.
-
-    Raises: ScheduleError by the first rule that is broken.
-    """
+    """Prove that the stages, ranks, micro-batches and both ends of messages that a program names are
+    there."""
     flow = flow_of(stages)
     if program.message_index(flow).checked:
         return
@@ -74,7 +69,6 @@ def check_shape(program: Program, stages: StageGraph) -> None:
 
 
 def _computing(program: Program) -> Schedule:
-    """The actions of a program, in its order: all but transfers and what is done once a step."""
     return Schedule(
         name="program",
         microbatches=program.microbatches,
@@ -85,12 +79,8 @@ def _computing(program: Program) -> Schedule:
 
 
 def check_program(program: Program, stages: StageGraph) -> None:
-    """Prove the same for a program, its transfers, reductions and optimizer steps included.
-
-    Sends are taken to be asynchronous and messages between two ranks to arrive in the order sent.
-
-    Raises: ScheduleError by the first rule that is broken; DeadlockError if no rank can move.
-    """
+    """Prove the same for a program, its transfers, reductions and optimizer steps included. Sends are
+    asynchronous; messages between two ranks arrive in the order sent."""
     flow = flow_of(stages)
     compute = _computing(program)
     for rule in PROGRAM_RULES:
@@ -156,7 +146,6 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
 
 
 def _wrong(schedule: Schedule, stage: int, microbatch: int, has: set[Action]) -> ScheduleError:
-    """What a stage lacks on a micro-batch, or runs too much."""
     forward, back, grad, weight = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
     rank = schedule.placement[stage]
     if forward not in has:
@@ -172,7 +161,6 @@ def _wrong(schedule: Schedule, stage: int, microbatch: int, has: set[Action]) ->
 
 
 def _too_few(schedule: Schedule) -> ScheduleError:
-    """Of a schedule with fewer actions than forwards that it should have."""
     seen = {action for row in schedule.rows for action in row}
     if len(seen) < len(schedule.columns):
         return _repeated(schedule)
@@ -186,7 +174,6 @@ def _too_few(schedule: Schedule) -> ScheduleError:
 
 
 def _repeated(schedule: Schedule) -> ScheduleError:
-    """Of a schedule in which something stands twice."""
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
@@ -268,16 +255,7 @@ def progress(schedule: Schedule, flow: Flow) -> None:
 
 def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:
     """A stage that updates a buffer runs its micro-batches in order, as one process does.
-
-    updates: stage -> a buffer that its forward updates.
-
-    >>> from pipeloom.ir.schedule import parse_rows
-    >>> made = Schedule(name="", microbatches=2, placement=(0,), rows=parse_rows(("0F1 0F0 0B0 0B1",)))
-    >>> forwards_in_order(made, {0: "norm.running_mean"})
-    Traceback (most recent call last):
-    pipeloom.ir.errors.ScheduleError: rank 0 runs 0F0 after 0F1, but stage 0 updates norm.running_mean in each
-    hint: run the forwards of stage 0 in the order of their micro-batches
-    """
+    updates: stage -> a buffer that its forward updates."""
     latest: dict[int, int] = {}
     for rank, row in enumerate(schedule.rows if updates else ()):
         for action in row:
@@ -356,7 +334,6 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
 
 
 def _first(wrong: Bools, entries: Ints) -> int | None:
-    """The first of the entries that are wrong."""
     return int(entries[wrong].min()) if wrong.any() else None
 
 
@@ -367,7 +344,6 @@ def _named(schedule: Schedule, entry: int, code: int) -> Action:
 
 
 def _backward(schedule: Schedule, entry: int) -> Action:
-    """The B or I that reads the residuals of an entry."""
     _, action = schedule.locate(entry)
     return schedule.locate(int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
 
@@ -478,7 +454,6 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
 
 
 def meeting_actions(action: Action, flow: Flow) -> Sequence[Action]:
-    """The actions on other ranks that begin together with an action."""
     return [Action(s, action.kind, action.microbatch) for s in meets(action.stage, action.kind, flow)]
 
 
@@ -502,8 +477,7 @@ def _operations(schedule: Schedule) -> dict[Kind, Operation]:
 
 
 ADDED_RULES: tuple[Rule, ...] = (used, both_ways, in_order, pairs, anchors, meetings)
-"""For what a schedule may have besides F, B, I and W: copies and recomputing, pairs, operations. A schedule
-with none of them costs nothing here."""
+"""For what a schedule may have besides F, B, I and W; without them these rules cost nothing."""
 PROGRAM_RULES: tuple[Rule, ...] = (
     placement,
     kinds_of_program,
@@ -512,7 +486,6 @@ PROGRAM_RULES: tuple[Rule, ...] = (
     order_on_rank,
     *ADDED_RULES,
 )
-"""For the actions of a program."""
 RULES: tuple[Rule, ...] = (
     placement,
     ranks,

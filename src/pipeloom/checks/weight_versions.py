@@ -20,11 +20,8 @@ from ..ir.weights import Updates
 @dataclass(frozen=True, kw_only=True)
 class StageVersions:
     """What one stage does with its weights.
-
-    used: micro-batch -> the version that its forward and backward use.  needed: most versions that are kept
-    at once.  staleness: per update, by how many updates the oldest gradient in it is late: version t + 1 is
-    made from gradients at version t - staleness.
-    """
+    used: micro-batch -> the version that its forward and backward use.  needed: most versions kept at once.
+    staleness: per update t, version t + 1 is made from gradients at version t - staleness."""
 
     stage: int
     rank: int
@@ -65,10 +62,7 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
 
 def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
     """Forward and backward of every micro-batch find the same version, and no stage keeps too many.
-
-    Raises: ScheduleError that names rank, action and versions. Tied parameters that are updated at different
-    times on different stages are refused too.
-    """
+    Raises: ScheduleError, also for tied parameters that their stages update at different times."""
     stages_versions = versions(schedule, updates)
     for name, readers in stages.tied.items():
         first, *others = (stages_versions[stage] for stage in readers)
@@ -137,7 +131,6 @@ class _Weights:
         return str(whole if whole in self.schedule.rows[self.rank] else Action(self.stage, W, last))
 
     def _larger(self, action: Action) -> str:
-        """How many micro-batches per update are enough for the row of this rank."""
         count = self.schedule.microbatches // self.schedule.slices
         for every in range(self.updates.every + 1, count + 1):
             trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every))
@@ -186,6 +179,6 @@ class _Weights:
 
 
 def by_rank(stages: Sequence[StageVersions]) -> tuple[int, ...]:
-    """Most versions that a stage of each rank keeps."""
+    """Per rank the most versions that one of its stages keeps."""
     ranks = 1 + max(stage.rank for stage in stages)
     return tuple(max((s.needed for s in stages if s.rank == rank), default=0) for rank in range(ranks))

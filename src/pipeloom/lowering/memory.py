@@ -93,7 +93,6 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
 
 
 def _without_empty_copies(program: Program, away: Bools) -> Program:
-    """The program without copies of stages that offload nothing. away: per stage, whether it does."""
     columns = program.columns
     empty = columns.among((OFFLOAD_, AWAIT_, RELOAD_)) & ~away[columns.stage]
     return replace(program, rows=Rows(columns.where(~empty))) if empty.any() else program
@@ -127,10 +126,8 @@ def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tupl
 
 class _Units:
     """Compute actions of a program with the messages around them; a pair is one unit.
-
-    number: unit of each entry that is a compute action.  Per unit, begin: entry of its first RECV.  head: of
-    its (first) action.  end: of what follows its last SEND.
-    """
+    number: unit of each compute entry.  Per unit, begin: its first RECV.  head: its (first) action.  end:
+    behind its last SEND."""
 
     def __init__(self, program: Program) -> None:
         columns = program.columns
@@ -151,7 +148,6 @@ class _Units:
 
 
 def _seconds(program: Program) -> Bools:
-    """Which entries are the second action of a pair."""
     second_of_pair = np.zeros(len(program.columns), bool)
     kinds = program.columns.kinds
     for _, second in program.pairs:

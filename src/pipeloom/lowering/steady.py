@@ -31,11 +31,8 @@ Cut = tuple[tuple[Instruction, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyRow:
-    """One row of every rank.
-
-    program: its instructions, numbered modulo the window.  incoming: rank -> the SENDs of the messages that
-        it receives in this row, per sender in the order sent.
-    """
+    """One row of every rank, numbered modulo the window. incoming: rank -> the SENDs that it receives in this
+    row, per sender in the order sent."""
 
     program: Program
     incoming: Mapping[int, tuple[Transfer, ...]]
@@ -63,10 +60,7 @@ class SteadyRows:
         return 2 * self.step.window
 
     def row(self, batch: int, fed: int) -> SteadyRow:
-        """What runs when a batch is fed.
-
-        batch: its number in training.  fed: batches since the pipeline was last empty, without this one.
-        """
+        """What runs when batch number `batch` is fed, and `fed` were since the pipeline was last empty."""
         at = min(fed, self.full_from)
         key = batch % self.step.window, at, False
         if key not in self._rows:
@@ -75,10 +69,7 @@ class SteadyRows:
         return self._rows[key]
 
     def drain(self, batch: int, fed: int) -> SteadyRow:
-        """What is left to run once no further batch comes.
-
-        batch: the last one that was fed.  fed: batches since the pipeline was last empty.
-        """
+        """What is left to run once no batch comes after `batch`."""
         count = min(fed, self.full_from + 1)
         key = batch % self.step.window, count, True
         if key not in self._rows:
@@ -180,7 +171,6 @@ def _computes(step: Instruction) -> bool:
 
 
 def _belongs_before(step: Instruction) -> bool:
-    """Whether it belongs to what stands before it: a send, an offload, an update."""
     if isinstance(step, Transfer):
         return step.sends
     return isinstance(step, StageAction) or step.kind in ("OFFLOAD", "AWAIT")

@@ -87,7 +87,6 @@ def _insert(
     made: tuple[Codes, Ints, Ints, Ints],
     made_offsets: Longs,
 ) -> None:
-    """Fill in the new columns and offsets; peers are -1 before."""
     kind, stage, microbatch = old
     first_before, before, first_after, after = around
     made_kind, made_stage, made_microbatch, made_peer = made

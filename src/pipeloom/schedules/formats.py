@@ -52,13 +52,8 @@ from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
 
 
 def parse_text(text: str, *, name: str = "text") -> Schedule:
-    """Read rows of actions; the rank of a stage is the row that it stands in. Empty lines are passed over.
-
-    Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows.
-
-    >>> parse_text("0F0 0B0\\n1F0 1B0\\n").placement
-    (0, 1)
-    """
+    """Read rows of actions; the rank of a stage is the row that it stands in.
+    Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows."""
     lines = tuple(line for line in text.splitlines() if line.strip())
     rows: list[tuple[Action, ...]] = []
     for number, line in enumerate(lines, start=1):
@@ -70,10 +65,7 @@ def parse_text(text: str, *, name: str = "text") -> Schedule:
 
 
 def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: str) -> Schedule:
-    """The schedule that has these rows, with as many stages and micro-batches as they name.
-
-    Raises: ScheduleError if there is none, or a stage stands in two rows or in none.
-    """
+    """The schedule that has these rows, with as many stages and micro-batches as they name."""
     home: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -106,13 +98,7 @@ for _kind in _PLAIN:
 
 
 def parse_plain(text: str, *, name: str) -> Schedule | None:
-    """The schedule of a text of plain rows, cells separated by commas; None if it is another text.
-
-    >>> str(parse_plain("0F0,0B0\\n1F0,1B0\\n", name=""))
-    '0F0 0B0\\n1F0 1B0'
-    >>> parse_plain("0F0,,0B0", name=""), parse_plain("1F0,1B0", name="")
-    (None, None)
-    """
+    """The schedule of a text of plain rows, cells separated by commas; None if it is another text."""
     lines = text.removesuffix("\n").split("\n")
     if not all(map(_ROW.fullmatch, lines)):
         return None
@@ -160,13 +146,7 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The `compute_only` form.
-
-    >>> from pipeloom.ir.schedule import parse_rows
-    >>> rows = parse_rows(("0F0 0B0", "1F0 1B0"))
-    >>> schedule_text(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows)).split()
-    ['0F0,0B0', '1F0,1B0']
-    """
+    """The `compute_only` form."""
     rows = schedule.rows
     if isinstance(rows, Rows) and not schedule.pairs and _knows(rows.columns):
         return "".join(",".join(rows.columns.row_texts(rank)) + "\n" for rank in range(len(rows)))
@@ -174,7 +154,6 @@ def schedule_text(schedule: Schedule) -> str:
 
 
 def _knows(columns: Columns) -> bool:
-    """Whether torch's format has all that the columns have: then no entry has to be looked at."""
     return all(columns.kinds[code] in _KINDS for code in np.unique(columns.kind).tolist())
 
 
@@ -266,11 +245,9 @@ def _cell(step: Instruction) -> str:
 
 
 def read_schedule(path: Path, *, name: str = "") -> Schedule:
-    """Read a file of either form; transfers are dropped, as they follow from the stages. A file that ends
-    in .txt has rows as `str(schedule)` prints them, and may have declared operations too.
-
-    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
-    """
+    """Read a file of either form without its transfers, which follow from the stages. A file that ends in
+    .txt has rows as `str(schedule)` prints them, and may have declared operations too.
+    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -282,11 +259,7 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
-    """Read the text of a file of either form.
-
-    >>> str(parse_schedule("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0\\n"))
-    '0F0 0B0\\n1F0 1B0'
-    """
+    """Read the text of a file of either form."""
     if (plain := parse_plain(text, name=name)) is not None:
         return plain
     rows: list[list[Action]] = []

@@ -47,23 +47,20 @@ MEANT = {
     "wave": "stages there and back, as in a V",
     "both ways": "two replicas in opposite directions",
 }
-"""Place -> in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A schedule in the library.
-
-    family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
-        for what has operations of its own; a whole schedule where it has pairs or slices.
-    place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
-        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.  stages: the
-        graph of stages that a table is for, a chain unless given.
+    """A schedule in the library: one of family (rows from the shape alone), recipe (in the language, for any
+    times), or rows (from a Shape, for what has operations of its own; a Schedule where it has pairs or
+    slices). place: where its stages go unless the user says otherwise, see `PLACES`.  table: number of ranks
+    -> for each
+        stage its rank, or the ranks that it spans.  stages: the graph that a table is for, a chain unless
+        given.
     copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
         each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
         a rank is to hold then, in residuals of one micro-batch on one stage.
-    lacks: what a runtime must have to run it and has not, if anything.
-    weights: the policy by which it updates them, see `ir.weights`.
+    lacks: what a runtime must have to run it and has not.  weights: its policy of updates, see `ir.weights`.
     """
 
     family: Family | None = None
@@ -87,10 +84,7 @@ class Entry:
             )
 
     def make(self, shape: Shape, *, copied: bool = False) -> tuple[Rows, int, tuple[Pair, ...]]:
-        """The rows, how many slices a micro-batch has, and the pairs.
-
-        copied: copies will be placed into them.
-        """
+        """The rows, slices of a micro-batch, and pairs. copied: copies will be placed into the rows."""
         if self.family is not None:
             return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
         if self.rows is not None:
@@ -103,13 +97,10 @@ class Entry:
 
     def copies(self, name: ScheduleName, shape: Shape) -> Copies | None:
         """What the options of a name ask to be copied to the host; None for nothing.
-
         offload: how many stages of each rank, those whose residuals are kept longest.  limit: the most
         residuals of a rank, in those of one micro-batch on its largest stage.  fit: 1 for as many copies as
         it takes until each rank has room for what stays; where no room is known, ranks hold as little as they
-        can.
-        Raises: ScheduleError if they are no such numbers.
-        """
+        can."""
         options, text = name.options, name.written
         stages = options.get(OFFLOAD, 0.0 if self.offload is None else float(self.offload(shape)))
         limit = options.get(LIMIT)
@@ -139,7 +130,6 @@ class Entry:
         return Copies(stages=int(stages), held=limit, strict=True)
 
     def refusal(self, shape: Shape, error: DeadlockError) -> ScheduleError:
-        """Why a schedule of the library does not run where a shape has its stages."""
         ranks = ", ".join(map(str, shape.placement))
         within = "" if shape.limit_bytes is None else " within the limits"
         return ScheduleError(
@@ -207,11 +197,7 @@ FAMILIES: dict[str, Family | Entry] = {
 
 
 def names() -> tuple[str, ...]:
-    """All schedules that `build` knows.
-
-    >>> names()[:3]
-    ('forward_only', 'gpipe', '1f1b')
-    """
+    """All schedules that `build` knows."""
     return tuple(FAMILIES)
 
 
@@ -313,12 +299,10 @@ def build_steady(
     **given: Any,
 ) -> SteadyStep:
     """The steady step of a schedule without a flush, for weights that are updated every `updates.every`
-    micro-batches.
-
-    The schedule is built for as many steps as fill the pipeline, and a few more.
-    Raises: ScheduleError if it does not repeat, or if a micro-batch would need a version of the weights that
-        is not made yet, or no longer kept; and as `build` does.
-
+    micro-batches; built for as many steps as fill the pipeline, and a few more.
+    Raises: ScheduleError if it does not repeat, or if a micro-batch needs a version of the weights that is
+    not
+        made yet, or no longer kept; and as `build` does.
     >>> from pipeloom.ir.stages import chain
     >>> print(build_steady("1f1b", chain(2), (0, 1), Updates(policy="2bw", every=2)))
     0F2 0B1 0F3 0B2
@@ -336,11 +320,8 @@ def build_steady(
 
 def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
     """A chain of stages and the placement that a schedule is meant for.
-
-    chunks: stages per rank; 2 where a schedule needs several, unless given. The name's own option, as in
-        "interleaved:v=4", goes before it.
+    chunks: stages per rank, unless the name has its own (`:v=4`); 2 where a schedule needs several.
     Raises: ScheduleError if the name gives stages per rank to a schedule that has no choice.
-
     >>> default_placement("zb_v", 2)[1]
     (0, 1, 1, 0)
     >>> default_placement("interleaved:v=3", 2)[1]
@@ -364,7 +345,6 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
 
 
 def _refuse_other_ranks(name: str, table: RankTable, ranks: int) -> None:
-    """Of a table that is for stages of its own."""
     count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
     if count != ranks:
         raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
@@ -421,14 +401,9 @@ def shape_of(
 
 def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]:
     """For each stage the most micro-batches whose residuals it holds at once (until B or W); 0 in evaluation.
-
-    on_device: without those that are on the host, from the AWAIT that says that they are there until their
-        RELOAD. What nothing awaits is taken not to have left before its RELOAD.
-
-    >>> from pipeloom.ir.stages import chain
-    >>> in_flight(build("1f1b", chain(3), (0, 1, 2), 8))
-    (3, 2, 1)
-    """
+    on_device: without those on the host, from their AWAIT until their RELOAD. What nothing awaits is taken
+    not
+        to have left before its RELOAD."""
     columns = schedule.columns
     if not columns.trains:
         return (0,) * schedule.stages

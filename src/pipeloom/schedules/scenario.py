@@ -40,9 +40,6 @@ Edges = tuple[tuple[int, int], ...]
 
 def graph_of_edges(edges: Edges) -> StageGraph:
     """The stages that edges name, which are numbered from 0 without gaps, with one message per edge.
-
-    Raises: ScheduleError if a number is missing, an edge stands twice, or stages wait in a circle.
-
     >>> graph_of_edges(((0, 1), (1, 4), (2, 3), (3, 4))).predecessors[4]
     (1, 3)
     """
@@ -62,10 +59,7 @@ def graph_of_edges(edges: Edges) -> StageGraph:
 
 
 def placed(name: str, edges: Edges) -> tuple[StageGraph, tuple[int, ...]]:
-    """The graph and a placement for a schedule of the library: each stage on the rank of its number.
-
-    Raises: ScheduleError if the schedule has several stages on a rank, or brings its own stages.
-    """
+    """The graph and a placement for a schedule of the library: each stage on the rank of its number."""
     place = registry.entry(name).place
     if place == "table":
         raise ScheduleError(
@@ -98,15 +92,14 @@ def seconds_by_edge(stages: StageGraph, transfer_s: Sequence[float]) -> dict[tup
 
 
 Seconds: TypeAlias = float | tuple[float, ...]
-"""One number: of one micro-batch on all stages of a rank together. Several: on pieces of the model from front
-to back, one per stage, or fewer, each then cut into the same number of equal stages."""
+"""One number: of one micro-batch on all stages of a rank together. Several: per stage from front to back, or
+per piece of the model, each then cut into the same number of equal stages."""
 
 UNIT = 1 << 44
-"""Bytes that the residuals of one micro-batch take on a rank where nothing is known: large, so that
-messages, whose sizes stand for their times, are nothing against it."""
+"""Bytes of one micro-batch's residuals on a rank where nothing is known: messages, whose sizes stand for
+their times, are nothing against it."""
 
 LONGEST = 1 << 24
-"""Bytes of the message that takes longest; the others are in proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +113,7 @@ class MicrobatchTimes:
 
 
 def load_work(path: Path) -> MicrobatchTimes:
-    """Times of a saved plan, stage by stage; or of a saved profile, for stages that are equal parts of it.
-
-    Raises: ConfigError if the file is missing or is neither.
-    """
+    """Times of a saved plan, stage by stage; or of a saved profile, for stages that are equal parts of it."""
     try:
         plan = load_plan(path)
     except ConfigError as no_plan:
@@ -154,12 +144,8 @@ def load_work(path: Path) -> MicrobatchTimes:
 def stage_costs(
     times: MicrobatchTimes, stages: int, ranks: float, *, slices: int = 1
 ) -> tuple[StageCost, ...]:
-    """One cost per stage, for an action on one of the `slices` of a micro-batch.
-
-    Residuals are held until W: what I frees is not known without a model.
-
-    Raises: ConfigError if the numbers of a list do not fit the stages.
-
+    """One cost per stage, for an action on one of the `slices` of a micro-batch. Residuals are held until W:
+    what I frees is not known without a model.
     >>> [c.forward_s for c in stage_costs(MicrobatchTimes(forward_s=(1.0, 3.0)), 4, 2)]
     [0.5, 0.5, 1.5, 1.5]
     """
@@ -181,7 +167,6 @@ def stage_costs(
 
 
 def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[float]:
-    """The part of each stage. Raises: ConfigError if a list does not fit."""
     if not isinstance(amount, tuple):
         return [amount * ranks / stages] * stages
     if len(amount) > stages or stages % len(amount):
@@ -194,11 +179,8 @@ def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[flo
 
 
 def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[StageGraph, float]:
-    """Stages with `transfer_s[i]` seconds along the i-th edge and back: in a chain from stage i to i + 1.
-
-    Returns: the stages with messages of fitting sizes, and the bandwidth in bytes per second.
-    Raises: ConfigError unless there is one time per boundary.
-    """
+    """Stages with `transfer_s[i]` seconds along the i-th edge and back, by messages of fitting sizes; and the
+    bandwidth in bytes per second."""
     count = len(between(stages))
     if len(transfer_s) != count:
         raise ConfigError(
@@ -219,27 +201,21 @@ def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[S
 
 
 SLICES = 2
-"""Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """What schedules are simulated for.
-
     edges: of a graph of stages, each on the rank of its number; instead of `ranks` and `chunks`.
-    microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
-    as the schedule usually has.  times: of a micro-batch; those of a file: `load_work`.
+    microbatches: of both directions together, each whole.  chunks: stages per rank, 0 for as many as usual.
     transfer_s: seconds of a message between ranks; or per boundary of two stages, with edges per edge.
-    per_node: ranks of a node; messages between nodes share one link out of each and one into it, and keep it
-    for as long as they take. 0: every message has a link of its own.
-    memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
+    per_node: ranks of a node; messages between nodes share one link out of each and one into it. 0: every
+    message has a link of its own.
+    memory: most residuals of a rank: micro-batches, or bytes with a unit if the file says sizes.
     pair_factor: what a pair of actions takes of the sum of their times.
-    copy_ratio: k, what OFFLOAD and RELOAD of a stage's residuals together take of the time of its F, I and W.
-    per_uplink: neighbouring ranks that share an uplink to the host, as fast in either direction as the link
-    of each of them.
-    shortest: what a schedule with several variants is to have the least of, "step" or "span": from a rank's
-    first action to its last.
-    """
+    copy_ratio: k, what OFFLOAD and RELOAD of a stage together take of the time of its F, I and W.
+    per_uplink: neighbouring ranks that share an uplink to the host, as fast as the link of each.
+    shortest: what a schedule with several variants has the least of, "step" or "span" (of a rank)."""
 
     ranks: int = 4
     microbatches: int = 8
@@ -257,11 +233,8 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedSchedule:
-    """A schedule, proved and simulated.
-
-    microbatches: of the step.  peaks: per rank, the most residuals that it holds at once, in micro-batches
-    of its own stages; peaks_bytes: the same in bytes, empty where sizes are not known.
-    """
+    """A schedule, proved and simulated. peaks: per rank the most residuals at once, in micro-batches of
+    its own stages; peaks_bytes: the same, empty where sizes are not known."""
 
     schedule: Schedule
     stages: StageGraph
@@ -280,8 +253,6 @@ class SimulatedSchedule:
 
 
 def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
-    """What the library holds: name -> what it is about, where its stages go, what running it lacks, and under
-    which other names it is known."""
     entries = {name: registry.entry(name) for name in registry.names()}
     return {
         name: {"about": e.about, "place": e.place, "lacks": e.lacks, "aliases": ALIASES.get(name, ())}
@@ -291,7 +262,6 @@ def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
 
 def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     """Build a schedule of the library in its usual placement, or on the graph of `edges`, and simulate it.
-
     Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
     its share of a micro-batch.
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
@@ -333,12 +303,8 @@ def simulate_file(
     file: Path, scenario: Scenario, *, replicas: int = 1, operations: Path | None = None
 ) -> SimulatedSchedule:
     """Read a file of rows, prove that it can run, and simulate it.
-
-    replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
-    runs micro-batches of its own, as bidirectional schedules have it.  operations: a Python file that
-    declares what else the rows have.  The stages are a chain unless the scenario has edges.
-    Raises: ScheduleError or DeadlockError that says what is wrong.
-    """
+    replicas: 2 if the second half of the stages is a replica of the first.  operations: a Python file that
+    declares what else the rows have."""
     if operations is not None:
         load_file(operations)
     schedule = read_schedule(file)
@@ -372,7 +338,6 @@ def _stages_of_file(file: Path, count: int, edges: Edges) -> StageGraph:
 
 
 def _runs_both_ways(schedule: Schedule) -> bool:
-    """Whether it can run as two replicas of a chain."""
     if schedule.stages % 2:
         return False
     try:
@@ -383,15 +348,11 @@ def _runs_both_ways(schedule: Schedule) -> bool:
 
 
 def updates_of(name: str) -> Updates:
-    """How weights are updated in a schedule of the library."""
     return Updates(policy=registry.entry(name).weights)
 
 
 def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersions, ...]:
-    """The weight versions of each stage; empty where there is one, with `flush`.
-
-    Raises: ScheduleError if a forward or backward does not find its version.
-    """
+    """The weight versions of each stage; empty with `flush`."""
     if updates.rule.flushes:
         return ()
     weight_versions(simulated.schedule, simulated.stages, updates)
@@ -399,12 +360,10 @@ def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersio
 
 
 def explain(simulated: SimulatedSchedule) -> Explanation:
-    """Why its ranks are idle, and its critical path."""
     return explain_idle_time(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
 
 
 def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
-    """A schedule in the format of torch.distributed.pipelining, with or without transfers."""
     return program_text(simulated.program) if transfers else schedule_text(simulated.schedule)
 
 
@@ -428,7 +387,6 @@ def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
 
 
 def _slices(name: str) -> int:
-    """Slices of a micro-batch, each an action of its own."""
     if registry.entry(name).lacks != "sequence slices":
         return 1
     options = dict(part.split("=", 1) for part in parse_name(name).listed.split(",") if "=" in part)
@@ -520,8 +478,7 @@ def _simulate(
 def wired(
     stages: StageGraph, ranks: int, scenario: Scenario, costs: tuple[StageCost, ...]
 ) -> tuple[StageGraph, Cluster]:
-    """The stages with messages of some size, and links on which these take the times that are given; and
-    uplinks on which copies do."""
+    """Stages with messages, and links and uplinks on which these and copies take the times that are given."""
     times, shared = scenario.transfer_s, None
     link = Link(bandwidth_bytes_per_s=inf)
     if scenario.per_node and isinstance(times, float):

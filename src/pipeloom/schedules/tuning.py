@@ -17,15 +17,14 @@ from ..simulator.simulate import simulate
 from .scenario import SimulatedSchedule, explain
 
 LESS = 0.9
-"""What is left of a time in `sensitivity`."""
 
 EPS = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first place of a rank's row at which two schedules differ. actions: what each runs there and when
-    it begins; "" where its row has ended."""
+    """The first place of a rank's row at which two schedules differ, and what each runs there; "" where its
+    row has ended."""
 
     rank: int
     place: int
@@ -36,8 +35,7 @@ class Divergence:
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """Why an action begins when it does. reason: "rank" (its rank, or another rank of its stage, ran `cause`
-    until then), "message" (`cause` was done before, its results were there then), or "start" (nothing was
-    before it)."""
+    until then), "message" (the results of `cause` were there then), or "start" (nothing was before it)."""
 
     action: str
     rank: int
@@ -49,8 +47,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """What a step takes if one thing takes 10 % less. what: "F", "I", "W" or "transfers".  stage: -1 for
-    transfers."""
+    """The step if one thing takes 10 % less. what: "F", "I", "W", or "transfers" with stage -1."""
 
     what: str
     stage: int
@@ -59,10 +56,7 @@ class Sensitivity:
 
 
 def divergences(one: SimulatedSchedule, other: SimulatedSchedule) -> list[Divergence]:
-    """Of every rank whose rows differ the first place.
-
-    Raises: ScheduleError unless both have as many ranks.
-    """
+    """Of every rank whose rows differ the first place."""
     if one.schedule.ranks != other.schedule.ranks:
         raise ScheduleError(
             f"{one.schedule.name} has {one.schedule.ranks} ranks, {other.schedule.name} has "
@@ -92,10 +86,7 @@ def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[
 
 
 def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
-    """The chain of causes from an action back to the start of the step, the action first.
-
-    Raises: ScheduleError if the schedule has no such action.
-    """
+    """The chain of causes from an action back to the start of the step, the action first."""
     events = _events(simulated)
     at = parse_action(action)
     if str(at) not in events:
@@ -156,7 +147,6 @@ def _held_up(
 
 
 def _message_s(simulated: SimulatedSchedule, source: int, action: Action) -> float:
-    """From the end of an action until its results are there: the last message along that edge."""
     letters = "F" if action.kind == "F" else "B"
     name = f"{source}SEND_{letters}{action.microbatch}>{action.stage}"
     sent = [event for event in simulated.timeline.events if event.action == name]

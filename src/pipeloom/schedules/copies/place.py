@@ -49,8 +49,7 @@ SHORT = 1.5
 """What is needed again within so many times its two copies stays on the device."""
 
 IN_TRANSIT = 3
-"""Residuals of single micro-batches of a stage that a rank may hold on top of what stays: of the forward that
-runs, on their way out, and on their way back."""
+"""Residuals that a rank may hold on top of what stays: of the running forward, on their way out, and back."""
 
 MARGINS = (0.0, 0.5, 1.0, 2.0)
 """Copies that a RELOAD begins earlier than it must."""
@@ -63,8 +62,8 @@ AS_GOOD = 1.001
 class Copies:
     """What to copy. stages: of how many stages of each rank.  held: the most that a rank may hold, in
     residuals of one micro-batch on its largest stage, for which single micro-batches of other stages leave as
-    well; None for no limit.  strict: refuse rows that need more than that even so.  room: the same limit in
-    bytes, of each rank its own, instead of `held`; rows that need more hold as little as they can."""
+    well. strict: refuse rows that need more than `held` even so.  room: the same limit in bytes per rank;
+    rows that need more hold as little as they can."""
 
     stages: int = 0
     held: float | None = None
@@ -95,12 +94,8 @@ def place_copies(
     *,
     pairs: Sequence[Pair] = (),
 ) -> Rows[Action]:
-    """Rows with copies.
-
-    rows: complete, in order, without copies.  shape: where its costs say nothing of copies, they take what
-    `with_copies` makes of `USUAL_K`.
-    Raises: ScheduleError if there are pairs, or no backwards.
-    """
+    """Rows with copies. rows: complete, in order, without copies.
+    Raises: ScheduleError if there are pairs, or no backwards."""
     columns = columns_of(rows)
     if pairs or not columns.trains:
         raise ScheduleError(
@@ -152,7 +147,6 @@ def _placing(base: _Base, copied: Bools, copies: Copies) -> Iterator[tuple[float
 
 
 def _best(several: Iterable[Iterable[tuple[float, float, Columns]]]) -> Columns:
-    """The shortest step of all ways, and of those as good the one that holds least."""
     tries = [one for ways in several for one in ways]
     shortest = min(step_s for step_s, _, _ in tries)
     good = [one for one in tries if one[0] <= AS_GOOD * shortest]
@@ -220,7 +214,6 @@ def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
 
 
 def _most(base: _Base, copies: Copies) -> Floats:
-    """What each rank may hold, in bytes."""
     if copies.room is not None:
         return np.array(copies.room, np.float64)
     if copies.held is None:
@@ -246,7 +239,6 @@ def _row_peaks(base: _Base, held: Floats) -> Floats:
 
 
 def _placed(base: _Base, copied: Bools, limits: Floats, margin: float) -> Columns:
-    """Rows with copies of what is chosen."""
     held = held_bytes(base.columns, base.lives, base.sizes, copied)
     begin_s = _latest_starts(base, copied, margin)
     parts = []
@@ -317,10 +309,8 @@ def _slots(
     found: Floats,
 ) -> None:
     """Fill in when each item begins, from the one that is due last to the first.
-
-    items: their order, when they are due, their ranks, and their uplinks.  seconds: of the copy, and of the
-    uplink.  free: until when each rank's lane and each uplink are free.
-    """
+    items: order, when due, ranks, uplinks.  seconds: of the copy, of the uplink.  free: until when each
+    rank's lane and each uplink are free."""
     order, due, ranks, uplinks = items
     copy_s, uplink_s = seconds
     own, shared = free

@@ -23,8 +23,8 @@ from ...ir.kernels import kernel
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes per stage. residual: from F until B or I.  carried: from I until W.  copied: of the former, what
-    OFFLOAD takes.  dropped: of it, what goes with F and is made again for B or I, copied or not."""
+    """Bytes per stage. residual: from F until B or I.  carried: from I until W.  copied: of `residual`, what
+    OFFLOAD takes.  dropped: of it, what goes with F and is made again for B or I."""
 
     residual: Floats
     carried: Floats
@@ -41,8 +41,8 @@ class Lives(NamedTuple):
 
 
 class RankItems(NamedTuple):
-    """What is copied on a rank, in the order of the backwards that need it. first: the entry at which its row
-    begins.  forward, back: entries, counted from there.  size: bytes."""
+    """What is copied on a rank, in the order of the backwards that need it, by entry of its row, which begins
+    at entry `first`; size in bytes."""
 
     first: int
     forward: Longs
@@ -76,10 +76,7 @@ def held_bytes(columns: Columns, lives: Lives, sizes: Sizes, copied: Bools) -> F
 @kernel
 def find_reloads(items: RankItems, wanted: Longs, limit: float, held: Floats, found: Longs) -> None:
     """The entry in front of which each RELOAD stands: the wanted one, or the first one behind it from which
-    on there is room until the backward.
-
-    held: of the rank's row; what is reloaded is added.
-    """
+    on there is room until the backward. What is reloaded is added to `held`."""
     earliest = 0
     for j in range(len(items.back)):
         at = items.back[j]
@@ -92,8 +89,7 @@ def find_reloads(items: RankItems, wanted: Longs, limit: float, held: Floats, fo
 
 
 class RowInserts(NamedTuple):
-    """What comes into a row. at: the entry in front of which, or behind which for OFFLOADs.  code: its kind.
-    item: what it copies.  Filled by `find_inserts`."""
+    """at: the entry in front of which (behind which for OFFLOADs).  item: what it copies."""
 
     at: Longs
     code: Longs
@@ -101,8 +97,7 @@ class RowInserts(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work space per item. leaving: those that leave, in order.  state: 1 while one leaves, then 2; 0 at
-    first."""
+    """leaving: the items that leave, in order.  state: per item 1 while it leaves, then 2; 0 at first."""
 
     leaving: Longs
     state: Longs

@@ -92,7 +92,6 @@ def _eight_phases(
 
 
 def _peak_bytes(s: Shape, row: Sequence[Action]) -> int:
-    """Most bytes of residuals that a rank holds."""
     return max(accumulate(s.costs[a.stage].held_change(a.kind) for a in row))
 
 

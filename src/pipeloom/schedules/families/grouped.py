@@ -30,7 +30,6 @@ from ..list_scheduler.choose import as_published
 
 
 def looped_bfs(s: Shape) -> Recipe:
-    """All forwards chunk by chunk, then all backwards."""
     options(s)
     return Recipe(rows=lambda rank: [*turns(s, rank, F), *turns(s, rank, B)])
 
@@ -50,7 +49,6 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
 
 
 def gis(s: Shape) -> list[Recipe]:
-    """Interleaved with the memory of 1F1B."""
     return [*_gis(s, s.depth), *_as_published(s, gis)]
 
 
@@ -63,7 +61,6 @@ def gis_g(s: Shape) -> list[Recipe]:
 
 
 def gis_h(s: Shape) -> list[Recipe]:
-    """The smallest group."""
     return [*_gis(s, -(-s.depth // 2)), *_as_published(s, gis_h)]
 
 

@@ -69,7 +69,6 @@ def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> lis
 
 
 def _patient(s: Shape, clocks: Sequence[Recipe]) -> list[Recipe]:
-    """For uneven times the two published paces, with actions that wait for more urgent ones."""
     if s.even:
         return []
     paces = (((1.0, 2.0), (2.0, 1.0), (2.0, 0.0, 2.0)), ((2.0, 1.0), (2.0, 1.0), (0.0, 3.0, 1.0)))
@@ -91,7 +90,6 @@ def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
 
 
 def zb_v(s: Shape) -> list[Recipe]:
-    """ZB-V: no bubble but the start, with the memory of 1F1B."""
     return zb_v_recipes(s, options(s, memory=s.depth)["memory"])
 
 
@@ -133,7 +131,6 @@ def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
 
 
 def v_half(s: Shape) -> list[Recipe]:
-    """V-Half: half the memory of 1F1B."""
     clocks = recipes(
         s,
         s.depth // 2 + 1,
@@ -148,7 +145,6 @@ def v_half(s: Shape) -> list[Recipe]:
 
 
 def v_min(s: Shape) -> list[Recipe]:
-    """V-Min: a third of the memory of 1F1B, for the longest models."""
     rest = 2.0 if s.depth % 3 == 0 else 0.0
     clocks = recipes(
         s,
@@ -277,7 +273,7 @@ def _path(times: MeanTimes, position: Floats, cost: Floats) -> list[int]:
 
 
 def _unrolled(times: MeanTimes, at: Floats) -> Floats:
-    """MeanTimes within a period -> times of one micro-batch on its way down, up, down and up."""
+    """Times within a period -> times of one micro-batch on its way down, up, down and up."""
     ranks, transfer = times.ranks, times.transfer
     found = np.array(at)
 

@@ -15,7 +15,6 @@ from ..language.shape import Shape, options
 
 
 def eager_1f1b(s: Shape) -> Recipe:
-    """Forwards up to 2 (p - 1 - rank) ahead."""
     options(s)
     return Recipe(rows=phases(s, warm_up=lambda r: 2 * _last(s, r), repeat="FB", kinds="FB"))
 

@@ -21,12 +21,10 @@ from ..list_scheduler.tables import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:
-    """1F1B's order of F and I, and W where it fits: memory as 1F1B."""
     return list(_family(s, options(s, memory=s.depth)["memory"]))
 
 
 def zb_h2(s: Shape) -> list[Recipe]:
-    """More forwards ahead, so that the last rank's W may wait for the end."""
     return list(_family(s, options(s, memory=2 * s.depth)["memory"]))
 
 

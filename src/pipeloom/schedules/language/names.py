@@ -33,11 +33,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Schedule -> its other names. Capitals, `-`, `_` and a "Schedule" in front make no difference."""
 
 CHUNKS = "v"
-"""The option of every schedule that puts several stages on a rank: how many, as in "interleaved:v=4"."""
+"""The option that says how many stages a rank has, as in "interleaved:v=4"."""
 
 OFFLOAD, LIMIT, FIT = "offload", "limit", "fit"
 COPY_OPTIONS = (OFFLOAD, LIMIT, FIT)
-"""What any schedule may be asked to copy to the host, see `registry.Entry.copies`."""
 
 LISTED = (".csv", ".txt")
 """How the names of files end that list every action."""
@@ -45,11 +44,8 @@ LISTED = (".csv", ".txt")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleName:
-    """A schedule's name, read.
-
-    given: as it was written, without options.  family: the library's own name of it, in small letters with
-    `_`; of a file as given.  listed: the options as they were written.
-    """
+    """A schedule's name, read. given: as written, without options.  family: the library's own name of it;
+    of a file as given.  listed: the options as written."""
 
     given: str
     family: str
@@ -61,7 +57,6 @@ class ScheduleName:
 
     @property
     def written(self) -> str:
-        """As it was written."""
         return f"{self.given}:{self.listed}" if self.listed else self.given
 
     @property
@@ -70,7 +65,6 @@ class ScheduleName:
 
     @property
     def in_python(self) -> bool:
-        """Whether it names a function in a Python file."""
         return self.given.partition(":")[0].endswith(".py")
 
     @property
@@ -108,12 +102,11 @@ class ScheduleName:
 
     @property
     def copies(self) -> bool:
-        """Whether it says what is copied to the host."""
         return OFFLOAD in self.options or LIMIT in self.options or self.fits_caps
 
     def chunks_in(self, place: str) -> int:
-        """The stages per rank that the options give to a schedule with such a place, see `registry.PLACES`;
-        0 without that option. Raises: ScheduleError if there is no choice, or it is no whole number."""
+        """The stages per rank that the options give to a schedule with such a place; 0 without that option.
+        Raises: ScheduleError if there is no choice, or it is no whole number."""
         count = self.options.get(CHUNKS)
         if count is None:
             return 0

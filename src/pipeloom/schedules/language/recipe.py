@@ -31,7 +31,6 @@ RowMaker: TypeAlias = Callable[[int], Iterable[Action]]
 
 
 def per_rank(limit: PerRank | float, rank: int) -> float:
-    """A limit that is the same for all ranks, or a function of the rank."""
     return float(limit(rank) if callable(limit) else limit)
 
 
@@ -100,7 +99,6 @@ class Recipe:
                 )
 
     def kinds_of(self, stage: int) -> tuple[Kind, ...]:
-        """The built-in kinds that a stage runs for each micro-batch."""
         text = self.kinds if isinstance(self.kinds, str) else self.kinds(stage)
         if text not in ("F", "FB", "FIW", "FBIW") or (text == "FBIW" and self.rows is None):
             raise ScheduleError(

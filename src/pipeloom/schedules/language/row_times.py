@@ -12,18 +12,8 @@ from .shape import Shape
 
 
 def row_times(columns: Columns, shape: Shape) -> tuple[Floats, Floats]:
-    """When each entry begins and ends, in seconds. The rows must be able to run.
-
-    Copies go through the shape's uplinks. A rank has two receives posted for each rank that sends to it: a
-    message that is sent further ahead waits until an earlier one is taken.
-
-    >>> from pipeloom.ir.schedule import parse_rows
-    >>> from pipeloom.ir.columns import columns_of
-    >>> from pipeloom.schedules.registry import shape_of
-    >>> rows = columns_of(parse_rows(("0F0 0B0", "1F0 1B0")))
-    >>> row_times(rows, shape_of(2, microbatches=1, transfer_s=0.5))[0].tolist()
-    [0.0, 5.0, 1.5, 2.5]
-    """
+    """When each entry of rows that can run begins and ends, in seconds. A rank has two receives posted for
+    each rank that sends to it: a message sent further ahead waits until an earlier one is taken."""
     program = Program(microbatches=shape.microbatches, placement=shape.placement, rows=Rows(columns))
     program = add_transfers(program, shape.stages)
     stages = range(len(shape.placement))

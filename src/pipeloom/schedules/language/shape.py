@@ -66,7 +66,7 @@ class Shape:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What others have made of this shape, kept with it."""
+        """What others have made of this shape."""
         return {}
 
     @cached_property
@@ -130,11 +130,8 @@ class Shape:
         return most if self.chunks == self.stages.replicas else self._most_ranks_on_a_path(most)
 
     def _most_ranks_on_a_path(self, most: int) -> int:
-        """Exact where few sets of ranks can be visited; `most`, which is never less, where there are many.
-
-        Per stage the sets of ranks that paths up to it visit, as the bits of a number; a set within another
-        one cannot become larger than that, and goes.
-        """
+        """Exact where few sets of ranks can be visited; `most`, which is never less, otherwise.
+        Per stage the sets of ranks that paths up to it visit, as bits; a set within another one goes."""
         visited: list[list[int]] = [[] for _ in self.placement]
         for stage in self.flow.order:
             own = 1 << self.placement[stage]
@@ -146,10 +143,6 @@ class Shape:
 
     @cached_property
     def limits_bytes(self) -> tuple[float, ...]:
-        """Per rank the most bytes of residuals that it may hold; infinite without a limit.
-
-        Raises: ScheduleError unless there is one limit for all ranks or one per rank.
-        """
         limit = self.limit_bytes
         if not isinstance(limit, tuple):
             return (inf if limit is None else float(limit),) * self.ranks
@@ -157,7 +150,6 @@ class Shape:
         return limit
 
     def option(self, name: str, default: float) -> float:
-        """A number that the user may set."""
         return self.options.get(name, default)
 
     def seconds(self, stage: int, kind: Kind) -> float:
@@ -186,7 +178,6 @@ class Shape:
         return self.transfer_s(source, target) if callable(self.transfer_s) else self.transfer_s
 
     def require(self, good: bool, problem: str, hint: str) -> None:
-        """Refuse a shape that a family cannot be built for."""
         if not good:
             raise ScheduleError(problem, hint=hint)
 

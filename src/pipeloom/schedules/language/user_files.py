@@ -26,11 +26,8 @@ _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:fun
 
 
 def load_user_schedule(name: ScheduleName) -> Any:
-    """What `file.py:function` names: a recipe's function, or an Entry.
-
-    Raises: ScheduleError if the file or the name in it is missing, or is no function of one argument. An
-        exception inside the user's code is left as it is.
-    """
+    """What `file.py:function` names: a recipe's function, or an Entry. An exception inside the user's code
+    is left as it is."""
     file, _, function = name.family.partition(":")
     if not function:
         raise ScheduleError(

@@ -22,7 +22,6 @@ from .stretch import stretched
 from .tables import EPS, tables_of
 
 TRIED = 3
-"""Recipes that are tried on all micro-batches, of those that are best on few."""
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
 Near = dict[Action, list[Action]]
@@ -30,9 +29,7 @@ Near = dict[Action, list[Action]]
 
 def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
     """Order everything as one recipe says.
-
-    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
-    """
+    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape."""
     scheduled = _make(shape, recipe, inf)
     assert scheduled is not None
     return scheduled
@@ -86,7 +83,6 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
 def _lengthened(
     shape: Shape, small: Shape, tries: Sequence[tuple[ScheduledRecipe, Recipe]]
 ) -> ScheduledRecipe:
-    """The best of some recipes for all micro-batches, each with what it gives for few of them."""
     scheduled: list[ScheduledRecipe] = []
     left: list[Recipe] = []
     for few, recipe in tries:
@@ -104,11 +100,8 @@ def _lengthened(
 def _ranked(
     shape: Shape, recipes: Sequence[Recipe], most: int, limit_s: float = inf
 ) -> list[tuple[ScheduledRecipe, int]]:
-    """The best few of some recipes, the best first, each with its place in the list.
-
-    limit_s: longer steps than that are no use; then the list may be empty.
-    Raises: what the last recipe raised, if none works.
-    """
+    """The best few of some recipes, the best first, each with its place in the list; those whose step is
+    longer than `limit_s` are left out. Raises: what the last recipe raised, if none works."""
     scheduled: list[tuple[ScheduledRecipe, int]] = []
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
@@ -238,9 +231,7 @@ def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[
 
 def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:
     """The schedule that a recipe gives, or the fastest of several, checked.
-
     Raises: DeadlockError if its limits block; ScheduleError if it breaks a rule.
-
     >>> from pipeloom.ir.action import B
     >>> from pipeloom.schedules.registry import shape_of
     >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))

@@ -30,9 +30,8 @@ from .tables import EPS, RecipeTables, SchedulerState, Tables, as_lists
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """rows: the actions of each rank.  step_s: until the last rank ends.  span_s: longest first-to-last time
-    of a rank.  peak: most memory of each rank.  starts: of each rank when its actions begin, one entry per
-    action.  pairs: neighbours that run as one unit."""
+    """step_s: until the last rank ends.  span_s: longest first-to-last time of a rank.  peak: most memory of
+    each rank.  starts: of each rank when its actions begin.  pairs: neighbours that run as one unit."""
 
     rows: Sequence[tuple[Action, ...]]
     step_s: float
@@ -44,14 +43,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledRecipe:
-    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
-
     recipe: Recipe
     outcome: Outcome = field(repr=False)
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Smaller is better: the step, then the longest span of a rank."""
         return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
 
 
@@ -173,7 +169,6 @@ class _Rules:
         return [index]
 
     def _around(self, t: Tables, s: SchedulerState, index: int) -> tuple[float, float]:
-        """Seconds of what stands right before and right after the stream's next action."""
         place = index * t.size + s.batch[index]
         return (t.before[place], t.after[place]) if len(t.before) else (0.0, 0.0)
 
@@ -199,7 +194,6 @@ def _pairs_in_rows(problem: RecipeTables) -> dict[Action, Action]:
 
 
 def _own(t: Tables, rank: int) -> Sequence[int]:
-    """The streams of a rank."""
     return t.own[t.own_at[rank] : t.own_at[rank + 1]]  # type: ignore[return-value]
 
 
@@ -216,7 +210,7 @@ def _stuck(problem: RecipeTables, t: Tables, s: SchedulerState) -> DeadlockError
 
 
 def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tuple[bool, str]]:
-    """Of each rank that has not run all whether a limit holds it up, and in words what does."""
+    """Per rank that has not run all: whether a limit holds it up, and in words what does."""
     action_of, before = problem.streams.action, problem.recipe.before
     for rank in range(problem.shape.ranks):
         own = _own(t, rank)
@@ -250,7 +244,6 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
 
 
 def _is_full(t: Tables, s: SchedulerState, index: int) -> bool:
-    """Whether only a limit keeps the next action of a stream from running."""
     b = s.batch[index]
     at_hand = s.missing[index * t.size + b] == 0
     return bool(at_hand and t.opens[index] and not loop.may_open.interpreted(t, s, index, b))

@@ -73,7 +73,6 @@ def unit_arrival(t: Tables, s: SchedulerState, index: int) -> float:
 
 @kernel
 def unit_may_open(t: Tables, s: SchedulerState, index: int) -> bool:
-    """Whether the limits of all ranks of a unit let its F run now."""
     b = s.batch[index]
     if not may_open(t, s, index, b):
         return False

@@ -20,17 +20,13 @@ from .engine import Outcome, ScheduledRecipe
 from .tables import EPS
 
 MOST = 4
-"""Micro-batches of the longest period that is looked for."""
 
 
 def stretched(
     few: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
 ) -> ScheduledRecipe | None:
-    """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats.
-
-    recipe: for all micro-batches; `few` has the one for few.  Only for recipes by a clock that is the same
-    for each micro-batch, and the same for both.
-    """
+    """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats. Only
+    for recipes by a clock that is the same for each micro-batch, and for few and many."""
     if not _same(few.recipe, recipe, small, microbatches) or not _within(few.outcome, recipe):
         return None
     outcome = _stretched(few.outcome, small, microbatches)

@@ -27,11 +27,9 @@ EPS = 1e-9
 """Times and sizes this close (relative to 1 s, 1 unit) are equal."""
 
 NEVER = 1 << 40
-"""What an action that is not run waits for: more than there is."""
 
 ALL, WARM, NONE = range(3)
 EARLY = {"all": ALL, "warm": WARM, "none": NONE}
-"""Codes of `Recipe.early`."""
 
 
 class Tables(NamedTuple):
@@ -151,8 +149,8 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecipeTables:
-    """What a recipe asks of a shape, as tables. listed: its rows, if it gives any, without fillers.
-    beside: the operations that go next to their anchors when all else is ordered."""
+    """What a recipe asks of a shape. listed: its rows, if it gives any, without fillers.  beside: the
+    operations that go next to their anchors when all else is ordered."""
 
     shape: Shape
     recipe: Recipe
@@ -162,7 +160,6 @@ class RecipeTables:
     beside: tuple[Operation, ...]
 
     def new_state(self) -> SchedulerState:
-        """Before anything runs."""
         t, streams = self.tables, self.streams
         count, actions, ranks = len(t.rank), len(t.order), len(t.limit)
         events = 2 * actions + ranks  # one when an action ends, one when its data are there
@@ -200,7 +197,6 @@ class RecipeTables:
         )
 
     def columns(self, s: SchedulerState) -> Columns:
-        """The rows that the loop has written."""
         codes: dict[Kind, int] = dict(CODE)
         for kind in self.streams.kinds:
             codes.setdefault(kind, len(codes))
@@ -221,7 +217,6 @@ def as_lists(table: Table) -> Table:
 
 
 def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
-    """The tables of a recipe on a shape. Raises: ScheduleError if it does not fit the shape."""
     listed = _listed(shape, recipe)
     named = set(recipe.fill) | (set() if listed is None else _kinds_in(listed.columns))
     loose = tuple(o for o in recipe.insert if o.kind in named)
@@ -287,7 +282,6 @@ def _kinds_in(columns: Columns) -> set[Kind]:
 
 
 def _without(rows: Rows[Action], kinds: set[Kind]) -> Rows[Action]:
-    """The rows without what is to find its own place."""
     columns = rows.columns
     codes = [code for code, kind in enumerate(columns.kinds) if kind in kinds]
     dropped = np.isin(columns.kind, codes)
@@ -641,7 +635,6 @@ class _Places:
 
 
 def _moments(clock: Callable[[int, Kind, int], float], stage: int, kind: Kind, order: Longs) -> Floats:
-    """What a clock says for each micro-batch of a stream."""
     if isinstance(clock, Periodic):
         return np.asarray(clock(stage, kind, 0) + clock.period * order, np.float64)
     return np.array([clock(stage, kind, b) for b in order.tolist()], np.float64)

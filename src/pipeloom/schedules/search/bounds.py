@@ -11,8 +11,7 @@ from .problem import SearchProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """seconds: no step is shorter.  name: "busiest rank", "critical path" or "memory x time".  why: in
-    words."""
+    """name: "busiest rank", "critical path" or "memory x time".  why: in words."""
 
     seconds: float
     name: str
@@ -32,7 +31,6 @@ def lower_bound(problem: SearchProblem) -> Bound:
 
 
 def all_bounds(problem: SearchProblem) -> list[Bound]:
-    """Of every rank and kind."""
     bounds = [_critical_path(problem)]
     for rank in range(problem.ranks):
         bounds += [_busy(problem, rank), _memory(problem, rank)]
@@ -47,8 +45,7 @@ def _critical_path(problem: SearchProblem) -> Bound:
 
 
 def one_microbatch(problem: SearchProblem) -> float:
-    """Seconds that a micro-batch takes from its first forward to its last action; where spans count, from its
-    first forward on a rank to its last action there."""
+    """Seconds from the first forward of a micro-batch to its last action; where spans count, of one rank."""
     units = problem.units
     if problem.shortest == "step":
         return max(h + problem.seconds(u) for h, u in zip(problem.heads, units, strict=True))

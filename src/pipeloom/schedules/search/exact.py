@@ -38,10 +38,7 @@ from .problem import SearchProblem
 
 
 def new_solver(seed: int, effort: float) -> Any:
-    """A solver that gives the same answer every time. effort: in CP-SAT's deterministic seconds.
-
-    Raises: ImportError without OR-tools.
-    """
+    """A solver that gives the same answer every time. effort: in CP-SAT's deterministic seconds."""
     from ortools.sat.python import cp_model
 
     solver: Any = cp_model.CpSolver()
@@ -53,7 +50,6 @@ def new_solver(seed: int, effort: float) -> Any:
 
 
 MOST_ENTRIES = 100
-"""Entries of an order up to which it is tried."""
 
 EFFORT = 1.5
 """CP-SAT's own measure of work, about seconds; unlike seconds it is the same on every machine."""
@@ -73,12 +69,10 @@ class Exact:
 
 
 def solver_installed() -> bool:
-    """Whether OR-tools is there."""
     return importlib.util.find_spec("ortools") is not None
 
 
 def solve_orders(task: Round) -> Iterator[Found]:
-    """Solve the case if it is small and OR-tools is installed."""
     if len(task.best.order) > MOST_ENTRIES or not solver_installed():
         return
     answer = solve(task.problem, hint=task.best, effort=EFFORT * task.effort, seed=task.seed)
@@ -89,10 +83,6 @@ def solve_orders(task: Round) -> Iterator[Found]:
 def solve(
     problem: SearchProblem, *, hint: OrderCandidate | None = None, effort: float = 30.0, seed: int = 0
 ) -> Exact:
-    """The fastest order of a small case, or the best one within the effort.
-
-    Raises: ImportError without OR-tools.
-    """
     from ortools.sat.python import cp_model
 
     scale = scale_of(problem)
@@ -146,8 +136,6 @@ def solve(
 
 
 def _limit_bytes(problem: SearchProblem, model: Any, rank: int, start: Any, seconds: list[int]) -> None:
-    """The residuals of a rank never take more than its limit: each from the start of F to the end of B or
-    W."""
     cap, m, units = problem.limits[rank], problem.microbatches, problem.units
     sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
     parts = lcm(*(size.denominator for size in sizes))
@@ -179,21 +167,19 @@ def scale_of(problem: SearchProblem) -> int:
 
 
 PERIOD_EFFORT = 0.1
-"""CP-SAT's own measure of work for one period, about seconds."""
 
 MOST_PERIODS = 3
-"""Periods that are tried, the shortest first."""
 
 FINER = 32
 """Parts of the shortest period by which the next ones are longer."""
 
 MOST_PAIRS = 1500
-"""Pairs of units that share a rank up to which it is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTimes:
-    """What CP-SAT is asked: times are whole numbers, `scale` of them one second."""
+    """Times as whole numbers, `scale` of them one second: fine enough for periods that are no multiples of
+    them."""
 
     problem: SearchProblem
     scale: int
@@ -202,7 +188,6 @@ class WholeTimes:
 
 
 def solve_periods(task: Round) -> Iterator[Found]:
-    """Solve one period after the other, if OR-tools is installed and the case is not too large."""
     if not solver_installed():
         return
     asked = whole_times(task.problem)
@@ -224,7 +209,6 @@ def solve_periods(task: Round) -> Iterator[Found]:
 
 
 def whole_times(problem: SearchProblem) -> WholeTimes:
-    """Times as whole numbers, fine enough for periods that are no multiples of them."""
     scale = scale_of(problem)
     scale *= max(1, ceil(FINER / max(1.0, max(problem.work) * scale)))
     units = range(len(problem.units))
@@ -237,7 +221,6 @@ def whole_times(problem: SearchProblem) -> WholeTimes:
 
 
 def periods(asked: WholeTimes) -> Iterator[int]:
-    """The least period that any order has, and longer ones."""
     problem = asked.problem
     work = max(
         sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
@@ -256,10 +239,7 @@ def solve_period(
     asked: WholeTimes, period: int, *, hint: Repeating | None, effort: float
 ) -> Repeating | None:
     """The order with that period in which a micro-batch takes least; None if there is none, or none was found
-    within the effort.
-
-    Raises: ImportError without OR-tools.
-    """
+    within the effort."""
     from ortools.sat.python import cp_model
 
     problem, seconds = asked.problem, asked.seconds

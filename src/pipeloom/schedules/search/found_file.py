@@ -45,12 +45,8 @@ found = Entry(
 
 
 def found_text(result: SearchResult, name: str = "found.py", declared_in: str = "") -> str:
-    """The best repeating order of a search as a file's text.
-
-    declared_in: the file that declares the operations, if there are any.
-
-    Raises: ScheduleError if no repeating order keeps to the limits.
-    """
+    """The best repeating order of a search as a file's text. Raises: ScheduleError if none keeps to the
+    limits."""
     problem, repeating = result.problem, result.repeating
     if repeating.repeating is None:
         raise ScheduleError(
@@ -75,7 +71,6 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
 
 
 def turn_of(problem: SearchProblem, candidate: OrderCandidate) -> list[str]:
-    """Per rank what it runs in one turn."""
     assert candidate.repeating is not None
     period, first = candidate.repeating.period, candidate.repeating.first
     settled = list(first)

@@ -23,7 +23,6 @@ LARGE = 3000
 """Actions of a step from which a schedule is built once, and only where it is meant to run."""
 
 PAIRED = ("dualpipe", "dualpipev")
-"""Made of pairs, which a search has not: their orders are timed slowly."""
 
 
 def library_orders(task: Round) -> Iterator[Found]:
@@ -76,19 +75,17 @@ def library_order(problem: SearchProblem, name: str) -> OrderCandidate | None:
 
 
 def without_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    """A schedule of the library that knows no limits."""
     if not all(stage.split for stage in problem.stages) and _splits(problem, name):
         return None
     return _built(problem, name, limited=False)
 
 
 def within_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    """What a schedule that runs without limits makes of them; None if it does not know how."""
     return None if entry(name).recipe is None else _built(problem, name, limited=True)
 
 
 def _splits(problem: SearchProblem, name: str) -> bool:
-    """Whether a schedule splits a backward that is whole: of one micro-batch it tells as well as of all."""
+    """Whether a schedule splits a backward that is whole: one micro-batch tells it as well as all."""
     made = _schedule(replace(problem, microbatches=1), name, limited=False)
     return made is not None and any(
         action.kind in (I, W) and not problem.stages[problem.origin(action.stage)].split
@@ -176,9 +173,6 @@ def _begins(problem: SearchProblem, rank: int) -> dict[tuple[int, Kind], list[in
 
 
 class Merge(NamedTuple):
-    """rows: entries of all ranks, those of rank r from `first[r]` on.  at: how many of each are done.  done:
-    per entry.  order: what is written."""
-
     rows: Longs
     first: Longs
     at: Longs

@@ -24,12 +24,8 @@ class Repeating:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderCandidate:
-    """An order of everything, timed.
-
-    order: see `timing`.  step_s: of it.  cost_s: what the search makes short, the step or the longest span of
-        a rank.  peaks: bytes of residuals per rank.  ends: per entry.
-    engine: who found it.  repeating: the moments that it follows, if it does.
-    """
+    """An order of everything, timed: see `timing`. cost_s: what the search makes short, the step or the
+    longest span of a rank.  peaks: bytes per rank.  ends: per entry.  engine: who found it."""
 
     order: Longs = field(repr=False)
     step_s: float
@@ -54,7 +50,6 @@ def new_clock(problem: SearchProblem) -> TimingArrays:
 def timed(
     problem: SearchProblem, order: Longs, engine: str, repeating: Repeating | None = None
 ) -> OrderCandidate:
-    """An order with its times."""
     clock = new_clock(problem)
     cost_s = float(run_order(problem.arrays, clock, order))
     return OrderCandidate(
@@ -69,7 +64,6 @@ def timed(
 
 
 def fits(candidate: OrderCandidate, caps: Floats) -> bool:
-    """Whether it keeps to the limits."""
     return bool((np.array(candidate.peaks) <= caps).all())
 
 
@@ -86,10 +80,9 @@ def one_by_one(problem: SearchProblem) -> OrderCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """problem: with the limits of this round.  best: what is known and keeps to them.  repeating: the best
-    that repeats, if it has `repeating`.  bound: of this problem.  seed: of random moves.  effort: by which
-    orders that are tried are multiplied.  without_limits: by name the schedules of the library as they are
-    without limits."""
+    """What an engine is given. problem: with the limits of this round.  best: known, within them.  repeating:
+    the best that repeats, if it has `repeating`.  without_limits: by name the library's schedules without
+    limits."""
 
     problem: SearchProblem
     best: OrderCandidate
@@ -102,8 +95,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A candidate, if there is one that keeps to the limits, how many orders were timed for it, and what it
-    proves."""
+    """A candidate that keeps to the limits, how many orders were timed for it, and what it proves."""
 
     candidate: OrderCandidate | None
     evaluations: int

@@ -39,7 +39,6 @@ class DispatchRules(NamedTuple):
 
 @kernel
 def may_begin(t: Units, c: TimingArrays, r: DispatchRules, u: int) -> bool:
-    """Whether limits let the head of a unit run."""
     if t.memory[u] > 0 or t.kind[u] == 0:
         if r.next[u] - r.next[r.last[u]] >= r.ahead[u]:
             return False
@@ -91,13 +90,11 @@ def dispatch(t: Units, c: TimingArrays, r: DispatchRules, order: Longs) -> float
 
 
 CHANGES = 60
-"""Random changes of the best rules."""
 
 MOST = 150_000_000
 """Looks at units that the plain rules may take, and their changes again."""
 
 PART = 20
-"""Orders between two places at which the search may end."""
 
 
 def dispatch_orders(task: Round) -> Iterator[Found]:

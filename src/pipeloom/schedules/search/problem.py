@@ -61,7 +61,7 @@ class SearchStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """stage: by its number in the problem.  ranks: all on which it begins."""
+    """All that begins at one moment, on all of `ranks`."""
 
     stage: int
     kind: Kind
@@ -71,14 +71,10 @@ class Unit:
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
     """Stages with their ranks, micro-batches, seconds of messages, and limits.
-
-    transfer_s: seconds of a message between two ranks; of single edges by (from stage, to stage).
-    caps: most bytes of residuals per rank; infinite without a limit.
-    operations: kinds of actions that a user declared, placed like W: anywhere behind their anchor.
-    shortest: "step"; or "span", the longest time from a rank's first action to its last.
-    unit: bytes that the number 1 stands for where sizes were given as plain numbers; 1 where they are bytes.
-    Raises: ScheduleError if a stage or rank is missing.
-    """
+    transfer_s: of a message between two ranks; of single edges by (from stage, to stage).
+    caps: most bytes of residuals per rank, if limited.  operations: that a user declared, anywhere behind
+    their anchor.  shortest: "step"; or "span", the longest time from a rank's first action to its last. unit:
+    bytes that the number 1 stands for where sizes were given as plain numbers."""
 
     stages: tuple[SearchStage, ...]
     microbatches: int
@@ -109,7 +105,6 @@ class SearchProblem:
         return 1 + max((rank for stage in self.stages for rank in stage.ranks), default=0)
 
     def shown_size(self, size: float) -> str:
-        """Bytes for a message: in the plain numbers that stages were given in, or with a unit."""
         return enough_bytes(int(size)) if self.unit == 1 else f"{size / self.unit:g}"
 
     @cached_property
@@ -146,7 +141,6 @@ class SearchProblem:
         )
 
     def costs(self) -> tuple[StageCost, ...]:
-        """One per stage of `placed`."""
         own = [
             StageCost(
                 forward_s=s.forward_s,
@@ -177,7 +171,6 @@ class SearchProblem:
 
     @cached_property
     def order_of_stages(self) -> tuple[int, ...]:
-        """Each after those whose outputs it reads."""
         flow = self.shape.flow
         return tuple(s for s in flow.order if s < len(self.stages))
 
@@ -205,12 +198,11 @@ class SearchProblem:
 
     @property
     def entries(self) -> int:
-        """Of an order: how much begins in a step."""
         return len(self.units) * self.microbatches
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Per unit the units that it waits for, of the same micro-batch."""
+        """Per unit the units of the same micro-batch that it waits for."""
         at = {(u.stage, u.kind): i for i, u in enumerate(self.units) if u.kind in (F, B, I)}
         late = {(u.stage, u.kind, u.ranks): i for i, u in enumerate(self.units)}
         anchors = {o.kind: ANCHORS[o.anchor] for o in self.operations}
@@ -243,7 +235,6 @@ class SearchProblem:
         return times[unit.kind]
 
     def memory(self, unit: Unit) -> float:
-        """What a unit adds to the residuals of each of its ranks, or gives back."""
         own = self.stages[unit.stage].residual_bytes
         return {F: own, B: -own, W: -own}.get(unit.kind, 0.0)
 
@@ -272,8 +263,7 @@ class SearchProblem:
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
-        """Per unit the earliest moment at which micro-batch 0 may begin it: its longest way from the
-        front."""
+        """Per unit its longest way from the front, in seconds."""
         head: list[float] = []
         for i, u in enumerate(self.units):
             ways = (

@@ -62,13 +62,12 @@ EVERY = 2
 """Of the thorough sizes for which the library is built."""
 
 LIBRARY = "library: "
-"""What the engine of a candidate begins with that is a schedule of the library."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """effort: by which the orders that are tried are multiplied.  time_limit_s: after which the best so far
-    is returned.  engines: by name, all unless given."""
+    is returned."""
 
     effort: float = 1.0
     time_limit_s: float = inf
@@ -78,8 +77,8 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What is known while the search runs. cost_s: of the best, its step or its longest span, as was asked.
-    evaluations: orders that were timed so far, in `seconds`."""
+    """What is known while the search runs. cost_s: of the best, its step or its longest span.  evaluations:
+    orders that were timed so far, in `seconds`."""
 
     cost_s: float
     bound: Bound
@@ -95,8 +94,8 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """best: the fastest order within the limits.  repeating: the fastest that repeats, for any number of
-    micro-batches.  ended: "searched", "optimal", "time limit" or "interrupted"."""
+    """repeating: the fastest order that repeats, for any number of micro-batches.  ended: "searched",
+    "optimal", "time limit" or "interrupted"."""
 
     problem: SearchProblem = field(repr=False)
     best: OrderCandidate
@@ -132,10 +131,9 @@ class _Known:
 
 @dataclass(kw_only=True)
 class _Climb:
-    """Where the climb is. gained: the last size that gave a shorter order, or below which
-    memory set the pace.  thorough: the next size at which
-    `clock` and `kernel` run.  grown, due: doublings since the round before, and since such a size.  solver:
-    whether `kernel` goes on: what it found last was the best."""
+    """gained: the last size that gave a shorter order, or below which memory set the pace.  thorough: the
+    next size at which `clock` and `kernel` run.  grown, due: doublings since the round before, and since such
+    a size. solver: whether `kernel` goes on: what it found last was the best."""
 
     size: float
     gained: float
@@ -311,13 +309,9 @@ def search_orders(
     options: SearchOptions = SearchOptions(),
     report: Callable[[Progress], None] = lambda p: None,
 ) -> SearchResult:
-    """The fastest order that the engines find within the limits, and a bound on any.
-
-    The same for the same seed unless a time limit or an interrupt (Ctrl-C) ends it early: then the best so
-    far.
-    report: called now and then.
-    Raises: PlanError if no order keeps to the limits.
-    """
+    """The fastest order that the engines find within the limits, and a bound on any; the same for the same
+    seed unless a time limit or an interrupt (Ctrl-C) ends it early: then the best so far. Raises: PlanError
+    if no order keeps to the limits."""
     running = _Search(problem, options, report)
     try:
         ended = running.run()
@@ -420,7 +414,6 @@ class Levels:
 
 
 def levels_of(problem: SearchProblem) -> Levels:
-    """The levels of a problem in which one micro-batch after the other keeps to the limits."""
     unit, finite = max(problem.rank_bytes), [cap for cap in problem.limits if cap < inf]
     most = max(finite, default=inf)
     shares = tuple(

@@ -30,14 +30,13 @@ from .search import Progress, Progress as SearchProgress, SearchOptions, SearchR
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
 
 FINE = 1 << 20
-"""Bytes that a unit of memory stands for where sizes are small numbers: residuals are counted in whole
-bytes."""
+"""Bytes that a unit of memory stands for where sizes are small numbers: residuals are counted in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesToSchedule:
-    """stages: those without ranks get some from the search.  ranks: how many there are.  unit: bytes that the
-    number 1 stands for, in sizes and limits.  memory: the file's own limit, or none."""
+    """stages: those without ranks get some from the search.  unit: bytes that the number 1 stands for, in
+    sizes and limits.  memory: the file's own limit, or none."""
 
     stages: tuple[SearchStage, ...]
     ranks: int
@@ -47,10 +46,7 @@ class StagesToSchedule:
     memory: str = ""
 
     def caps(self, memory: str) -> tuple[float, ...]:
-        """Bytes per rank: of one limit for all ranks, or of several with commas; none without a limit.
-
-        Raises: ConfigError if it cannot be read.
-        """
+        """Bytes per rank: of one limit for all ranks, or of several with commas; none without a limit."""
         parts = [part.strip() for part in (memory or self.memory).split(",") if part.strip()]
         if not parts:
             return ()
@@ -104,10 +100,9 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
 
 
 def stages_of_plan(path: Path) -> StagesToSchedule:
-    """The stages of a saved plan as a chain, each on its rank, with their times and residuals; of one of its
-    pipelines, where it has several.
-
-    Raises: ConfigError if the file is none, or if its stages run side by side: what they read is not in it.
+    """The stages of one pipeline of a saved plan as a chain, each on its rank, with their times and
+    residuals. Raises: ConfigError if the file is none, or if its stages run side by side: what they read is
+    not in it.
     """
     plan = load_plan(path)
     if any(key.startswith("branches.") for key in plan.notes):
@@ -219,12 +214,7 @@ SHORTEST = ("step", "span")
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSchedule:
-    """What a search found, proved and simulated.
-
-    step_s: of `timeline`, the simulator's word.  bound_s, bound: no step, or no span, is shorter, and why.
-    gap: by which share of the bound it may at most be improved.  peaks: most residuals per rank, in the
-    file's unit.
-    """
+    """What a search found, proved and simulated. peaks: most residuals per rank, in the file's unit."""
 
     schedule: Schedule
     stages: StageGraph
@@ -239,17 +229,14 @@ class FoundSchedule:
 
     @property
     def span_s(self) -> float:
-        """The longest time from a rank's first action to its last."""
         return summarise(self.timeline).span_s
 
     @property
     def shortest(self) -> str:
-        """What was to be short: "step" or "span"."""
         return self.result.problem.shortest
 
     @property
     def left_out(self) -> str:
-        """Why engines that could have found more did not run, in a sentence; empty if all ran."""
         if self.result.ended == "optimal" or solver_installed():
             return ""
         return (
@@ -266,7 +253,6 @@ class FoundSchedule:
         return max(0.0, took / self.bound_s - 1) if self.bound_s else 0.0
 
     def text(self, name: str) -> str:
-        """As a file of this name: ending in .py a schedule in the language, in .txt its rows."""
         if name.endswith(".py"):
             return found_text(self.result, name, self.declared_in)
         if name.endswith(".txt"):
@@ -274,7 +260,6 @@ class FoundSchedule:
         raise ConfigError(f"cannot write a schedule as {name}", hint="end the name in .py or .txt")
 
     def figures(self) -> dict[str, Any]:
-        """What `--json` prints."""
         progress = self.result.progress
         return {
             "step_s": self.step_s,
@@ -378,7 +363,6 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
 
 
 def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
-    """Check what a search found by every rule, and simulate it. unit: of sizes, in bytes."""
     problem = result.problem
     graph, placement = problem.placed
     schedule = Schedule(
@@ -405,7 +389,6 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
 
 
 SHORT = 0.2
-"""Effort of the short searches, of the one that was asked for."""
 
 
 def tables(stages: Sequence[SearchStage], ranks: int) -> dict[str, tuple[SearchStage, ...]]:
@@ -470,10 +453,7 @@ def search_placed(
     options: SearchOptions,
     report: Callable[[Progress], None],
 ) -> SearchResult:
-    """The best of all placements: the one that a short search likes best is searched in full.
-
-    Raises: PlanError if no order of any of them keeps to the limits.
-    """
+    """The best of all placements: the one that a short search likes best is searched in full."""
     best: SearchResult | None = None
     refused: PlanError | None = None
     short = replace(options, effort=options.effort * SHORT)

@@ -16,10 +16,10 @@ EPS = 1e-9
 
 
 class Units(NamedTuple):
-    """Per unit: its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
-    its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive; whether
-    it shares a rank with another unit; what must follow it. cap: per rank. span: whether the longest time
-    from a rank's first action to its last is to be short, and not the step."""
+    """Per unit its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
+    its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive.  meet:
+    whether two units share a rank.  tail: what must follow.  span: whether the longest time from a rank's
+    first action to its last is to be short, and not the step."""
 
     microbatches: int
     seconds: Floats
@@ -39,8 +39,7 @@ class Units(NamedTuple):
 
 class TimingArrays(NamedTuple):
     """What timing writes. Per entry its end; per rank when it is free, what it holds and has held at most,
-    and when its own time began: with its first action where spans count, else with the step; negative before
-    that."""
+    and when its time began: negative before its first action where spans count, else 0."""
 
     end: Floats
     free: Floats
@@ -83,8 +82,7 @@ def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
 
 @kernel
 def run_order(t: Units, c: TimingArrays, order: Longs) -> float:
-    """Run an order. Returns: the seconds that are to be few, of the step or of the longest span; ends and
-    peaks are in `c`."""
+    """Run an order. Returns: the seconds that are to be few, of the step or of the longest span."""
     reset(t, c)
     m, cost = t.microbatches, 0.0
     for entry in order:
