@@ -92,18 +92,13 @@ def shards(schedule: Schedule, flow: Flow) -> None:
     for stage, others in flow.shards.items():
         whole = schedule.action_index.of(B_) >= 0
         for other in others:
-            for microbatch in np.flatnonzero(whole[stage] & ~whole[other])[:1].tolist():
-                _refuse_unlike(schedule, stage, other, microbatch)
-
-
-def _refuse_unlike(schedule: Schedule, stage: int, other: int, microbatch: int) -> None:
-    back = Action(stage, B, microbatch)
-    parts = " and ".join(str(Action(other, kind, microbatch)) for kind in (I, W))
-    raise ScheduleError(
-        f"rank {schedule.placement[stage]} runs {back}, but rank {schedule.placement[other]}, which has the "
-        f"same stage, runs {parts}",
-        hint="split the backward on all ranks of a stage, or on none",
-    )
+            if (microbatch := first_true(whole[stage] & ~whole[other])) is not None:
+                parts = " and ".join(str(Action(other, kind, microbatch)) for kind in (I, W))
+                raise ScheduleError(
+                    f"rank {schedule.placement[stage]} runs {Action(stage, B, microbatch)}, but rank "
+                    f"{schedule.placement[other]}, which has the same stage, runs {parts}",
+                    hint="split the backward on all ranks of a stage, or on none",
+                )
 
 
 def first_true(wrong: Bools) -> int | None:

@@ -11,11 +11,12 @@ Residuals between forward and backward go one way in one row, so no rank waits f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import KINDS, Action, ActionKind, B, F, I, Kind, W
+from ..ir.action import KINDS, Action, B, F, I, Kind, W
 from ..ir.columns import (
     AWAIT_,
     B_,
@@ -90,22 +91,12 @@ def check_program(program: Program, stages: StageGraph) -> None:
     program.message_index(flow).checked = True
 
 
-def kinds(schedule: Schedule, flow: Flow) -> None:
-    """Only compute actions of known kinds, on micro-batches that exist."""
-    _known_kinds(schedule, lambda row: row.in_schedule)
-
-
-def kinds_of_program(schedule: Schedule, flow: Flow) -> None:
-    """The same for a program, which may also recompute."""
-    _known_kinds(schedule, lambda row: row.on_microbatch)
-
-
-def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> None:
+def kinds(schedule: Schedule, flow: Flow, *, in_program: bool = False) -> None:
+    """Only compute actions of known kinds, on micro-batches that exist; in a program RECOMPUTE is one."""
     columns = schedule.columns
-    of_its_type = [CODE.get(kind, code) == code for code, kind in enumerate(columns.kinds)]  # no Transfer F
-    rows = [KINDS.get(kind) for kind in columns.kinds]
-    both = zip(of_its_type, rows, strict=True)
-    known = np.array([own and row is not None and allowed(row) for own, row in both])
+    allowed = {k for k, row in KINDS.items() if (row.on_microbatch if in_program else row.in_schedule)}
+    # A kind that is built in has its own code: there is no Transfer F.
+    known = np.array([k in allowed and CODE.get(k, code) == code for code, k in enumerate(columns.kinds)])
     out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
     entry = first_true(~known[columns.kind] | out)
     if entry is None:
@@ -124,6 +115,9 @@ def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> N
     )
 
 
+kinds_of_program = partial(kinds, in_program=True)
+
+
 def completeness(schedule: Schedule, flow: Flow) -> None:
     """Each stage runs each micro-batch once: one F, and either one B or one I and one W."""
     if schedule.stages * schedule.microbatches > len(schedule.columns):
@@ -131,7 +125,7 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
     columns, index = schedule.columns, schedule.action_index
     for code in np.flatnonzero(np.bincount(columns.kind, minlength=W_ + 1)).tolist():
         if np.count_nonzero(index.of(code) >= 0) < index.counted[code]:
-            raise _repeated(schedule)
+            raise programs.repeated(schedule.rows)
     f, b, i, w = (index.of(code) >= 0 for code in (F_, B_, I_, W_))
     wrong = ~f
     if columns.trains:
@@ -163,7 +157,7 @@ def _wrong(schedule: Schedule, stage: int, microbatch: int, has: set[Action]) ->
 def _too_few(schedule: Schedule) -> ScheduleError:
     seen = {action for row in schedule.rows for action in row}
     if len(seen) < len(schedule.columns):
-        return _repeated(schedule)
+        return programs.repeated(schedule.rows)
     good = ({F, B}, {F, I, W}) if schedule.columns.trains else ({F},)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
@@ -171,16 +165,6 @@ def _too_few(schedule: Schedule) -> ScheduleError:
             if {action.kind for action in has} not in good:
                 return _wrong(schedule, stage, microbatch, has)
     raise AssertionError("there is an action for every stage and micro-batch")
-
-
-def _repeated(schedule: Schedule) -> ScheduleError:
-    seen: set[Action] = set()
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if action in seen:
-                return ScheduleError(f"rank {rank} runs {action} twice", hint="remove one of them")
-            seen.add(action)
-    raise AssertionError("nothing stands twice")
 
 
 def order_on_rank(schedule: Schedule, flow: Flow) -> None:
@@ -388,8 +372,13 @@ def anchors(schedule: Schedule, flow: Flow) -> None:
                 if operation.stands_at(anchor.kind):
                     _check_anchored(rank, place, operation, anchor)
         for action in row:
-            if action.kind in present:
-                _check_declared(rank, present[action.kind], action)
+            if action.kind in present and not present[action.kind].runs(
+                action.stage, rank, action.microbatch
+            ):
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but {action.kind} is not declared for it",
+                    hint="drop it, or change stages=, ranks= or every= of the operation",
+                )
 
 
 def _check_anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:
@@ -407,14 +396,6 @@ def _check_anchored(rank: int, place: Mapping[Action, int], operation: Operation
         )
 
 
-def _check_declared(rank: int, operation: Operation, action: Action) -> None:
-    if not operation.runs(action.stage, rank, action.microbatch):
-        raise ScheduleError(
-            f"rank {rank} runs {action}, but {operation.kind} is not declared for it",
-            hint="drop it, or change stages=, ranks= or every= of the operation",
-        )
-
-
 def meetings(schedule: Schedule, flow: Flow) -> None:
     """No pair, no operation that meets others, and no stage on several ranks waits for what can never happen.
 
@@ -427,14 +408,17 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
     present = {k: o for k, o in _operations(schedule).items() if o.meets is not None}
     if not present and not schedule.pairs and not flow.shards:
         return
-    _refuse_strangers(schedule, present, flow)
+    meeting = {action for row in schedule.rows for action in row if action.kind in present}
+    for action in sorted(meeting):
+        for other in meeting_actions(action, flow):
+            if other not in meeting or action not in meeting_actions(other, flow):
+                raise ScheduleError(
+                    f"{action} meets {other}, which no rank runs or which does not meet it",
+                    hint="let meets= name stages that have the operation, both ways",
+                )
     second = dict(schedule.pairs)
     columns, index = schedule.columns, schedule.action_index
     reached_by = (index.of(F_), index.gradients())  # per phase of a milestone
-
-    def reaching(milestone: Milestone) -> int:
-        stage, microbatch, phase = milestone
-        return int(reached_by[phase][stage, microbatch])
 
     def entry_of(action: Action) -> int:
         return int(index.of(columns.kinds.index(action.kind))[action.stage, action.microbatch])
@@ -443,7 +427,8 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
     for row in schedule.rows:
         for action in row:
             members = (action, second[action]) if action in second else (action,)
-            needed += [2 * reaching(need) + 1 for member in members for need in needs(member, flow)]
+            reached = (reached_by[p][s, b] for member in members for s, b, p in needs(member, flow))
+            needed += [2 * int(entry) + 1 for entry in reached]
             first.append(len(needed))
             needed += [2 * entry_of(other) for other in meeting_actions(action, flow)]
             first.append(len(needed))
@@ -455,17 +440,6 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
 
 def meeting_actions(action: Action, flow: Flow) -> Sequence[Action]:
     return [Action(s, action.kind, action.microbatch) for s in meets(action.stage, action.kind, flow)]
-
-
-def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation], flow: Flow) -> None:
-    meeting = {action for row in schedule.rows for action in row if action.kind in present}
-    for action in sorted(meeting):
-        for other in meeting_actions(action, flow):
-            if other not in meeting or action not in meeting_actions(other, flow):
-                raise ScheduleError(
-                    f"{action} meets {other}, which no rank runs or which does not meet it",
-                    hint="let meets= name stages that have the operation, both ways",
-                )
 
 
 def _operations(schedule: Schedule) -> dict[Kind, Operation]:

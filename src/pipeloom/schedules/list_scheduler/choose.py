@@ -24,7 +24,6 @@ from .tables import EPS, tables_of
 TRIED = 3
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
-Near = dict[Action, list[Action]]
 
 
 def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
@@ -74,27 +73,19 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
         return best(shape, recipes)
     small = replace(shape, microbatches=few)
     try:
-        ranked = _ranked(small, _several(family(small)), TRIED)
-        return _lengthened(shape, small, [(scheduled, recipes[index]) for scheduled, index in ranked])
+        scheduled: list[ScheduledRecipe] = []
+        left: list[Recipe] = []
+        for one, index in _ranked(small, _several(family(small)), TRIED):
+            if many := stretched(one, small, recipes[index], shape.microbatches):
+                scheduled.append(many)
+            else:
+                left.append(recipes[index])
+        within_s = min((one.outcome.step_s for one in scheduled), default=inf) if _by_step(shape) else inf
+        if left:
+            scheduled += [one for one, _ in _ranked(shape, left, 1, within_s)]
+        return _first(shape, scheduled, posted=True)
     except DeadlockError:  # more micro-batches may need more room
         return best(shape, recipes)
-
-
-def _lengthened(
-    shape: Shape, small: Shape, tries: Sequence[tuple[ScheduledRecipe, Recipe]]
-) -> ScheduledRecipe:
-    scheduled: list[ScheduledRecipe] = []
-    left: list[Recipe] = []
-    for few, recipe in tries:
-        many = stretched(few, small, recipe, shape.microbatches)
-        if many is None:
-            left.append(recipe)
-        else:
-            scheduled.append(many)
-    within_s = min((each.outcome.step_s for each in scheduled), default=inf) if _by_step(shape) else inf
-    if left:
-        scheduled += [each for each, _ in _ranked(shape, left, 1, within_s)]
-    return _first(shape, scheduled, posted=True)
 
 
 def _ranked(
@@ -211,21 +202,11 @@ def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[
     """
     if s.even:
         return []
-    one = [
-        replace(cost, forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, backward_s=2.0) for cost in s.costs
-    ]
-    made = fastest(replace(s, costs=tuple(one), transfer_s=lambda source, target: 0.0), family)
-    fixed = replace(
-        made.recipe,
-        rows=made.outcome.rows,
-        clock=None,
-        priority=None,
-        fill="",
-        drain="",
-        early="all",
-        patience=0.0,
-        overlap=0.0,
-    )
+    equal = {"forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0, "backward_s": 2.0}
+    one = tuple(replace(cost, **equal) for cost in s.costs)
+    made = fastest(replace(s, costs=one, transfer_s=0.0), family)
+    plain = {"clock": None, "priority": None, "early": "all", "patience": 0.0, "overlap": 0.0}
+    fixed = replace(made.recipe, rows=made.outcome.rows, fill="", drain="", **plain)
     return [fixed, replace(fixed, fill="W"), replace(fixed, fill="W", overlap=1.0)]
 
 
@@ -268,8 +249,8 @@ def _row(
     operations: Sequence[Operation],
     second: dict[Action, Action],
 ) -> tuple[Action, ...]:
-    front: Near = defaultdict(list)
-    behind: Near = defaultdict(list)
+    front: dict[Action, list[Action]] = defaultdict(list)
+    behind: dict[Action, list[Action]] = defaultdict(list)
     for operation in operations:
         for stage in shape.rank_stages[rank]:
             anchors = [a for a in row if a.stage == stage and operation.stands_at(a.kind)]

@@ -70,10 +70,6 @@ def run(problem: RecipeTables, within_s: float = inf) -> Outcome | None:
         return None
     if sum(s.next) < len(t.order):
         raise _stuck(problem, t, s)
-    return _outcome(problem, s, tuple(rules.pairs) if rules is not None else ())
-
-
-def _outcome(problem: RecipeTables, s: SchedulerState, pairs: tuple[Pair, ...]) -> Outcome:
     starts = np.split(np.asarray(s.start), problem.tables.row_at[1:-1])
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
@@ -83,7 +79,7 @@ def _outcome(problem: RecipeTables, s: SchedulerState, pairs: tuple[Pair, ...]) 
         span_s=max(spans, default=0.0),
         peak=tuple(map(float, s.peak)),
         starts=tuple(starts),
-        pairs=pairs,
+        pairs=() if rules is None else tuple(rules.pairs),
     )
 
 
@@ -106,16 +102,10 @@ class _Rules:
         """Hold back what must wait for another action of the rank, or for the other one of its pair."""
         for index in _own(t, rank):
             if s.batch[index] >= 0 and not s.fills[index]:
-                free = self._is_turn(t, s, rank, index)
-                s.hold[index] = self._partner_ready(t, s, index) if free else inf
-
-    def _is_turn(self, t: Tables, s: SchedulerState, rank: int, index: int) -> bool:
-        before = self.recipe.before
-        if before is None:
-            return True
-        action = self._head(s, index)
-        others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
-        return not any(before(other, action) for other in others)
+                others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
+                before, action = self.recipe.before, self._head(s, index)
+                late = before is not None and any(before(other, action) for other in others)
+                s.hold[index] = inf if late else self._partner_ready(t, s, index)
 
     def _second(self, s: SchedulerState, index: int) -> tuple[int, int] | None:
         """Stream and micro-batch of what goes with the next action of a stream, in fixed rows."""
@@ -145,7 +135,8 @@ class _Rules:
             return
         first, second = (self._head(s, i) for i in pair)
         self.pairs.append((first, second))
-        before, after = (sum(self._around(t, s, i)[side] for i in pair) for side in (0, 1))
+        places = [i * t.size + s.batch[i] for i in pair] if len(t.before) else []
+        before, after = (sum(side[place] for place in places) for side in (t.before, t.after))
         end = now + before + pair_seconds(self.problem.shape.costs, (first, second))
         for member in pair:
             loop.begin.interpreted(t, s, member, now, end, end + after)
@@ -167,10 +158,6 @@ class _Rules:
             if together(self._head(s, other), action):
                 return [other, index]
         return [index]
-
-    def _around(self, t: Tables, s: SchedulerState, index: int) -> tuple[float, float]:
-        place = index * t.size + s.batch[index]
-        return (t.before[place], t.after[place]) if len(t.before) else (0.0, 0.0)
 
     def _head(self, s: SchedulerState, index: int) -> Action:
         return self.streams.action(index, s.batch[index])
@@ -229,7 +216,8 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
             needed = [
                 str(action_of(i, b))
                 for i in range(len(t.rank))
-                if index in t.feeds[t.feeds_at[i] : t.feeds_at[i + 1]] and not _has_run(t, s, i, b)
+                if index in t.feeds[t.feeds_at[i] : t.feeds_at[i + 1]]
+                and b not in list(t.order[t.order_at[i] : t.order_at[i] + s.next[i]])
             ] or [str(action_of(i, b)) for i in t.unit[t.unit_at[index] : t.unit_at[index + 1]]]
             action = action_of(index, b)
             others = (action_of(i, s.batch[i]) for i in own if s.batch[i] >= 0 and i != index)
@@ -247,8 +235,3 @@ def _is_full(t: Tables, s: SchedulerState, index: int) -> bool:
     b = s.batch[index]
     at_hand = s.missing[index * t.size + b] == 0
     return bool(at_hand and t.opens[index] and not loop.may_open.interpreted(t, s, index, b))
-
-
-def _has_run(t: Tables, s: SchedulerState, index: int, b: int) -> bool:
-    begin = t.order_at[index]
-    return b in list(t.order[begin : begin + s.next[index]])

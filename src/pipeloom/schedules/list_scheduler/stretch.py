@@ -8,7 +8,6 @@ between them: all that it needs has then run as long before it, and it holds as 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
 
 import numpy as np
 
@@ -23,18 +22,19 @@ MOST = 4
 
 
 def stretched(
-    few: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
+    scheduled: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
 ) -> ScheduledRecipe | None:
     """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats. Only
     for recipes by a clock that is the same for each micro-batch, and for few and many."""
-    if not _same(few.recipe, recipe, small, microbatches) or not _within(few.outcome, recipe):
+    if not _same(scheduled.recipe, recipe, small, microbatches):
         return None
-    outcome = _stretched(few.outcome, small, microbatches)
-    return None if outcome is None else ScheduledRecipe(recipe=recipe, outcome=outcome)
-
-
-def _stretched(few: Outcome, small: Shape, microbatches: int) -> Outcome | None:
-    more = microbatches - small.microbatches
+    few, more = scheduled.outcome, microbatches - small.microbatches
+    if recipe.memory_bytes is not None or recipe.in_flight or recipe.in_flight_stage:
+        return None
+    if recipe.memory is not None and any(
+        peak > per_rank(recipe.memory, r) + EPS for r, peak in enumerate(few.peak)
+    ):
+        return None
     stage = small.flow.order[0]
     rank = small.placement[stage]
     columns = columns_of(few.rows)
@@ -46,10 +46,15 @@ def _stretched(few: Outcome, small: Shape, microbatches: int) -> Outcome | None:
             period = end - middle
             if abs(period - (middle - begins[first])) > EPS:
                 continue
-            cuts = (_cut(few, columns, r, middle, period, size) for r in range(small.ranks))
-            rank_cuts = [cut for cut in takewhile(lambda cut: cut is not None, cuts) if cut is not None]
+            rank_cuts: list[tuple[int, int]] = []
+            for r in range(small.ranks):
+                if cut := _cut(few, columns, r, middle, period, size):
+                    rank_cuts.append(cut)
+                else:
+                    break
             if len(rank_cuts) == small.ranks:
-                return _longer(few, columns, rank_cuts, period, size, more // size)
+                longer = _longer(few, columns, rank_cuts, period, size, more // size)
+                return ScheduledRecipe(recipe=recipe, outcome=longer)
     return None
 
 
@@ -69,14 +74,6 @@ def _same(few: Recipe, many: Recipe, s: Shape, microbatches: int) -> bool:
         for stage in range(len(s.placement))
         for kind in many.kinds_of(stage)
     )
-
-
-def _within(few: Outcome, recipe: Recipe) -> bool:
-    if recipe.memory_bytes is not None or recipe.in_flight or recipe.in_flight_stage:
-        return False
-    if recipe.memory is None:
-        return True
-    return all(peak <= per_rank(recipe.memory, r) + EPS for r, peak in enumerate(few.peak))
 
 
 def _cut(
