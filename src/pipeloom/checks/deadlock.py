@@ -73,10 +73,12 @@ def prove_progress(
     ready: Callable[[int, Callable[[int], bool]], int] | None = None,
 ) -> None:
     """Walk all ranks, each entry only after the entries that it needs.
+
     name_need: of the entry that has a need, and the needed one.
     ready: from a lacking entry and what tells whether an entry was reached, the entry on the way to it that
         could run now, for the hint.
-    Raises: DeadlockError with the circle of those that wait for each other."""
+    Raises: DeadlockError with the circle of those that wait for each other.
+    """
     offsets, ranks = needs.offsets, len(needs.offsets) - 1
     walk = _Walk(
         at=offsets[:-1].copy(),
@@ -154,7 +156,9 @@ def deadlock(
     stuck: Sequence[Stuck], *, ready: Callable[[Stuck], tuple[int, str]] | None = None
 ) -> DeadlockError:
     """The error that prints the circle of waiting ranks first, then all others that wait behind it.
+
     ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs.
+
     >>> print(deadlock([Stuck(rank=0, at="0B0", needs="1B0", holder=1),
     ...                 Stuck(rank=1, at="1F1", needs="0F1", holder=0)]))
     no rank can move: rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1

@@ -239,7 +239,9 @@ def progress(schedule: Schedule, flow: Flow) -> None:
 
 def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:
     """A stage that updates a buffer runs its micro-batches in order, as one process does.
-    updates: stage -> a buffer that its forward updates."""
+
+    updates: stage -> a buffer that its forward updates.
+    """
     latest: dict[int, int] = {}
     for rank, row in enumerate(schedule.rows if updates else ()):
         for action in row:

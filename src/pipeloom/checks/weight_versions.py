@@ -62,7 +62,9 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
 
 def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
     """Forward and backward of every micro-batch find the same version, and no stage keeps too many.
-    Raises: ScheduleError, also for tied parameters that their stages update at different times."""
+
+    Raises: ScheduleError, also for tied parameters that their stages update at different times.
+    """
     stages_versions = versions(schedule, updates)
     for name, readers in stages.tied.items():
         first, *others = (stages_versions[stage] for stage in readers)

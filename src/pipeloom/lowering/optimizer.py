@@ -29,7 +29,9 @@ def add_optimizer(
     program: Program, stages: StageGraph, *, updates: Updates | None = None, clips: bool = False
 ) -> Program:
     """Insert a REDUCE on the rank's lowest stage that shares parameters, and the STEPs.
-    updates: of a program with several of them.  clips: each of those awaits the norm over all ranks."""
+
+    updates: of a program with several of them.  clips: each of those awaits the norm over all ranks.
+    """
     old = program.columns
     if not old.trains:
         return program

@@ -34,11 +34,13 @@ def lower(
     clips: bool = False,
 ) -> Program:
     """Make everything besides computing explicit, and prove that no rank can block.
+
     policy: what becomes of residuals, by the stage of the first replica.
     updates: of a schedule with several of them (see `ir.steady`); None for one at its end.
     clips: such an update awaits the norm of all gradients.
     Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks; PlanError if the
         policy names a stage that there is not.
+
     >>> from pipeloom.ir.schedule import parse_rows
     >>> from pipeloom.ir.stages import chain
     >>> rows = parse_rows(("0F0 0B0", "1F0 1B0"))

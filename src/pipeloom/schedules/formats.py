@@ -53,7 +53,9 @@ from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
 
 def parse_text(text: str, *, name: str = "text") -> Schedule:
     """Read rows of actions; the rank of a stage is the row that it stands in.
-    Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows."""
+
+    Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows.
+    """
     lines = tuple(line for line in text.splitlines() if line.strip())
     rows: list[tuple[Action, ...]] = []
     for number, line in enumerate(lines, start=1):
@@ -165,6 +167,7 @@ def program_text(program: Program) -> str:
 
     A RECV there posts a receive, which its action waits for, and messages between two ranks are matched in
     the order of posting: so receives are written in the order of the sends, if need be earlier than here.
+
     Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
     """
     rows = [_posting_in_order(program, rank) for rank in range(len(program.rows))]
@@ -247,7 +250,9 @@ def _cell(step: Instruction) -> str:
 def read_schedule(path: Path, *, name: str = "") -> Schedule:
     """Read a file of either form without its transfers, which follow from the stages. A file that ends in
     .txt has rows as `str(schedule)` prints them, and may have declared operations too.
-    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows."""
+
+    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
+    """
     try:
         text = path.read_text()
     except OSError as error:

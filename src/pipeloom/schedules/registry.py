@@ -97,10 +97,12 @@ class Entry:
 
     def copies(self, name: ScheduleName, shape: Shape) -> Copies | None:
         """What the options of a name ask to be copied to the host; None for nothing.
+
         offload: how many stages of each rank, those whose residuals are kept longest.  limit: the most
         residuals of a rank, in those of one micro-batch on its largest stage.  fit: 1 for as many copies as
         it takes until each rank has room for what stays; where no room is known, ranks hold as little as they
-        can."""
+        can.
+        """
         options, text = name.options, name.written
         stages = options.get(OFFLOAD, 0.0 if self.offload is None else float(self.offload(shape)))
         limit = options.get(LIMIT)
@@ -129,18 +131,9 @@ class Entry:
             )
         return Copies(stages=int(stages), held=limit, strict=True)
 
-    def refusal(self, shape: Shape, error: DeadlockError) -> ScheduleError:
-        ranks = ", ".join(map(str, shape.placement))
-        within = "" if shape.limit_bytes is None else " within the limits"
-        return ScheduleError(
-            f"this schedule is for {MEANT.get(self.place, self.place)}; with stages on ranks {ranks}{within} "
-            f"its order stops: {error.message}",
-            hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
-            "`pipeloom schedule search` finds",
-        )
-
 
 SLICES = "sequence slices"
+_OFFLOADS: Any = {"place": "loop", "copied": grouped.po_joined, "held": grouped.po_held}
 
 FAMILIES: dict[str, Family | Entry] = {
     "forward_only": Entry(family=simple.forward_only, about="forwards, for evaluation"),
@@ -170,27 +163,19 @@ FAMILIES: dict[str, Family | Entry] = {
     "gis_g": Entry(recipe=grouped.gis_g, place="loop", about="gis in groups of `group`"),
     "gis_h": Entry(recipe=grouped.gis_h, place="loop", about="gis with the smallest groups"),
     "po": Entry(
-        recipe=grouped.po,
-        place="loop",
-        about="uniform repeating; `offload` stages of each rank on the host",
-        copied=grouped.po_joined,
-        held=grouped.po_held,
+        recipe=grouped.po, about="uniform repeating; `offload` stages of each rank on the host", **_OFFLOADS
     ),
     "po_h": Entry(
         recipe=grouped.po_joined,
-        place="loop",
         about="po with half of the stages offloaded",
-        copied=grouped.po_joined,
         offload=lambda s: -(-s.chunks // 2),
-        held=grouped.po_held,
+        **_OFFLOADS,
     ),
     "po_f": Entry(
         recipe=grouped.po_joined,
-        place="loop",
         about="po with all stages offloaded",
-        copied=grouped.po_joined,
         offload=lambda s: s.chunks,
-        held=grouped.po_held,
+        **_OFFLOADS,
     ),
     "seq1f1b": Entry(recipe=variants.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
 }
@@ -259,7 +244,14 @@ def build(
     except DeadlockError as error:
         if parsed.in_file:
             raise
-        raise library_entry.refusal(shape, error) from None
+        meant, ranks = MEANT.get(library_entry.place, library_entry.place), ", ".join(map(str, placement))
+        within = "" if shape.limit_bytes is None else " within the limits"
+        raise ScheduleError(
+            f"this schedule is for {meant}; with stages on ranks {ranks}{within} its order stops: "
+            f"{error.message}",
+            hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
+            "`pipeloom schedule search` finds",
+        ) from None
 
 
 def _checked(
@@ -300,17 +292,18 @@ def build_steady(
 ) -> SteadyStep:
     """The steady step of a schedule without a flush, for weights that are updated every `updates.every`
     micro-batches; built for as many steps as fill the pipeline, and a few more.
+
     Raises: ScheduleError if it does not repeat, or if a micro-batch needs a version of the weights that is
     not
         made yet, or no longer kept; and as `build` does.
+
     >>> from pipeloom.ir.stages import chain
     >>> print(build_steady("1f1b", chain(2), (0, 1), Updates(policy="2bw", every=2)))
     0F2 0B1 0F3 0B2
     1F2 1B2 1F3 1B3
     """
     every = updates.every
-    filling = -(-2 * len(placement) // every)
-    steps = 2 * filling + 4
+    steps = 2 * -(-2 * len(placement) // every) + 4
     long = build(name, stages, placement, steps * every, split_backward=split_backward, **given)
     body = steady_step(long, every)
     check(body.unrolled, stages)
@@ -320,8 +313,10 @@ def build_steady(
 
 def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
     """A chain of stages and the placement that a schedule is meant for.
+
     chunks: stages per rank, unless the name has its own (`:v=4`); 2 where a schedule needs several.
     Raises: ScheduleError if the name gives stages per rank to a schedule that has no choice.
+
     >>> default_placement("zb_v", 2)[1]
     (0, 1, 1, 0)
     >>> default_placement("interleaved:v=3", 2)[1]
@@ -332,8 +327,9 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
-        if library_entry.stages is not None:
-            _refuse_other_ranks(name, table, ranks)
+        count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
+        if library_entry.stages is not None and count != ranks:
+            raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
@@ -342,12 +338,6 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     else:
         where = loop(ranks, chunks or (2 if place == "loop" else 1))
     return chain(len(where)), where
-
-
-def _refuse_other_ranks(name: str, table: RankTable, ranks: int) -> None:
-    count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
-    if count != ranks:
-        raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
 
 
 def with_chunks(name: str, chunks: int | None) -> str:
@@ -391,8 +381,20 @@ def shape_of(
     """
     where = loop(ranks, chunks) if placement is None else placement
     graph = stages or chain(len(where))
-    _refuse_bad_shape(graph, where, microbatches)
     count = len(graph.stages)
+    if microbatches < 1:
+        raise ScheduleError(f"{microbatches} micro-batches", hint="use at least 1")
+    if not where or len(where) != count:
+        raise ScheduleError(
+            f"the placement names {len(where)} stages, the stage graph has {count}",
+            hint="give one rank per stage",
+        )
+    if empty := sorted(set(range(max(where) + 1)) - set(where)):
+        raise ScheduleError(
+            f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps, or use fewer ranks"
+        )
+    if min(where) < 0:
+        raise ScheduleError(f"a stage is placed on rank {min(where)}", hint="number the ranks from 0")
     if costs is not None and len(costs) != count:
         raise ScheduleError(f"{len(costs)} costs for {count} stages", hint="give one StageCost per stage")
     each = equal_costs(count) if costs is None else tuple(costs)
@@ -401,9 +403,11 @@ def shape_of(
 
 def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]:
     """For each stage the most micro-batches whose residuals it holds at once (until B or W); 0 in evaluation.
+
     on_device: without those on the host, from their AWAIT until their RELOAD. What nothing awaits is taken
     not
-        to have left before its RELOAD."""
+        to have left before its RELOAD.
+    """
     columns = schedule.columns
     if not columns.trains:
         return (0,) * schedule.stages
@@ -439,20 +443,3 @@ def _from_file(file: Path) -> Entry:
         return schedule
 
     return Entry(rows=rows, place="table", table=table, about="from a file")
-
-
-def _refuse_bad_shape(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> None:
-    if microbatches < 1:
-        raise ScheduleError(f"{microbatches} micro-batches", hint="use at least 1")
-    count = len(stages.stages)
-    if not placement or len(placement) != count:
-        raise ScheduleError(
-            f"the placement names {len(placement)} stages, the stage graph has {count}",
-            hint="give one rank per stage",
-        )
-    if empty := sorted(set(range(max(placement) + 1)) - set(placement)):
-        raise ScheduleError(
-            f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps, or use fewer ranks"
-        )
-    if min(placement) < 0:
-        raise ScheduleError(f"a stage is placed on rank {min(placement)}", hint="number the ranks from 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -15,7 +15,6 @@ from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
 from ..ir.explanation import Explanation
 from ..ir.flow import dag, flow_of
-from ..ir.graph import Value
 from ..ir.plan import load_plan
 from ..ir.profile import Profile
 from ..ir.schedule import Program, Schedule
@@ -40,6 +39,7 @@ Edges = tuple[tuple[int, int], ...]
 
 def graph_of_edges(edges: Edges) -> StageGraph:
     """The stages that edges name, which are numbered from 0 without gaps, with one message per edge.
+
     >>> graph_of_edges(((0, 1), (1, 4), (2, 3), (3, 4))).predecessors[4]
     (1, 3)
     """
@@ -83,7 +83,13 @@ def between(stages: StageGraph) -> list[tuple[int, int]]:
 
 def seconds_by_edge(stages: StageGraph, transfer_s: Sequence[float]) -> dict[tuple[int, int], float]:
     """(stage, stage), in both directions -> seconds of a message between them, replicas and shards too."""
-    first = dict(zip(between(stages), transfer_s, strict=True))
+    edges = between(stages)
+    if len(transfer_s) != len(edges):
+        raise ConfigError(
+            f"-T has {len(transfer_s)} times for the {len(edges)} boundaries between {stages.cuts} stages",
+            hint="give one time for all messages, or one per boundary",
+        )
+    first = dict(zip(edges, transfer_s, strict=True))
     given = {
         (c.source, c.target): first[stages.origin(c.source), stages.origin(c.target)]
         for c in stages.crossings
@@ -126,11 +132,8 @@ def load_work(path: Path) -> MicrobatchTimes:
                 f"{path} is neither a plan nor a profile of pipeloom",
                 hint="write one with `pipeloom plan MODEL -o FILE` or `pipeloom profile MODEL --save FILE`",
             ) from None
-        return MicrobatchTimes(
-            forward_s=(sum(c.forward_s for c in costs),),
-            input_grad_s=(sum(c.input_grad_s for c in costs),),
-            weight_grad_s=(sum(c.weight_grad_s for c in costs),),
-        )
+        names = ("forward_s", "input_grad_s", "weight_grad_s")
+        return MicrobatchTimes(**{name: (sum(getattr(c, name) for c in costs),) for name in names})
     in_flight = registry.in_flight(plan.as_schedule)
     residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, in_flight, strict=False)]
     return MicrobatchTimes(
@@ -146,23 +149,26 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """One cost per stage, for an action on one of the `slices` of a micro-batch. Residuals are held until W:
     what I frees is not known without a model.
+
     >>> [c.forward_s for c in stage_costs(MicrobatchTimes(forward_s=(1.0, 3.0)), 4, 2)]
     [0.5, 0.5, 1.5, 1.5]
     """
-    f = per_stage(times.forward_s, stages, ranks, "F")
-    i = per_stage(times.input_grad_s, stages, ranks, "I")
-    w = per_stage(times.weight_grad_s, stages, ranks, "W")
-    held_bytes = per_stage(times.residual_bytes or float(UNIT), stages, ranks, "residuals")
+    columns = (
+        per_stage(times.forward_s, stages, ranks, "F"),
+        per_stage(times.input_grad_s, stages, ranks, "I"),
+        per_stage(times.weight_grad_s, stages, ranks, "W"),
+        per_stage(times.residual_bytes or float(UNIT), stages, ranks, "residuals"),
+    )
     return tuple(
         StageCost(
-            forward_s=f[s] / slices,
-            input_grad_s=i[s] / slices,
-            weight_grad_s=w[s] / slices,
-            backward_s=(i[s] + w[s]) / slices,
-            residual_bytes=round(held_bytes[s] / slices),
-            carried_bytes=round(held_bytes[s] / slices),
+            forward_s=f / slices,
+            input_grad_s=i / slices,
+            weight_grad_s=w / slices,
+            backward_s=(i + w) / slices,
+            residual_bytes=round(size / slices),
+            carried_bytes=round(size / slices),
         )
-        for s in range(stages)
+        for f, i, w, size in zip(*columns, strict=True)
     )
 
 
@@ -181,23 +187,14 @@ def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[flo
 def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[StageGraph, float]:
     """Stages with `transfer_s[i]` seconds along the i-th edge and back, by messages of fitting sizes; and the
     bandwidth in bytes per second."""
-    count = len(between(stages))
-    if len(transfer_s) != count:
-        raise ConfigError(
-            f"-T has {len(transfer_s)} times for the {count} boundaries between {stages.cuts} stages",
-            hint="give one time for all messages, or one per boundary",
-        )
-    longest_s = max(transfer_s, default=0.0)
+    seconds, longest_s = seconds_by_edge(stages, transfer_s), max(transfer_s, default=0.0)
     if longest_s == 0:
-        return stages, float("inf")
-
-    seconds = seconds_by_edge(stages, transfer_s)
-
-    def sized(value: Value, edge: tuple[int, int]) -> Value:
-        return replace(value, shape=(round(LONGEST * seconds[edge] / longest_s / 4),))
-
-    crossings = tuple(replace(c, value=sized(c.value, (c.source, c.target))) for c in stages.crossings)
-    return replace(stages, crossings=crossings), LONGEST / longest_s
+        return stages, inf
+    crossings = []
+    for crossing in stages.crossings:
+        size = LONGEST * seconds[crossing.source, crossing.target] / longest_s
+        crossings.append(replace(crossing, value=replace(crossing.value, shape=(round(size / 4),))))
+    return replace(stages, crossings=tuple(crossings)), LONGEST / longest_s
 
 
 SLICES = 2
@@ -253,10 +250,9 @@ class SimulatedSchedule:
 
 
 def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
-    entries = {name: registry.entry(name) for name in registry.names()}
     return {
         name: {"about": e.about, "place": e.place, "lacks": e.lacks, "aliases": ALIASES.get(name, ())}
-        for name, e in entries.items()
+        for name, e in ((name, registry.entry(name)) for name in registry.names())
     }
 
 
@@ -264,6 +260,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     """Build a schedule of the library in its usual placement, or on the graph of `edges`, and simulate it.
     Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
     its share of a micro-batch.
+
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
     """
     if scenario.edges:
@@ -275,6 +272,11 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
     caps = _caps(scenario, _units(costs, placement, stages.replicas, slices))
     transfer_s = scenario.transfer_s
+    seconds = seconds_by_edge(stages, transfer_s) if isinstance(transfer_s, tuple) else {}
+
+    def between_stages(source: int, target: int) -> float:
+        return seconds[source, target]
+
     count = scenario.microbatches // stages.replicas * slices
     try:
         schedule = registry.build(
@@ -284,7 +286,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
             count,
             costs=costs,
             limit_bytes=tuple(caps) if scenario.memory else None,
-            transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
+            transfer_s=between_stages if isinstance(transfer_s, tuple) else transfer_s,
             uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
             shortest=scenario.shortest,
         )
@@ -303,8 +305,10 @@ def simulate_file(
     file: Path, scenario: Scenario, *, replicas: int = 1, operations: Path | None = None
 ) -> SimulatedSchedule:
     """Read a file of rows, prove that it can run, and simulate it.
+
     replicas: 2 if the second half of the stages is a replica of the first.  operations: a Python file that
-    declares what else the rows have."""
+    declares what else the rows have.
+    """
     if operations is not None:
         load_file(operations)
     schedule = read_schedule(file)
@@ -313,38 +317,26 @@ def simulate_file(
             f"{file} has {schedule.stages} stages, which {replicas} replicas do not share evenly",
             hint="leave --replicas out, or give as many stages in each",
         )
-    one = _stages_of_file(file, schedule.stages // replicas, scenario.edges)
+    count = schedule.stages // replicas
+    one = graph_of_edges(scenario.edges) if scenario.edges else chain(count)
+    if len(one.stages) != count:
+        raise ScheduleError(
+            f"{file} has {count} stages, --edges names {len(one.stages)}",
+            hint="name each stage of the file in an edge, numbered from 0",
+        )
     stages = replicate(one, replicas) if replicas > 1 else one
     try:
         check(schedule, stages)
     except ScheduleError as error:
-        if replicas == 1 and not scenario.edges and _runs_both_ways(schedule):
-            hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
-            raise type(error)(error.message, hint=hint) from None
-        raise
+        if replicas > 1 or scenario.edges or count % 2:
+            raise
+        try:
+            check(schedule, replicate(chain(count // 2), 2))
+        except ScheduleError:
+            raise error from None
+        hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
+        raise type(error)(error.message, hint=hint) from None
     return _simulate(schedule, stages, _costs(scenario, stages, schedule.ranks, schedule.slices), scenario)
-
-
-def _stages_of_file(file: Path, count: int, edges: Edges) -> StageGraph:
-    if not edges:
-        return chain(count)
-    graph = graph_of_edges(edges)
-    if len(graph.stages) != count:
-        raise ScheduleError(
-            f"{file} has {count} stages, --edges names {len(graph.stages)}",
-            hint="name each stage of the file in an edge, numbered from 0",
-        )
-    return graph
-
-
-def _runs_both_ways(schedule: Schedule) -> bool:
-    if schedule.stages % 2:
-        return False
-    try:
-        check(schedule, replicate(chain(schedule.stages // 2), 2))
-    except ScheduleError:
-        return False
-    return True
 
 
 def updates_of(name: str) -> Updates:
@@ -403,12 +395,6 @@ def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> t
     each = [costs[stages.origin(s)] for s in range(len(stages.stages))]
     copied = uplinks.with_copies(each, scenario.copy_ratio)
     return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in copied)
-
-
-def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
-    with_transfers(stages, transfer_s)
-    seconds = seconds_by_edge(stages, transfer_s)
-    return lambda source, target: seconds[source, target]
 
 
 def _units(

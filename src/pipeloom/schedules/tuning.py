@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ..ir.action import Action, parse_action
-from ..ir.cluster import Cluster, Link
+from ..ir.cluster import Link
 from ..ir.costs import StageCost
 from ..ir.dependencies import name_of, needs
 from ..ir.errors import ScheduleError
@@ -32,7 +32,7 @@ class Divergence:
     starts_s: tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cause:
     """Why an action begins when it does. reason: "rank" (its rank, or another rank of its stage, ran `cause`
     until then), "message" (the results of `cause` were there then), or "start" (nothing was before it)."""
@@ -117,15 +117,7 @@ def _cause(simulated: SimulatedSchedule, events: dict[str, Event], action: Actio
             late = max(_held_up(simulated, events, replace(action, stage=other)), default=start)
             if late[0] > latest[0] + EPS:
                 latest = late
-    _, reason, cause = latest
-    return Cause(
-        action=str(action),
-        rank=event.rank,
-        start_s=event.start_s,
-        end_s=event.end_s,
-        reason=reason,
-        cause=cause,
-    )
+    return Cause(str(action), event.rank, event.start_s, event.end_s, *latest[1:])
 
 
 def _held_up(
@@ -142,15 +134,12 @@ def _held_up(
         if name in events and name != (row[place - 1] if place else ""):
             source = schedule.placement[milestone[0]]
             target = schedule.placement[action.stage]
-            late = 0.0 if source == target else _message_s(simulated, milestone[0], action)
+            send = (
+                f"{milestone[0]}SEND_{'F' if action.kind == 'F' else 'B'}{action.microbatch}>{action.stage}"
+            )
+            sent = [event for event in simulated.timeline.events if event.action == send]
+            late = sent[0].end_s - sent[0].start_s if sent and source != target else 0.0
             yield events[name].end_s + late, "message", name
-
-
-def _message_s(simulated: SimulatedSchedule, source: int, action: Action) -> float:
-    letters = "F" if action.kind == "F" else "B"
-    name = f"{source}SEND_{letters}{action.microbatch}>{action.stage}"
-    sent = [event for event in simulated.timeline.events if event.action == name]
-    return sent[0].end_s - sent[0].start_s if sent else 0.0
 
 
 def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:
@@ -166,7 +155,10 @@ def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:
             )
             new_s = simulate(simulated.program, simulated.stages, costs, simulated.cluster).step_s
             found.append(Sensitivity(what=what, stage=stage, step_s=new_s, saved_s=step_s - new_s))
-    faster = _faster_links(simulated.cluster)
+    cluster, node = simulated.cluster, simulated.cluster.node_link
+    faster = replace(
+        cluster, within_node=_faster(cluster.within_node), node_link=None if node is None else _faster(node)
+    )
     if faster != simulated.cluster:
         new_s = simulate(simulated.program, simulated.stages, simulated.costs, faster).step_s
         found.append(Sensitivity(what="transfers", stage=-1, step_s=new_s, saved_s=step_s - new_s))
@@ -180,15 +172,6 @@ def _less(cost: StageCost, what: str) -> StageCost:
     return replace(cost, backward_s=whole, **{name: getattr(cost, name) - saved})
 
 
-def _faster_links(cluster: Cluster) -> Cluster:
-    def faster(link: Link) -> Link:
-        return replace(
-            link,
-            latency_s=link.latency_s * LESS,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / LESS,
-        )
-
-    node = cluster.node_link
-    return replace(
-        cluster, within_node=faster(cluster.within_node), node_link=None if node is None else faster(node)
-    )
+def _faster(link: Link) -> Link:
+    bandwidth = link.bandwidth_bytes_per_s / LESS
+    return replace(link, latency_s=link.latency_s * LESS, bandwidth_bytes_per_s=bandwidth)

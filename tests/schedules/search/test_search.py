@@ -278,5 +278,5 @@ def test_one_period_by_the_solver(shape: str, cap: float, step_s: float) -> None
 @pytest.mark.parametrize(("period", "there"), [(7, False), (8, True)])
 def test_the_solver_is_told_what_a_period_holds(period: int, there: bool) -> None:
     """A V of two ranks with room for one micro-batch: no period is shorter than the way of one."""
-    found = solve_period(whole_times(problem("V", 2, 4, 1)), period=period * 8, hint=None, effort=1.0)
+    found = solve_period(whole_times(problem("V", 2, 4, 1)), period=period * 8, effort=1.0)
     assert (found is not None) == there

@@ -95,7 +95,9 @@ def place_copies(
     pairs: Sequence[Pair] = (),
 ) -> Rows[Action]:
     """Rows with copies. rows: complete, in order, without copies.
-    Raises: ScheduleError if there are pairs, or no backwards."""
+
+    Raises: ScheduleError if there are pairs, or no backwards.
+    """
     columns = columns_of(rows)
     if pairs or not columns.trains:
         raise ScheduleError(
@@ -309,8 +311,10 @@ def _slots(
     found: Floats,
 ) -> None:
     """Fill in when each item begins, from the one that is due last to the first.
+
     items: order, when due, ranks, uplinks.  seconds: of the copy, of the uplink.  free: until when each
-    rank's lane and each uplink are free."""
+    rank's lane and each uplink are free.
+    """
     order, due, ranks, uplinks = items
     copy_s, uplink_s = seconds
     own, shared = free

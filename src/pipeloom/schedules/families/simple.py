@@ -50,9 +50,11 @@ def rows_by_clock(
     period: int = 1,
 ) -> Rows[Action]:
     """For each rank the F, and B if it has a clock, of its stages in clock order.
+
     forward, backward: clock of micro-batch 0 of each stage; each next micro-batch is `period` later.
     At equal times backwards come first, as they free memory, the reader's before the maker's; then
-    forwards, the maker's before the reader's."""
+    forwards, the maker's before the reader's.
+    """
     stages_of_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage in flow.order:
         stages_of_rank[placement[stage]].append(stage)
@@ -82,10 +84,12 @@ def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: i
 
 def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
     """GPipe, arXiv 1811.06965: all forwards, then all backwards; every micro-batch is in flight at once.
+
         0F0 0F1 0F2                 0B0 0B1 0B2
             1F0 1F1 1F2         1B0 1B1 1B2
                 2F0 2F1 2F2 2B0 2B1 2B2
-    Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1)."""
+    Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
+    """
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
     end = distance_to_end(flow, placement)
@@ -97,13 +101,15 @@ def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> 
 
 def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
     """1F1B: after a warm-up of forwards, one backward after each forward. Few micro-batches in flight.
+
         0F0 0F1 0F2             0B0 0F3     0B1     0B2     0B3
             1F0 1F1         1B0 1F2     1B1 1F3 1B2     1B3
                 2F0     2B0 2F1     2B1 2F2 2B2 2F3 2B3          (drawn with backwards as long as forwards)
     A stage d steps away from the loss, by the longest path, runs d forwards ahead: the forward of micro-batch
     i at clock 2i - d - 1, the backward at 2i + d. A stage whose values never reach the loss, such as one that
     only updates buffers, has its d from what reads it. Idle share as GPipe's. Source: PipeDream-Flush in
-    arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145."""
+    arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145.
+    """
     flow = flow_of(stages)
     ahead = distance_to_end(flow, placement)
     steps = [ahead[s] for s in range(len(placement))]

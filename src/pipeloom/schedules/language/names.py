@@ -106,7 +106,9 @@ class ScheduleName:
 
     def chunks_in(self, place: str) -> int:
         """The stages per rank that the options give to a schedule with such a place; 0 without that option.
-        Raises: ScheduleError if there is no choice, or it is no whole number."""
+
+        Raises: ScheduleError if there is no choice, or it is no whole number.
+        """
         count = self.options.get(CHUNKS)
         if count is None:
             return 0

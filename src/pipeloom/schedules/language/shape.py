@@ -204,6 +204,7 @@ def path_clock(
     """A clock that starts one micro-batch per period and lets it travel at a chosen pace.
 
     The pace decides how long residuals live, so how many are held: a rank holds lifespan / period of them.
+
     forward, backward: slots from a rank to the next, per chunk in the order of travel (backward begins
         with the last chunk); the last number holds for further chunks.
     turns: slots of rest where a micro-batch goes on to a stage of the same rank in its forward; where it

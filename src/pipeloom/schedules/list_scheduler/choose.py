@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from typing import Any
 
 from ...checks.schedules import check
 from ...ir.action import Action, B, F
@@ -28,7 +29,9 @@ Family = Callable[[Shape], Recipe | Sequence[Recipe]]
 
 def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
     """Order everything as one recipe says.
-    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape."""
+
+    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
+    """
     scheduled = _make(shape, recipe, inf)
     assert scheduled is not None
     return scheduled
@@ -202,17 +205,19 @@ def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[
     """
     if s.even:
         return []
-    equal = {"forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0, "backward_s": 2.0}
+    equal: Any = {"forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0, "backward_s": 2.0}
     one = tuple(replace(cost, **equal) for cost in s.costs)
     made = fastest(replace(s, costs=one, transfer_s=0.0), family)
-    plain = {"clock": None, "priority": None, "early": "all", "patience": 0.0, "overlap": 0.0}
+    plain: Any = {"clock": None, "priority": None, "early": "all", "patience": 0.0, "overlap": 0.0}
     fixed = replace(made.recipe, rows=made.outcome.rows, fill="", drain="", **plain)
     return [fixed, replace(fixed, fill="W"), replace(fixed, fill="W", overlap=1.0)]
 
 
 def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:
     """The schedule that a recipe gives, or the fastest of several, checked.
+
     Raises: DeadlockError if its limits block; ScheduleError if it breaks a rule.
+
     >>> from pipeloom.ir.action import B
     >>> from pipeloom.schedules.registry import shape_of
     >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))

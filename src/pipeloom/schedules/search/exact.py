@@ -137,10 +137,9 @@ def solve(
 
 def _limit_bytes(problem: SearchProblem, model: Any, rank: int, start: Any, seconds: list[int]) -> None:
     cap, m, units = problem.limits[rank], problem.microbatches, problem.units
-    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
-    parts = lcm(*(size.denominator for size in sizes))
     if cap == inf:
         return
+    parts, sizes = _whole_sizes(problem)
     first = {u.stage: i for i, u in enumerate(units) if u.kind == F and rank in u.ranks}
     spans, amounts = [], []
     for i, u in enumerate(units):
@@ -150,9 +149,16 @@ def _limit_bytes(problem: SearchProblem, model: Any, rank: int, start: Any, seco
             begin = start[first[u.stage]][b]
             length = model.new_int_var(0, 1 << 40, "")
             spans.append(model.new_interval_var(begin, length, start[i][b] + seconds[i], ""))
-            amounts.append(int(sizes[u.stage] * parts))
+            amounts.append(sizes[u.stage])
     if spans:
         model.add_cumulative(spans, amounts, floor(cap * parts * (1 + 1e-12)))
+
+
+def _whole_sizes(problem: SearchProblem) -> tuple[int, list[int]]:
+    """Residuals of all stages as whole numbers, and how many of them one byte is."""
+    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
+    parts = lcm(*(size.denominator for size in sizes))
+    return parts, [int(size * parts) for size in sizes]
 
 
 def scale_of(problem: SearchProblem) -> int:
@@ -198,14 +204,13 @@ def solve_periods(task: Round) -> Iterator[Found]:
     for period in periods(asked):
         if (m - 1) * period / asked.scale + path >= best:
             return
-        first = solve_period(asked, period, hint=None, effort=PERIOD_EFFORT * task.effort)
-        if first is None:
-            yield Found(candidate=None, evaluations=1)
-            continue
-        found = written(task.problem, first, "kernel")
-        good = fits(found, task.problem.arrays.cap)
-        best = min(best, found.cost_s) if good else best
-        yield Found(candidate=found if good else None, evaluations=1)
+        first = solve_period(asked, period, effort=PERIOD_EFFORT * task.effort)
+        found = None if first is None else written(task.problem, first, "kernel")
+        if found is not None and fits(found, task.problem.arrays.cap):
+            best = min(best, found.cost_s)
+        else:
+            found = None
+        yield Found(candidate=found, evaluations=1)
 
 
 def whole_times(problem: SearchProblem) -> WholeTimes:
@@ -235,9 +240,7 @@ def periods(asked: WholeTimes) -> Iterator[int]:
         yield least + number * max(1, least // FINER)
 
 
-def solve_period(
-    asked: WholeTimes, period: int, *, hint: Repeating | None, effort: float
-) -> Repeating | None:
+def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating | None:
     """The order with that period in which a micro-batch takes least; None if there is none, or none was found
     within the effort."""
     from ortools.sat.python import cp_model
@@ -268,10 +271,6 @@ def solve_period(
     for rank in range(problem.ranks):
         _limit_turns(problem, model, rank, turn, ahead)
     model.minimize(end)
-    if hint is not None:
-        for u, moment in enumerate(hint.first):
-            model.add_hint(turn[u], int(moment // hint.period))
-            model.add_hint(phase[u], int(moment % hint.period / hint.period * period))
     solver = new_solver(1, effort)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
@@ -289,14 +288,13 @@ def _limit_turns(problem: SearchProblem, model: Any, rank: int, turn: Any, ahead
     if cap == inf:
         return
     own = [i for i, u in enumerate(units) if rank in u.ranks and problem.stages[u.stage].residual_bytes]
-    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
-    parts = lcm(*(size.denominator for size in sizes))
+    parts, sizes = _whole_sizes(problem)
     opens = {units[i].stage: i for i in own if units[i].kind == F}
     closes = {units[i].stage: i for i in own if units[i].kind in (B, W)}
     for at in opens.values():
         held = []
         for stage, begin in opens.items():
-            last, amount = closes[stage], int(sizes[stage] * parts)
+            last = closes[stage]
             here = 1 if begin == at else ahead[begin, at]
-            held.append(amount * (turn[last] - turn[begin] + here - ahead[last, at]))
+            held.append(sizes[stage] * (turn[last] - turn[begin] + here - ahead[last, at]))
         model.add(sum(held) <= floor(cap * parts * (1 + 1e-12)))

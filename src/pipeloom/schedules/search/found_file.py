@@ -53,6 +53,9 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
             "no repeating order that was found keeps to the limits",
             hint="write rows instead, -o found.txt; or search longer, with --effort 4",
         )
+    kinds = [
+        "FIW" if problem.stages[problem.origin(s)].split else "FB" for s in range(len(problem.placed[1]))
+    ]
     return _TEXT.format(
         name=name,
         ranks=problem.ranks,
@@ -60,11 +63,13 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
         microbatches=problem.microbatches,
         figures=_figures(result),
         turn="\n".join(f'    "{line}",' for line in turn_of(problem, repeating)),
-        placement=", ".join(map(_ranks, (stage.ranks for stage in problem.stages)))
+        placement=", ".join(str(s.ranks[0] if len(s.ranks) == 1 else s.ranks) for s in problem.stages)
         + ("," if len(problem.stages) == 1 else ""),
-        shards=_shards(problem),
+        shards=""
+        if all(len(stage.ranks) == 1 for stage in problem.stages)
+        else f" On further ranks a stage has numbers from {len(problem.stages)} on.",
         edges=", ".join(f"({a}, {s})" for s, stage in enumerate(problem.stages) for a in stage.after),
-        kinds=_kinds(problem),
+        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
         imports=_imports(problem, declared_in),
         insert=", insert=OPERATIONS" if problem.operations else "",
     )
@@ -96,16 +101,6 @@ def _figures(result: SearchResult) -> str:
     return text
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"({', '.join(map(str, ranks))})"
-
-
-def _shards(problem: SearchProblem) -> str:
-    if all(len(stage.ranks) == 1 for stage in problem.stages):
-        return ""
-    return f" On further ranks a stage has numbers from {len(problem.stages)} on."
-
-
 def _imports(problem: SearchProblem, declared_in: str) -> str:
     names = "Entry, Recipe, Shape, dag, repeating"
     if not problem.operations:
@@ -117,9 +112,3 @@ def _imports(problem: SearchProblem, declared_in: str) -> str:
         f"from pipeloom.schedule_language import {names}, load_file\n\n"
         f"load_file(Path({declared_in!r}))\nOPERATIONS = ({own},)\n"
     )
-
-
-def _kinds(problem: SearchProblem) -> str:
-    placed = problem.placed[1]
-    kinds = ["FIW" if problem.stages[problem.origin(s)].split else "FB" for s in range(len(placed))]
-    return f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__"

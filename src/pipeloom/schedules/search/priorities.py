@@ -199,4 +199,4 @@ def changed(problem: SearchProblem, rules: DispatchRules, random: np.random.Gene
         ahead[u] = max(1.0, now + random.choice([-1, 1]))
     else:
         patience[0] = random.choice([0.0, 0.5, 1.0, 2.0])
-    return DispatchRules(priority=priority, ahead=ahead, patience=patience, last=rules.last, next=rules.next)
+    return rules._replace(priority=priority, ahead=ahead, patience=patience)

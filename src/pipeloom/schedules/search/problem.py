@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
@@ -94,7 +94,16 @@ class SearchProblem:
         if empty := sorted(set(range(self.ranks)) - {r for s in self.stages for r in s.ranks}):
             raise ScheduleError(f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps")
         for operation in self.operations:
-            _refuse_other_operations(operation)
+            what = ""
+            if operation.after is None or operation.stream != "compute" or operation.every > 1:
+                what = "is not a computation behind every one of its anchors"
+            elif operation.acquired(0) or operation.released(0) or operation.meets is not None:
+                what = "holds memory, or meets other stages"
+            if what:
+                raise ScheduleError(
+                    f"operation {operation.letters} {what}: the search does not place such",
+                    hint="search without it, and add it to the found recipe with insert=",
+                )
         if self.caps and len(self.caps) != self.ranks:
             raise ScheduleError(
                 f"{len(self.caps)} limits for {self.ranks} ranks", hint="give one limit, or one per rank"
@@ -130,29 +139,26 @@ class SearchProblem:
     def shape(self) -> Shape:
         """The problem as the schedule language has it. Sizes are rounded up to whole bytes."""
         graph, placement = self.placed
-        return Shape(
-            stages=graph,
-            placement=placement,
-            microbatches=self.microbatches,
-            costs=self.costs(),
-            transfer_s=self._seconds_between,
-            limit_bytes=self.caps or None,
-            shortest=self.shortest,
-        )
-
-    def costs(self) -> tuple[StageCost, ...]:
         own = [
             StageCost(
                 forward_s=s.forward_s,
                 backward_s=s.backward_s,
                 input_grad_s=s.input_grad_s,
                 weight_grad_s=s.weight_grad_s,
-                residual_bytes=-int(-s.residual_bytes // 1),
-                carried_bytes=-int(-s.residual_bytes // 1),
+                residual_bytes=ceil(s.residual_bytes),
+                carried_bytes=ceil(s.residual_bytes),
             )
             for s in self.stages
         ]
-        return tuple(own[self.origin(s)] for s in range(len(self.placed[1])))
+        return Shape(
+            stages=graph,
+            placement=placement,
+            microbatches=self.microbatches,
+            costs=tuple(own[self.origin(s)] for s in range(len(placement))),
+            transfer_s=self._seconds_between,
+            limit_bytes=self.caps or None,
+            shortest=self.shortest,
+        )
 
     def _seconds_between(self, source: int, target: int) -> float:
         one, other = self.origin(source), self.origin(target)
@@ -302,20 +308,6 @@ class SearchProblem:
             for rank, stage, kind in known[unit]:
                 rows[rank].append(Action(stage, kind, b))
         return tuple(map(tuple, rows))
-
-
-def _refuse_other_operations(operation: Operation) -> None:
-    moves = bool(operation.acquired(0) or operation.released(0))
-    if operation.after is None or operation.stream != "compute" or operation.every > 1:
-        what = "is not a computation behind every one of its anchors"
-    elif moves or operation.meets is not None:
-        what = "holds memory, or meets other stages"
-    else:
-        return
-    raise ScheduleError(
-        f"operation {operation.letters} {what}: the search does not place such",
-        hint="search without it, and add it to the found recipe with insert=",
-    )
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

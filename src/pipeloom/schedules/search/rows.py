@@ -125,7 +125,9 @@ def shift(s: RowsState, place: int, target: int) -> None:
 @kernel
 def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Longs, tries: int) -> int:
     """Try so many moves. plan: the temperature at the start and at the end, a step that cannot be bettered.
-    Returns: how many orders were timed."""
+
+    Returns: how many orders were timed.
+    """
     heat, timed = plan[0], 0
     cooling = (plan[1] / plan[0]) ** (1.0 / max(tries, 1))
     count = len(s.order)

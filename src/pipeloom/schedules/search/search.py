@@ -173,7 +173,13 @@ class _Search:
         self.bound = lower_bound(problem)
         self.evaluations = 0
         self.first = one_by_one(problem)
-        _refuse_too_little(problem, self.first)
+        for rank, (held, cap) in enumerate(zip(self.first.peaks, problem.arrays.cap, strict=True)):
+            if held > cap:
+                raise PlanError(
+                    f"rank {rank} holds {problem.shown_size(held)} for one micro-batch, its limit is "
+                    f"{problem.shown_size(problem.limits[rank])}",
+                    hint="allow more memory, or give some of its stages to other ranks",
+                )
         self.levels = levels_of(problem)
         self.known = _Known(problem, self.first)
         self.without_limits: dict[str, OrderCandidate] = {}
@@ -196,9 +202,6 @@ class _Search:
     def optimal(self) -> bool:
         return self.best.cost_s <= self.bound.seconds * (1 + SAME) + SAME
 
-    def late(self) -> bool:
-        return time.monotonic() - self.began > self.options.time_limit_s
-
     def run(self) -> str:
         for name, task, known in self.rounds():
             for found in ENGINES[name](task):
@@ -210,7 +213,7 @@ class _Search:
                 self.report(self.progress())
                 if self.optimal:
                     return "optimal"
-                if self.late():
+                if time.monotonic() - self.began > self.options.time_limit_s:
                     return "time limit"
         return "searched"
 
@@ -324,16 +327,6 @@ def search_orders(
         progress=running.progress(),
         ended=ended,
     )
-
-
-def _refuse_too_little(problem: SearchProblem, first: OrderCandidate) -> None:
-    for rank, (held, cap) in enumerate(zip(first.peaks, problem.arrays.cap, strict=True)):
-        if held > cap:
-            raise PlanError(
-                f"rank {rank} holds {problem.shown_size(held)} for one micro-batch, its limit is "
-                f"{problem.shown_size(problem.limits[rank])}",
-                hint="allow more memory, or give some of its stages to other ranks",
-            )
 
 
 FINE, CLOSE, THOROUGH = 1.03, 1.06, 4 / 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ..scenario import Scenario, between, load_work, wired
 from .exact import solver_installed
 from .found_file import found_text
 from .problem import SearchProblem, SearchStage
-from .search import Progress, Progress as SearchProgress, SearchOptions, SearchResult, search_orders
+from .search import Progress, SearchOptions, SearchResult, search_orders
 
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
 
@@ -110,25 +111,21 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
             f"the stages of {path} are no chain, and a plan does not say which reads which",
             hint="write a TOML file with a [[stage]] for each and what it runs `after`",
         )
-    times = load_work(path)
-    assert isinstance(times.forward_s, tuple) and isinstance(times.input_grad_s, tuple)
-    assert isinstance(times.weight_grad_s, tuple)
-    count = len(times.forward_s)
-    placement = plan.placement[:count]  # of the first replica
+    placement = plan.placement[: len(plan.stages)]  # of the first replica
     ranks = sorted(set(placement))
-    sizes = times.residual_bytes or (1.0,) * count
+    sizes = load_work(path).residual_bytes or (1.0,) * len(plan.stages)
     stages = tuple(
         SearchStage(
             name=str(s),
-            forward_s=times.forward_s[s],
-            input_grad_s=times.input_grad_s[s],
-            weight_grad_s=times.weight_grad_s[s],
+            forward_s=stage.forward_s,
+            input_grad_s=stage.input_grad_s,
+            weight_grad_s=stage.weight_grad_s,
             split=True,
             residual_bytes=sizes[s],
             after=(s - 1,) if s else (),
             ranks=(ranks.index(placement[s]),),
         )
-        for s in range(count)
+        for s, stage in enumerate(plan.stages)
     )
     return StagesToSchedule(stages=stages, ranks=len(ranks))
 
@@ -138,7 +135,8 @@ def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int
     refuse_unknown(table, KEYS, what)
     split = "I" in table or "W" in table
     if "F" not in table or ("B" in table) == split or (split and not {"I", "W"} <= set(table)):
-        raise ConfigError(f"{what} has the times {_given(table)}", hint="give F and B, or F, I and W")
+        times = ", ".join(key for key in ("F", "B", "I", "W") if key in table) or "none"
+        raise ConfigError(f"{what} has the times {times}", hint="give F and B, or F, I and W")
     whole = 0.0 if split else _seconds(table["B"], f"{what}: B")
     after = table.get("after", [s - 1] if s else [])
     return SearchStage(
@@ -151,10 +149,6 @@ def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int
         after=tuple(_stage_named(one, names, what) for one in _listed(after)),
         ranks=tuple(_rank(one, what) for one in _listed(table.get("ranks", []))),
     )
-
-
-def _given(table: Mapping[str, Any]) -> str:
-    return ", ".join(key for key in ("F", "B", "I", "W") if key in table) or "none"
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -291,7 +285,7 @@ def search_schedule(
     operations: Path | None = None,
     shortest: str = "step",
     options: SearchOptions | None = None,
-    report: Callable[[SearchProgress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
 ) -> FoundSchedule:
     """Search for the fastest order of stages within a limit, and say how far from the best it may be.
 
@@ -317,36 +311,31 @@ def search_schedule(
     if shortest not in SHORTEST:
         raise ConfigError(f"shortest={shortest!r} is no length of a step", hint='use "step" or "span"')
     asked = _asked(stages, ranks)
-    declared = () if operations is None else _declared_in(operations)
-    caps = asked.caps(memory)
+    declared: tuple[Operation, ...] = ()
+    if operations is not None:
+        declared = tuple(o for o in vars(load_file(operations)).values() if isinstance(o, Operation))
+        if not declared:
+            raise ConfigError(
+                f"{operations} declares no operation", hint="write NAME = declare(Operation(...)) in it"
+            )
     options = options or SearchOptions()
-
-    def problem(placed: tuple[SearchStage, ...]) -> SearchProblem:
-        return SearchProblem(
-            stages=placed,
-            microbatches=microbatches,
-            transfer_s=asked.transfer_s,
-            edge_s=asked.edge_s,
-            caps=caps,
-            operations=declared,
-            shortest=shortest,
-            unit=asked.unit,
-        )
-
+    problem = partial(
+        SearchProblem,
+        microbatches=microbatches,
+        transfer_s=asked.transfer_s,
+        edge_s=asked.edge_s,
+        caps=asked.caps(memory),
+        operations=declared,
+        shortest=shortest,
+        unit=asked.unit,
+    )
     if all(stage.ranks for stage in asked.stages):
-        result = search_orders(problem(asked.stages), options, report)
+        result = search_orders(problem(stages=asked.stages), options, report)
     else:
         result = search_placed(problem, asked.stages, asked.ranks, options, report)
     return prove_search(
         result, asked.unit, declared_in="" if operations is None else str(operations.resolve())
     )
-
-
-def _declared_in(path: Path) -> tuple[Operation, ...]:
-    found = tuple(o for o in vars(load_file(path)).values() if isinstance(o, Operation))
-    if not found:
-        raise ConfigError(f"{path} declares no operation", hint="write NAME = declare(Operation(...)) in it")
-    return found
 
 
 def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
@@ -396,6 +385,7 @@ def tables(stages: Sequence[SearchStage], ranks: int) -> dict[str, tuple[SearchS
 
     Stages go in the order in which they are given, which is that of the data. What names its ranks keeps
     them.
+
     Raises: ScheduleError if there are fewer such stages than ranks that no other stage is on.
     """
     free = [s for s, stage in enumerate(stages) if not stage.ranks]
@@ -447,7 +437,7 @@ def _neighbours(stages: Sequence[SearchStage], ranks: int) -> list[int]:
 
 
 def search_placed(
-    problem: Callable[[tuple[SearchStage, ...]], SearchProblem],
+    problem: Callable[..., SearchProblem],
     stages: Sequence[SearchStage],
     ranks: int,
     options: SearchOptions,
@@ -459,7 +449,7 @@ def search_placed(
     short = replace(options, effort=options.effort * SHORT)
     for placed in tables(stages, ranks).values():
         try:
-            found = search_orders(problem(placed), short, report)
+            found = search_orders(problem(stages=placed), short, report)
         except PlanError as error:
             refused = error
             continue
