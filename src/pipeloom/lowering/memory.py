@@ -39,7 +39,6 @@ from ..ir.columns import (
     SEND_B_,
     SEND_F_,
     W_,
-    Bools,
     Ints,
     Rows,
 )
@@ -57,9 +56,12 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
     count = len(program.placement)
     origins = [stages.origin(stage) for stage in range(count)]
     away = np.array([bool(policy.treated(origin, "offload")) for origin in origins])
-    if policy.stages:
-        program = _without_empty_copies(program, away)
     old = program.columns
+    if policy.stages:
+        empty = old.among((OFFLOAD_, AWAIT_, RELOAD_)) & ~away[old.stage]
+        if empty.any():
+            program = replace(program, rows=Rows(old.where(~empty)))
+            old = program.columns
     away &= ~(program.action_index.of(OFFLOAD_) >= 0).any(axis=1)
     again = np.array([o in policy.ahead and bool(policy.treated(o, "recompute")) for o in origins])
     if not old.trains or not (away | again).any():
@@ -90,12 +92,6 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
     place, order, need, *what = np.concatenate(insertions, axis=1)
     sequence = np.lexsort((need, order, place))
     return replace(program, rows=Rows(old.insert(place[sequence], *(column[sequence] for column in what))))
-
-
-def _without_empty_copies(program: Program, away: Bools) -> Program:
-    columns = program.columns
-    empty = columns.among((OFFLOAD_, AWAIT_, RELOAD_)) & ~away[columns.stage]
-    return replace(program, rows=Rows(columns.where(~empty))) if empty.any() else program
 
 
 def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tuple[int, int]]:
@@ -134,7 +130,11 @@ class _Units:
         columns = program.columns
         entries = np.arange(len(columns))
         is_main = columns.among((F_, B_, I_, W_))
-        heads = is_main & ~_seconds(program)
+        heads = is_main.copy()
+        for _, second in program.pairs:
+            heads[
+                program.action_index.of(columns.kinds.index(second.kind))[second.stage, second.microbatch]
+            ] = False
         self.number = np.cumsum(heads) - 1
         self.head = np.flatnonzero(heads)
         last = np.flatnonzero(is_main & ~np.append((is_main & ~heads)[1:], False))
@@ -146,12 +146,3 @@ class _Units:
         self.begin = np.maximum(np.where(self.head > 0, other[self.head - 1] + 1, 0), starts)
         after = np.minimum.accumulate(np.where(sends, len(columns), entries)[::-1])[::-1]
         self.end = np.minimum(np.append(after, len(columns))[last + 1], stops)
-
-
-def _seconds(program: Program) -> Bools:
-    second_of_pair = np.zeros(len(program.columns), bool)
-    kinds = program.columns.kinds
-    for _, second in program.pairs:
-        entries = program.action_index.of(kinds.index(second.kind))
-        second_of_pair[entries[second.stage, second.microbatch]] = True
-    return second_of_pair

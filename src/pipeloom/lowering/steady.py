@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..ir.action import Action, Instruction, StageAction, Transfer
 from ..ir.errors import ScheduleError
@@ -111,15 +112,12 @@ class SteadyRows:
                 self._refuse_overtaking(rank, incoming[rank], cut[rank][at + 1 :], order)
         window, every = self.step.window, self.step.microbatches
 
-        def numbered(step: Instruction) -> Instruction:
+        def numbered(step: Any) -> Any:
             if isinstance(step, StageAction):
                 return replace(step, update=(step.update + shift) % window)
             return replace(step, microbatch=(step.microbatch + shift * every) % (window * every))
 
-        renamed = {
-            rank: tuple(send for send in map(numbered, sends) if isinstance(send, Transfer))
-            for rank, sends in incoming.items()
-        }
+        renamed = {rank: tuple(map(numbered, sends)) for rank, sends in incoming.items()}
         program = Program(
             microbatches=window * every,
             placement=self.step.placement,
@@ -171,6 +169,5 @@ def _computes(step: Instruction) -> bool:
 
 
 def _belongs_before(step: Instruction) -> bool:
-    if isinstance(step, Transfer):
-        return step.sends
-    return isinstance(step, StageAction) or step.kind in ("OFFLOAD", "AWAIT")
+    ends = step.sends if isinstance(step, Transfer) else isinstance(step, StageAction)
+    return ends or step.kind in ("OFFLOAD", "AWAIT")

@@ -327,8 +327,9 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
-        count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
-        if library_entry.stages is not None and count != ranks:
+        if library_entry.stages is not None and ranks != (
+            count := 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
+        ):
             raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":

@@ -155,15 +155,11 @@ def _best(several: Iterable[Iterable[tuple[float, float, Columns]]]) -> Columns:
     return min(good, key=lambda one: (one[1], one[0]))[2]
 
 
-def _window_s(base: _Base) -> Floats:
-    """(stages, micro-batches): seconds from the end of F to the start of B or I."""
-    return base.start[base.lives.back] - base.end[base.lives.forward]
-
-
 def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN_TRANSIT) -> Bools:
     """Which micro-batches of which stages leave: those of the stages that are to, then, under a limit, the
     longest kept of the others, as many as it takes to leave `transit` of it free, or all."""
-    costs, window_s = base.shape.costs, _window_s(base)
+    costs = base.shape.costs
+    window_s = base.start[base.lives.back] - base.end[base.lives.forward]  # from the end of F to B or I
     there_and_back = np.array([cost.offload_s + cost.reload_s for cost in costs])
     leaves = (window_s > short * there_and_back[:, None]) & (base.sizes.copied > 0)[:, None]
     chosen = np.zeros_like(leaves)
