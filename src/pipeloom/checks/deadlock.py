@@ -165,7 +165,14 @@ def deadlock(
     hint: they wait in a circle, rank 0 -> 1 -> 0: on rank 1 move 1B0 in front of 1F1, or reorder the others
     """
     by_rank = {s.rank: s for s in stuck}
-    circle = _circle(by_rank)
+    # From any stuck rank to the one that it waits for, until one comes again: every holder is stuck too.
+    way, rank = [], next(iter(by_rank))
+    while rank not in way:
+        way.append(rank)
+        rank = by_rank[rank].holder
+    circle = way[way.index(rank) :]
+    lowest = circle.index(min(circle))
+    circle = circle[lowest:] + circle[:lowest]
     others = [s for s in stuck if s.rank not in set(circle)]
     listed = [by_rank[rank] for rank in circle] + others
     text = "; ".join(f"rank {s.rank} at {s.at} needs {s.needs}" for s in listed[:SHOWN])
@@ -179,15 +186,3 @@ def deadlock(
         advice = f"on rank {holder} let {at} begin alone, without the action that it is paired with"
     loop = " -> ".join(map(str, [*circle, circle[0]]))
     return DeadlockError(f"no rank can move: {text}", hint=f"they wait in a circle, rank {loop}: {advice}")
-
-
-def _circle(by_rank: dict[int, Stuck]) -> list[int]:
-    """Ranks that wait for each other, from the lowest. There is one, as every holder is stuck too."""
-    seen: dict[int, int] = {}
-    rank = next(iter(by_rank))
-    while rank not in seen:
-        seen[rank] = len(seen)
-        rank = by_rank[rank].holder
-    circle = [r for r, position in seen.items() if position >= seen[rank]]
-    start = circle.index(min(circle))
-    return circle[start:] + circle[:start]

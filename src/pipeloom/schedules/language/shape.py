@@ -127,11 +127,10 @@ class Shape:
         # No path has more ranks than it changes ranks, and one more. It has as many where it never comes
         # back to a rank, as with one stage per rank; and on a chain, where it comes to all ranks.
         most = min(self.ranks, max(self.ahead) + 1)
-        return most if self.chunks == self.stages.replicas else self._most_ranks_on_a_path(most)
-
-    def _most_ranks_on_a_path(self, most: int) -> int:
-        """Exact where few sets of ranks can be visited; `most`, which is never less, otherwise.
-        Per stage the sets of ranks that paths up to it visit, as bits; a set within another one goes."""
+        if self.chunks == self.stages.replicas:
+            return most
+        # Per stage the sets of ranks that paths up to it visit, as bits; a set within another one goes. Where
+        # there are many, `most`, which is never less.
         visited: list[list[int]] = [[] for _ in self.placement]
         for stage in self.flow.order:
             own = 1 << self.placement[stage]
@@ -242,15 +241,11 @@ def path_clock(
         back[s] = max(
             (leave(back, (r, s), kind, hops, turns[2]) for r in flow.gradients_from[s]), default=own
         )
-    step = period if period is not None else _period(shape, kinds, slot)
-
+    busy = (sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.rank_stages)
+    step = period if period is not None else max(busy)
     first = {(s, F): at for s, at in start.items()}
     for s, at in back.items():
         first[s, B] = first[s, I] = at
         if "W" in kinds:
             first[s, W] = at + slot(s, I)
     return Periodic(first, step)
-
-
-def _period(shape: Shape, kinds: str, slot: Callable[[int, Kind], float]) -> float:
-    return max(sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.rank_stages)

@@ -42,17 +42,15 @@ def load_user_schedule(name: ScheduleName) -> Any:
             f"{file} has no {function}",
             hint=f"did you mean {file}:{near[0]}?" if near else _HINT,
         )
-    if inspect.isclass(schedule) or (callable(schedule) and not _takes_one(schedule)):
+    try:
+        if callable(schedule):
+            inspect.signature(schedule).bind(None)
+        wrong = inspect.isclass(schedule)
+    except TypeError:
+        wrong = True
+    if wrong:
         raise ScheduleError(f"{name.written} is not a function of one Shape", hint=_HINT)
     return schedule
-
-
-def _takes_one(function: Any) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
 
 
 def load_file(path: Path) -> ModuleType:

@@ -9,7 +9,7 @@ from ...ir.action import B, F, I, W
 from .problem import SearchProblem
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bound:
     """name: "busiest rank", "critical path" or "memory x time".  why: in words."""
 
@@ -31,17 +31,12 @@ def lower_bound(problem: SearchProblem) -> Bound:
 
 
 def all_bounds(problem: SearchProblem) -> list[Bound]:
-    bounds = [_critical_path(problem)]
+    longest = one_microbatch(problem)
+    where = "on one rank" if problem.shortest == "span" else "from front to back"
+    bounds = [Bound(longest, "critical path", f"one micro-batch takes {longest:g} {where}")]
     for rank in range(problem.ranks):
         bounds += [_busy(problem, rank), _memory(problem, rank)]
     return bounds
-
-
-def _critical_path(problem: SearchProblem) -> Bound:
-    """One micro-batch from its first forward to its last backward."""
-    longest = one_microbatch(problem)
-    where = "on one rank" if problem.shortest == "span" else "from front to back"
-    return Bound(seconds=longest, name="critical path", why=f"one micro-batch takes {longest:g} {where}")
 
 
 def one_microbatch(problem: SearchProblem) -> float:
@@ -70,13 +65,10 @@ def _ends(problem: SearchProblem, rank: int) -> tuple[float, float]:
 def _busy(problem: SearchProblem, rank: int) -> Bound:
     head, tail = _ends(problem, rank)
     busy = problem.microbatches * problem.work[rank]
-    return Bound(
-        seconds=head + busy + tail,
-        name="busiest rank",
-        why=f"rank {rank} is busy for {busy:g}"
-        if problem.shortest == "span"
-        else f"rank {rank} begins at {head:g}, is busy for {busy:g} and leaves {tail:g} to others",
-    )
+    why = f"rank {rank} begins at {head:g}, is busy for {busy:g} and leaves {tail:g} to others"
+    if problem.shortest == "span":
+        why = f"rank {rank} is busy for {busy:g}"
+    return Bound(head + busy + tail, "busiest rank", why)
 
 
 def _memory(problem: SearchProblem, rank: int) -> Bound:
@@ -90,14 +82,11 @@ def _memory(problem: SearchProblem, rank: int) -> Bound:
     cap = problem.limits[rank]
     product = problem.microbatches * residual_seconds(problem, rank)
     seconds = product / cap if cap < inf and product else 0.0
-    return Bound(
-        seconds=head + seconds + tail if seconds else 0.0,
-        name="memory x time",
-        why=f"residuals of rank {rank} fill its limit for {seconds:g}"
-        if problem.shortest == "span"
-        else f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
-        f"and it leaves {tail:g} to others",
-    )
+    why = f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
+    why += f"and it leaves {tail:g} to others"
+    if problem.shortest == "span":
+        why = f"residuals of rank {rank} fill its limit for {seconds:g}"
+    return Bound(head + seconds + tail if seconds else 0.0, "memory x time", why)
 
 
 def residual_seconds(problem: SearchProblem, rank: int) -> float:

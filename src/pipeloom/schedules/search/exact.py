@@ -76,7 +76,7 @@ def solve_orders(task: Round) -> Iterator[Found]:
     if len(task.best.order) > MOST_ENTRIES or not solver_installed():
         return
     answer = solve(task.problem, hint=task.best, effort=EFFORT * task.effort, seed=task.seed)
-    bound = Bound(seconds=answer.bound_s, name="exact", why="CP-SAT has searched all orders below it")
+    bound = Bound(answer.bound_s, "exact", "CP-SAT has searched all orders below it")
     yield Found(candidate=answer.candidate, evaluations=1, bound=bound)
 
 
