@@ -21,14 +21,23 @@ from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep, steady_step
 from ..ir.weights import FLUSH, Updates
-from .copies.place import Copies, place_copies
-from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, variants, zero_bubble as zb
+from .copies import Copies, place_copies
+from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, zero_bubble as zb
 from .formats import read_schedule
-from .language.names import ALIASES, CHUNKS, FIT, LIMIT, OFFLOAD, ScheduleName, canonical, parse_name
+from .language.names import (
+    ALIASES,
+    CHUNKS,
+    FIT,
+    LIMIT,
+    OFFLOAD,
+    ScheduleName,
+    canonical,
+    load_user_schedule,
+    parse_name,
+)
 from .language.placements import RankTable, both_ways, loop, spread, wave
 from .language.recipe import Recipe
 from .language.shape import Shape
-from .language.user_files import load_user_schedule
 from .list_scheduler.choose import fastest
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
@@ -139,10 +148,10 @@ FAMILIES: dict[str, Family | Entry] = {
     "forward_only": Entry(family=simple.forward_only, about="forwards, for evaluation"),
     "gpipe": Entry(family=simple.gpipe, about="all forwards, then all backwards"),
     "1f1b": Entry(family=simple.one_f_one_b, about="one forward, one backward"),
-    "eager_1f1b": Entry(recipe=variants.eager_1f1b, about="1F1B with twice the warm-up"),
+    "eager_1f1b": Entry(recipe=simple.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
-    "async_1f1b": Entry(recipe=variants.async_1f1b, about="1F1B without a flush", weights="stash"),
+    "async_1f1b": Entry(recipe=simple.async_1f1b, about="1F1B without a flush", weights="stash"),
     "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
     "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
     "zb_1p": Entry(recipe=zb.zb_h1, about="zb_h1, `memory` may be set"),
@@ -177,7 +186,7 @@ FAMILIES: dict[str, Family | Entry] = {
         offload=lambda s: s.chunks,
         **_OFFLOADS,
     ),
-    "seq1f1b": Entry(recipe=variants.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
+    "seq1f1b": Entry(recipe=simple.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
 }
 
 

@@ -30,8 +30,7 @@ from ..simulator.summary import Summary, summarise
 from . import registry
 from .formats import program_text, read_schedule, schedule_text
 from .language import uplinks
-from .language.names import ALIASES, COPY_OPTIONS, parse_name
-from .language.user_files import load_file
+from .language.names import ALIASES, COPY_OPTIONS, load_file, parse_name
 
 Edges = tuple[tuple[int, int], ...]
 """(from stage, to stage) of each message."""

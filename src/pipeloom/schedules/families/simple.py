@@ -1,9 +1,13 @@
-"""Schedules by clock cycles, for any DAG of stages and any placement: forward_only, gpipe and 1f1b.
+"""1F1B and its relatives, for one stage per rank; forward_only, gpipe and 1f1b for any placement and DAG.
 
-A family gives every action a clock time; a rank runs its actions by the clock. No rank can ever wait for
-ever if along every dependency between ranks the clock goes up, and along every dependency within a rank it
-does not go down: all actions sorted by (clock, place in the stage graph) then form one order that every row
-follows. Distances between stages therefore count only the edges that change the rank.
+    eager_1f1b    twice the warm-up, so that transfers hide behind computing; arXiv 2211.05322
+    async_1f1b    PipeDream: no flush, each micro-batch is an update of its own; arXiv 1806.03377
+    seq1f1b       each micro-batch in `slices` sequence slices: a smaller warm-up; arXiv 2406.03488
+
+The first three go by clock cycles: every action has a clock time, and a rank runs its actions by the clock.
+No rank can wait for ever if along every dependency between ranks the clock goes up, and along every
+dependency within a rank it does not go down: all actions sorted by (clock, place in the stage graph) then
+form one order that every row follows. So distances between stages count only the edges that change the rank.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...ir.action import Action
+from ...ir.action import Action, B
 from ...ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
+from ...ir.errors import ScheduleError
 from ...ir.flow import Flow, flow_of
 from ...ir.stages import StageGraph
+from ..language.patterns import phases
+from ..language.recipe import Recipe
+from ..language.shape import Shape, options
 
 
 def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
@@ -116,3 +124,48 @@ def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: in
     return rows_by_clock(
         flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
     )
+
+
+def eager_1f1b(s: Shape) -> Recipe:
+    options(s)
+    return Recipe(rows=phases(s, warm_up=lambda r: 2 * _last(s, r), repeat="FB", kinds="FB"))
+
+
+def async_1f1b(s: Shape) -> Recipe:
+    """The order of 1F1B; what differs is that weights change after every backward."""
+    options(s)
+    return Recipe(rows=phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"))
+
+
+def seq1f1b(s: Shape) -> Recipe:
+    """1F1B over slices: forwards in order, backwards from the last slice of a micro-batch.
+
+    Slice i of micro-batch b is action b * slices + i, so `microbatches` is a multiple of `slices`.
+    """
+    k = int(options(s, slices=2)["slices"])
+    s.require(
+        k >= 1 and s.microbatches % k == 0,
+        f"{s.microbatches} slices in groups of {k}",
+        "give as many micro-batches as slices of all micro-batches together",
+    )
+
+    def backward(rank: int) -> list[Action]:
+        starts = range(0, s.microbatches, k)
+        return [
+            Action(c, B, low + k - 1 - i)
+            for low in starts
+            for c in s.rank_stages[rank][::-1]
+            for i in range(k)
+        ]
+
+    rows = phases(s, warm_up=lambda r: _last(s, r) + k - 1, repeat="FB", kinds="FB", backward=backward)
+    return Recipe(rows=rows, slices=k)
+
+
+def _last(s: Shape, rank: int) -> int:
+    if len(s.rank_stages[rank]) != 1:
+        raise ScheduleError(
+            f"rank {rank} has {len(s.rank_stages[rank])} stages, this schedule is for one per rank",
+            hint="use interleaved_1f1b, gis or zb_v for several",
+        )
+    return s.ahead[s.rank_stages[rank][0]]

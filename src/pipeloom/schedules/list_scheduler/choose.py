@@ -9,18 +9,44 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from ...checks.schedules import check
 from ...ir.action import Action, B, F
-from ...ir.columns import columns_of
+from ...ir.columns import Columns, Floats, Rows, columns_of
 from ...ir.errors import DeadlockError, ScheduleError
 from ...ir.operation import Operation
-from ...ir.schedule import Schedule
+from ...ir.schedule import Program, Schedule
+from ...lowering.transfers import add_transfers
+from ...simulator.simulate import time_actions
 from ..language.recipe import Recipe
-from ..language.row_times import row_times
 from ..language.shape import Shape
 from .engine import Outcome, ScheduledRecipe, run
 from .stretch import stretched
 from .tables import EPS, tables_of
+
+
+def row_times(columns: Columns, shape: Shape) -> tuple[Floats, Floats]:
+    """When each entry of rows that can run begins and ends, in seconds. A rank has two receives posted for
+    each rank that sends to it: a message sent further ahead waits until an earlier one is taken."""
+    program = Program(microbatches=shape.microbatches, placement=shape.placement, rows=Rows(columns))
+    program = add_transfers(program, shape.stages)
+    stages = range(len(shape.placement))
+    seconds = np.zeros((len(stages), len(columns.kinds)))
+    for code in np.unique(columns.kind).tolist():
+        seconds[:, code] = [shape.seconds(s, columns.kinds[code]) for s in stages]
+    shared = shape.uplinks is not None and shape.uplinks.hold_up(shape.costs)
+    begin, end = time_actions(
+        program,
+        shape.stages,
+        seconds,
+        shape.delay_s,
+        uplinks=shape.uplinks.of_rank if shape.uplinks is not None and shared else (),
+        copy_link_s=shape.uplinks.seconds if shape.uplinks is not None and shared else (),
+    )
+    own = ~program.columns.is_transfer
+    return begin[own], end[own]
+
 
 TRIED = 3
 

@@ -31,9 +31,18 @@ from typing import Any
 import numpy as np
 
 from ...ir.action import B, F, W
-from .bounds import Bound, one_microbatch, residual_seconds
 from .moments import written
-from .orders import Found, OrderCandidate, Repeating, Round, fits, timed
+from .orders import (
+    Bound,
+    Found,
+    OrderCandidate,
+    Repeating,
+    Round,
+    fits,
+    one_microbatch,
+    residual_seconds,
+    timed,
+)
 from .problem import SearchProblem
 
 

@@ -25,9 +25,8 @@ from math import ceil, inf, log2
 
 from ...ir.errors import PlanError
 from . import exact, library, moments, priorities, rows
-from .bounds import Bound, lower_bound
 from .moments import repeating_of
-from .orders import Engine, OrderCandidate, Round, fits, one_by_one
+from .orders import Bound, Engine, OrderCandidate, Round, fits, lower_bound, one_by_one
 from .problem import SearchProblem
 
 ENGINES: dict[str, Engine] = {

@@ -20,8 +20,8 @@ from ...ir.timeline import Timeline
 from ...lowering.passes import lower
 from ...simulator.simulate import simulate
 from ...simulator.summary import summarise
+from ..language.names import load_file
 from ..language.placements import loop, wave
-from ..language.user_files import load_file
 from ..scenario import Scenario, between, load_work, wired
 from .exact import solver_installed
 from .found_file import found_text
