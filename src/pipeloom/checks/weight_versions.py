@@ -7,7 +7,6 @@ it has made version t.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..ir.action import Action, B, F, I, W
@@ -94,8 +93,6 @@ class _Weights:
     group: dict[int, int] = field(default_factory=dict)
     """Update -> micro-batches of it that are done."""
     staleness: list[int] = field(default_factory=list)
-    oldest: int = 0
-    """No micro-batch that still runs uses a version below it."""
 
     def run(self, action: Action) -> None:
         if action.kind not in (F, B, I, W):
@@ -119,7 +116,7 @@ class _Weights:
             raise ScheduleError(
                 f"rank {self.rank} runs {action} with weight version {version}, but the newest there is "
                 f"{self.newest}: version {version} needs {self._late(version)}, which comes later",
-                hint=self._larger(action),
+                hint=self._larger(),
             )
         return version
 
@@ -132,7 +129,7 @@ class _Weights:
         whole = Action(self.stage, B, last)
         return str(whole if whole in self.schedule.rows[self.rank] else Action(self.stage, W, last))
 
-    def _larger(self, action: Action) -> str:
+    def _larger(self) -> str:
         count = self.schedule.microbatches // self.schedule.slices
         for every in range(self.updates.every + 1, count + 1):
             trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every))
@@ -178,9 +175,3 @@ class _Weights:
         return StageVersions(
             stage=self.stage, rank=self.rank, used=used, needed=self.needed, staleness=tuple(self.staleness)
         )
-
-
-def by_rank(stages: Sequence[StageVersions]) -> tuple[int, ...]:
-    """Per rank the most versions that one of its stages keeps."""
-    ranks = 1 + max(stage.rank for stage in stages)
-    return tuple(max((s.needed for s in stages if s.rank == rank), default=0) for rank in range(ranks))

@@ -77,10 +77,8 @@ class Lives(NamedTuple):
 
 
 class RankItems(NamedTuple):
-    """What is copied on a rank, in the order of the backwards that need it, by entry of its row, which begins
-    at entry `first`; size in bytes."""
+    """What is copied on a rank, in the order of the backwards that need it: entries of its row, and bytes."""
 
-    first: int
     forward: Longs
     back: Longs
     size: Floats
@@ -214,19 +212,20 @@ class Copies:
     strict: bool = False
     room: tuple[float, ...] | None = None
 
-    @property
-    def limited(self) -> bool:
-        return self.held is not None or self.room is not None
-
 
 class _Base(NamedTuple):
-    """Rows without copies, and when what happens."""
+    """Rows without copies, when what happens, and what is to be copied. largest: bytes of one micro-batch on
+    the largest stage of each rank.  most: that each rank may hold, if `limited`."""
 
     shape: Shape
     columns: Columns
     uplinks: Uplinks
     lives: Lives
     sizes: Sizes
+    copies: Copies
+    largest: Floats
+    most: Floats
+    limited: bool
     start: Floats
     end: Floats
 
@@ -267,39 +266,49 @@ def place_copies(
         # Of a stage without copies a plan keeps all, unless its schedule fits the caps.
         dropped=np.array([cost.recomputed_bytes * (copies.room is not None) for cost in costs], np.float64),
     )
+    largest = np.array([sizes.residual[list(own)].max() for own in shape.rank_stages])
+    limited = copies.held is not None or copies.room is not None
+    held = np.full(shape.ranks, np.inf) if copies.held is None else copies.held * largest
+    most = held if copies.room is None else np.array(copies.room, np.float64)
     assert shape.uplinks is not None
-    base = _Base(shape, columns, shape.uplinks, lives, sizes, *row_times(columns, shape))
-    if not copies.strict and copies.room is None:
-        return Rows(_best([_placing(base, _chosen(base, copies), copies)]))
-    short = SHORT
-    if (_needs(base, _chosen(base, copies)) > _most(base, copies)).any():
-        short = 0.0  # what comes back at once costs time, but that is what is asked
-    several = (_chosen(base, copies, short, transit) for transit in range(IN_TRANSIT, -1, -1))
-    different = list({chosen.tobytes(): chosen for chosen in several}.values())
-    fit = [chosen for chosen in different if (_needs(base, chosen) <= _most(base, copies)).all()]
-    return Rows(_best([_placing(base, chosen, copies) for chosen in fit or different]))
+    base = _Base(
+        shape,
+        columns,
+        shape.uplinks,
+        lives,
+        sizes,
+        copies,
+        largest,
+        most,
+        limited,
+        *row_times(columns, shape),
+    )
+    chosen = [_chosen(base)]
+    if copies.strict or copies.room is not None:
+        # What comes back at once costs time, but where nothing else keeps the limit that is what is asked.
+        short = 0.0 if (_needs(base, chosen[0]) > base.most).any() else SHORT
+        several = (_chosen(base, short, transit) for transit in range(IN_TRANSIT, -1, -1))
+        different = list({one.tobytes(): one for one in several}.values())
+        chosen = [one for one in different if (_needs(base, one) <= base.most).all()] or different
+    tries = [one for copied in chosen for one in _placing(base, copied)]
+    shortest = min(step_s for step_s, _, _ in tries)
+    good = [one for one in tries if one[0] <= AS_GOOD * shortest]
+    return Rows(min(good, key=lambda one: (one[1], one[0]))[2])
 
 
-def _placing(base: _Base, copied: Bools, copies: Copies) -> Iterator[tuple[float, float, Columns]]:
+def _placing(base: _Base, copied: Bools) -> Iterator[tuple[float, float, Columns]]:
     """Several ways to place copies of what is chosen: the step in seconds, the sum of limits, the rows."""
     if not copied.any():
         yield float(base.end.max()), 0.0, base.columns
         return
-    for limits in _limits(base, copied, copies):
+    for limits in _limits(base, copied):
         for margin in MARGINS:
             made = _placed(base, copied, limits, margin)
             step_s = float(row_times(made, base.shape)[1].max())
             yield step_s, float(sum(limits)), made
 
 
-def _best(several: Iterable[Iterable[tuple[float, float, Columns]]]) -> Columns:
-    tries = [one for ways in several for one in ways]
-    shortest = min(step_s for step_s, _, _ in tries)
-    good = [one for one in tries if one[0] <= AS_GOOD * shortest]
-    return min(good, key=lambda one: (one[1], one[0]))[2]
-
-
-def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN_TRANSIT) -> Bools:
+def _chosen(base: _Base, short: float = SHORT, transit: int = IN_TRANSIT) -> Bools:
     """Which micro-batches of which stages leave: those of the stages that are to, then, under a limit, the
     longest kept of the others, as many as it takes to leave `transit` of it free, or all."""
     costs = base.shape.costs
@@ -309,9 +318,9 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN
     chosen = np.zeros_like(leaves)
     for own in base.shape.rank_stages:
         longest = sorted(own, key=lambda stage: -float(window_s[stage].mean()))
-        chosen[longest[: copies.stages]] = True
+        chosen[longest[: base.copies.stages]] = True
     chosen &= leaves
-    if not copies.limited:
+    if not base.limited:
         return chosen
     # Places in the order in which they are chosen, counted on each rank by itself.
     placement = np.array(base.shape.placement)
@@ -322,10 +331,9 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN
         order = np.argsort(-window_s[stages, numbers], kind="stable")
         turn[stages[order], numbers[order]] = np.arange(len(order))
         candidates.append(len(order))
-    most = _most(base, copies)
     # Where only the limit says what leaves, a rank with room for all needs none for what comes and goes.
-    roomy = (_needs(base, np.zeros_like(leaves)) <= most) & (copies.stages == 0)
-    wanted = np.where(roomy, most, most - transit * _largest(base))
+    roomy = (_needs(base, np.zeros_like(leaves)) <= base.most) & (base.copies.stages == 0)
+    wanted = np.where(roomy, base.most, base.most - transit * base.largest)
     low, high = np.zeros(base.shape.ranks, np.int64), np.array(candidates, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
@@ -335,33 +343,18 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN
     return found
 
 
-def _largest(base: _Base) -> Floats:
-    """Bytes of one micro-batch on the largest stage of each rank."""
-    return np.array([base.sizes.residual[list(own)].max() for own in base.shape.rank_stages])
-
-
-def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
+def _limits(base: _Base, copied: Bools) -> Iterator[Floats]:
     """What each rank may hold, in bytes: little first."""
-    least, most = _needs(base, copied), _most(base, copies)
-    kept, size = _kept(base, copied), _largest(base)
-    if copies.strict and (least > most).any():
-        rank = int(np.argmax(least > most))
+    least, kept = _needs(base, copied), _kept(base, copied)
+    if base.copies.strict and (least > base.most).any():
+        rank = int(np.argmax(least > base.most))
         raise ScheduleError(
-            f"rank {rank} holds {least[rank] / size[rank]:g} residuals of a stage at once, whatever is "
-            f"copied; its limit is {copies.held:g}",
+            f"rank {rank} holds {least[rank] / base.largest[rank]:g} residuals of a stage at once, whatever "
+            f"is copied; its limit is {base.copies.held:g}",
             hint="raise the limit, or choose an order that computes W right behind I, such as gis or po",
         )
-    for extra in (IN_TRANSIT - 1, IN_TRANSIT, IN_TRANSIT + 1)[: 3 if copies.limited else 2]:
-        yield np.maximum(least, np.minimum(most, kept + extra * size))
-
-
-def _most(base: _Base, copies: Copies) -> Floats:
-    if copies.room is not None:
-        return np.array(copies.room, np.float64)
-    if copies.held is None:
-        return np.full(base.shape.ranks, np.inf)
-    most: Floats = copies.held * _largest(base)
-    return most
+    for extra in (IN_TRANSIT - 1, IN_TRANSIT, IN_TRANSIT + 1)[: 3 if base.limited else 2]:
+        yield np.maximum(least, np.minimum(base.most, kept + extra * base.largest))
 
 
 def _needs(base: _Base, copied: Bools) -> Floats:
@@ -381,44 +374,33 @@ def _row_peaks(base: _Base, held: Floats) -> Floats:
 
 
 def _placed(base: _Base, copied: Bools, limits: Floats, margin: float) -> Columns:
-    held = held_bytes(base.columns, base.lives, base.sizes, copied)
+    columns, sizes, lives = base.columns, base.sizes, base.lives
+    held = held_bytes(columns, lives, sizes, copied)
+    comes = np.where(columns.kind == F_, sizes.residual[columns.stage], 0.0)
     begin_s = _latest_starts(base, copied, margin)
     parts = []
-    for rank, (low, high) in enumerate(pairwise(base.columns.offsets.tolist())):
+    for rank, (low, high) in enumerate(pairwise(columns.offsets.tolist())):
         stages, numbers = np.nonzero(copied & (np.array(base.shape.placement) == rank)[:, None])
-        back = base.lives.back[stages, numbers]
-        order = np.argsort(back)
+        order = np.argsort(lives.back[stages, numbers])
         stages, numbers = stages[order], numbers[order]
-        items = RankItems(
-            low,
-            base.lives.forward[stages, numbers] - low,
-            base.lives.back[stages, numbers] - low,
-            base.sizes.copied[stages],
-        )
+        forward, back = (entries[stages, numbers] - low for entries in (lives.forward, lives.back))
+        items = RankItems(forward, back, sizes.copied[stages])
+        count, limit = len(back), float(limits[rank])
         before_s = np.concatenate(([0.0], base.end[low:high]))[:-1]
         wanted = np.searchsorted(before_s, begin_s[stages, numbers], side="right") - 1
-        found = _row_inserts(base, items, wanted, held[low:high].copy(), float(limits[rank]))
-        parts.append((found.at + low, found.code, stages[found.item], numbers[found.item]))
-    kinds = base.columns.kinds
+        reload, row_held = np.zeros(count, np.int64), held[low:high].copy()
+        largest = float(items.size.max(initial=0.0))
+        find_reloads(items, wanted.astype(np.int64), limit - largest, row_held, reload)
+        of_forward = np.full(high - low, -1, np.int64)
+        of_forward[forward] = np.arange(count)
+        work = Work(np.zeros(count, np.int64), np.zeros(count, np.int64))
+        inserts = RowInserts(*(np.zeros(3 * count, np.int64) for _ in range(3)))
+        made = find_inserts(items, (of_forward, comes[low:high], row_held), reload, limit, work, inserts)
+        at, code, item = (column[:made] for column in inserts)
+        parts.append((at + low, code, stages[item], numbers[item]))
+    kinds = columns.kinds
     assert all(kinds.index(kind) == CODE[kind] for kind in COPYING), "they have the same codes in all columns"
-    return base.columns.insert(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _row_inserts(base: _Base, items: RankItems, wanted: Longs, held: Floats, limit: float) -> RowInserts:
-    """What comes into the row of a rank. wanted: where RELOADs are to stand.  held: bytes at each entry."""
-    count, entries = len(items.back), len(held)
-    reload = np.zeros(count, np.int64)
-    largest = float(items.size.max(initial=0.0))
-    find_reloads(items, wanted.astype(np.int64), limit - largest, held, reload)
-    of_forward = np.full(entries, -1, np.int64)
-    of_forward[items.forward] = np.arange(count)
-    low = items.first
-    stage, kind = base.columns.stage[low : low + entries], base.columns.kind[low : low + entries]
-    comes = np.where(kind == F_, base.sizes.residual[stage], 0.0)
-    work = Work(np.zeros(count, np.int64), np.zeros(count, np.int64))
-    inserts = RowInserts(*(np.zeros(3 * count, np.int64) for _ in range(3)))
-    made = find_inserts(items, (of_forward, comes, held), reload, limit, work, inserts)
-    return RowInserts(*(column[:made] for column in inserts))
+    return columns.insert(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _latest_starts(base: _Base, copied: Bools, margin: float) -> Floats:

@@ -133,11 +133,6 @@ _SHARDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 
 
-def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Write compute actions only. Raises: ScheduleError if the file cannot say what the schedule has."""
-    path.write_text(schedule_text(schedule))
-
-
 def schedule_text(schedule: Schedule) -> str:
     """The `compute_only` form."""
     rows = schedule.rows

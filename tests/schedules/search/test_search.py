@@ -9,14 +9,14 @@ from math import inf
 import numpy as np
 import pytest
 from random_problems import random_case, random_chain
-from search_shapes import problem
+from search_shapes import library_order, problem
 from small import alike, simulated
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules.search.exact import Exact, solve, solve_period, solver_installed, whole_times
-from pipeloom.schedules.search.library import fitting, library_order
+from pipeloom.schedules.search.library import fitting
 from pipeloom.schedules.search.orders import OrderCandidate, all_bounds, lower_bound, one_by_one, timed
 from pipeloom.schedules.search.problem import SearchProblem
 from pipeloom.schedules.search.search import ENGINES, Progress, SearchOptions, SearchResult, search_orders

@@ -58,22 +58,6 @@ def fitting(problem: SearchProblem) -> list[str]:
     return names
 
 
-def library_order(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    """A schedule of the library as an order; None if it does not run so, or breaks a limit.
-
-    The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
-    """
-    free = without_limits(replace(problem, caps=()), name)
-    if free is None or not problem.caps:
-        return free
-    free = free if fits(free, problem.arrays.cap) else None
-    if free is not None and problem.entries > LARGE:
-        return free
-    limited = within_limits(problem, name)
-    known = [one for one in (free, limited) if one is not None]
-    return min(known, key=lambda one: one.cost_s, default=None)
-
-
 def without_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
     if not all(stage.split for stage in problem.stages) and _splits(problem, name):
         return None

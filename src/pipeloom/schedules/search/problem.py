@@ -255,7 +255,6 @@ class SearchProblem:
             seconds=np.array([self.seconds(u) for u in units], np.float64),
             memory=np.array([self.memory(u) for u in units], np.float64),
             kind=np.array([kinds.get(u.kind, 2) for u in units], np.int64),
-            stage=np.array([u.stage for u in units], np.int64),
             on_at=_offsets([len(u.ranks) for u in units]),
             on=np.array([r for u in units for r in u.ranks], np.int64),
             need_at=_offsets([len(own) for own in needs]),

@@ -25,7 +25,6 @@ class Units(NamedTuple):
     seconds: Floats
     memory: Floats
     kind: Longs
-    stage: Longs
     on_at: Longs
     on: Longs
     need_at: Longs
