@@ -157,7 +157,7 @@ def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
     make(s, Recipe(kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3))
     for memory in (2, 2.5, 3, 4):
         clock = path_clock(s)
-        assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).outcome.peak) <= memory
+        assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).peak) <= memory
 
 
 def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
@@ -174,7 +174,7 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
         )
         recipe = registry.entry("zb_v").recipe
         assert recipe is not None
-        steps = make(s, greedy).outcome.step_s, choose.best(s, recipe(s)).outcome.step_s
+        steps = make(s, greedy).step_s, choose.best(s, recipe(s)).step_s
         greed, ours = (1 - 32 * s.period_s / step_s for step_s in steps)
         return greed, ours
 
@@ -209,13 +209,13 @@ def test_before_predicates() -> None:
     """GPipe as one predicate: no backward before any forward of its rank."""
     s = registry.shape_of(3, microbatches=4)
     made = make(s, Recipe(priority=lambda a: a.microbatch, before=lambda a, b: (a.kind, b.kind) == (F, B)))
-    assert made.outcome.rows == registry.build("gpipe", s.stages, s.placement, 4).rows
+    assert made.rows == registry.build("gpipe", s.stages, s.placement, 4).rows
 
 
 def test_rows_as_given_and_what_they_lack() -> None:
     s = registry.shape_of(1, microbatches=1)
     row = (Action(0, F, 0), Action(0, B, 0))
-    assert make(s, Recipe(rows=[row])).outcome.rows == (row,)
+    assert make(s, Recipe(rows=[row])).rows == (row,)
     with pytest.raises(ScheduleError, match="the rows never run 0B0"):
         make(s, Recipe(rows=[row[:1]]))
 
@@ -226,7 +226,7 @@ def test_kinds_per_stage() -> None:
     recipe = Recipe(
         kinds=lambda stage: "FIW" if stage else "FB", priority=lambda a: (a.kind == F, a.microbatch)
     )
-    assert {a.kind for a in make(s, recipe).outcome.rows[0]} == {F, B}
+    assert {a.kind for a in make(s, recipe).rows[0]} == {F, B}
     with pytest.raises(ScheduleError, match="use F, FB, FIW or, with rows=, FBIW"):
         make(s, Recipe(kinds="FX", priority=str))
 
@@ -279,4 +279,4 @@ def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
     s, recipe = replace(shape(placement, 8), costs=costs), registry.entry(name).recipe
     assert recipe is not None
     made = built(name, 4, 8, costs=costs)
-    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).outcome.step_s
+    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).step_s

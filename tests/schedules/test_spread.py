@@ -51,7 +51,7 @@ def shape(costs: tuple[StageCost, ...], m: int = 4) -> Shape:
 
 def one_f_one_b(s: Shape) -> Schedule:
     recipe = Recipe(priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: (4, 3, 2, 2, 1)[r])
-    rows = make(s, recipe).outcome.rows
+    rows = make(s, recipe).rows
     return Schedule(name="mine", microbatches=s.microbatches, placement=s.placement, rows=rows)
 
 
@@ -182,7 +182,7 @@ def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -
 
 def test_an_order_by_a_clock_holds_all_ranks_of_a_stage_together() -> None:
     stages, made = wide(limit=4.0)
-    rows = make(made, Recipe(clock=path_clock(made, kinds="FB"))).outcome.rows
+    rows = make(made, Recipe(clock=path_clock(made, kinds="FB"))).rows
     check(Schedule(name="", microbatches=6, placement=made.placement, rows=rows), stages)
 
 

@@ -231,11 +231,7 @@ class _Base(NamedTuple):
 
 
 def place_copies(
-    rows: Iterable[Iterable[Action]],
-    shape: Shape,
-    copies: Copies,
-    *,
-    pairs: Sequence[Pair] = (),
+    rows: Iterable[Iterable[Action]], shape: Shape, copies: Copies, *, pairs: Sequence[Pair] = ()
 ) -> Rows[Action]:
     """Rows with copies. rows: complete, in order, without copies.
 

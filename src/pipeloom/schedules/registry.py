@@ -102,7 +102,7 @@ class Entry:
         recipe = self.copied if copied and self.copied is not None else self.recipe
         assert recipe is not None
         scheduled = fastest(shape, recipe)
-        return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
+        return scheduled.rows, scheduled.recipe.slices, scheduled.pairs
 
     def copies(self, name: ScheduleName, shape: Shape) -> Copies | None:
         """What the options of a name ask to be copied to the host; None for nothing.
@@ -249,7 +249,28 @@ def build(
     shape = replace(shape, options={**shape.options, **parsed.family_options})
     copies = library_entry.copies(parsed, shape)
     try:
-        return _checked(parsed, library_entry, shape, copies, split_backward=split_backward)
+        made, slices, pairs = library_entry.make(shape, copied=copies is not None)
+        if split_backward and pairs:
+            raise ScheduleError(
+                f"{parsed.written} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward "
+                "would tear apart",
+                hint='leave out the split; or use kinds="FIW" in your own recipe, pairs=0 with DualPipe',
+            )
+        rows = made if isinstance(made, Table) else tuple(map(tuple, made))
+        if split_backward:
+            rows = Table(columns_of(rows).split_backward())
+        if copies is not None:
+            rows = place_copies(rows, shape, copies, pairs=pairs)
+        schedule = Schedule(
+            name=str(parsed),
+            microbatches=microbatches,
+            placement=placement,
+            rows=rows,
+            slices=slices,
+            pairs=pairs,
+        )
+        check(schedule, stages)
+        return schedule
     except DeadlockError as error:
         if parsed.in_file:
             raise
@@ -261,33 +282,6 @@ def build(
             hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
             "`pipeloom schedule search` finds",
         ) from None
-
-
-def _checked(
-    name: ScheduleName, library_entry: Entry, shape: Shape, copies: Copies | None, *, split_backward: bool
-) -> Schedule:
-    made, slices, pairs = library_entry.make(shape, copied=copies is not None)
-    if split_backward and pairs:
-        raise ScheduleError(
-            f"{name.written} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would "
-            "tear apart",
-            hint='leave out the split; and use kinds="FIW" in a recipe of your own, pairs=0 with DualPipe',
-        )
-    rows = made if isinstance(made, Table) else tuple(map(tuple, made))
-    if split_backward:
-        rows = Table(columns_of(rows).split_backward())
-    if copies is not None:
-        rows = place_copies(rows, shape, copies, pairs=pairs)
-    schedule = Schedule(
-        name=str(name),
-        microbatches=shape.microbatches,
-        placement=shape.placement,
-        rows=rows,
-        slices=slices,
-        pairs=pairs,
-    )
-    check(schedule, shape.stages)
-    return schedule
 
 
 def build_steady(

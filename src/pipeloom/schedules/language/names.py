@@ -200,8 +200,7 @@ def load_user_schedule(name: ScheduleName) -> Any:
     if schedule is None:
         near = get_close_matches(function, [n for n in vars(module) if not n.startswith("_")], n=1)
         raise ScheduleError(
-            f"{file} has no {function}",
-            hint=f"did you mean {file}:{near[0]}?" if near else _HINT,
+            f"{file} has no {function}", hint=f"did you mean {file}:{near[0]}?" if near else _HINT
         )
     try:
         if callable(schedule):

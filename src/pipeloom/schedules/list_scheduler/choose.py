@@ -21,7 +21,7 @@ from ...lowering.transfers import add_transfers
 from ...simulator.simulate import time_actions
 from ..language.recipe import Recipe
 from ..language.shape import Shape
-from .engine import Outcome, ScheduledRecipe, run
+from .engine import ScheduledRecipe, run
 from .stretch import stretched
 from .tables import EPS, tables_of
 
@@ -66,12 +66,10 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
 def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
     """The same, or None once it is certain that the step takes longer than `within_s`."""
     problem = tables_of(shape, recipe)
-    outcome = run(problem, within_s)
-    if outcome is None:
-        return None
-    if problem.beside:
-        outcome = replace(outcome, rows=insert_operations(shape, outcome, problem.beside))
-    return ScheduledRecipe(recipe=recipe, outcome=outcome)
+    scheduled = run(problem, within_s)
+    if scheduled is None or not problem.beside:
+        return scheduled
+    return replace(scheduled, rows=insert_operations(shape, scheduled, problem.beside))
 
 
 def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> ScheduledRecipe:
@@ -109,7 +107,7 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
                 scheduled.append(many)
             else:
                 left.append(recipes[index])
-        within_s = min((one.outcome.step_s for one in scheduled), default=inf) if _by_step(shape) else inf
+        within_s = min((one.step_s for one in scheduled), default=inf) if _by_step(shape) else inf
         if left:
             scheduled += [one for one, _ in _ranked(shape, left, 1, within_s)]
         return _first(shape, scheduled, posted=True)
@@ -126,7 +124,7 @@ def _ranked(
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
-        steps = sorted(one.outcome.step_s for one, _ in scheduled)
+        steps = sorted(one.step_s for one, _ in scheduled)
         enough = len(steps) >= most and _by_step(shape)
         within_s = steps[most - 1] * (1 + _slack(shape)) if enough else limit_s
         try:
@@ -136,7 +134,7 @@ def _ranked(
             continue
         if one is not None:
             scheduled.append((one, index))
-            if one.outcome.step_s <= bound[0] + EPS and one.outcome.span_s <= bound[1] + EPS:
+            if one.step_s <= bound[0] + EPS and one.span_s <= bound[1] + EPS:
                 break
     if not scheduled and limit_s == inf:
         assert problem is not None
@@ -156,7 +154,8 @@ def _first(shape: Shape, scheduled: Sequence[ScheduledRecipe], *, posted: bool) 
     posted: by the times with few receives posted. As these are never shorter, only those are timed so that
     are shorter than the best so far without.
     """
-    cost = {id(one): one.cost if _by_step(shape) else one.cost[::-1] for one in scheduled}
+    costs = ((one, (round(one.step_s, 9), round(one.span_s, 9))) for one in scheduled)
+    cost = {id(one): seconds if _by_step(shape) else seconds[::-1] for one, seconds in costs}
     close = list(scheduled)
     if posted and len(scheduled) > 1:
         close, least = [], inf
@@ -181,12 +180,11 @@ def simulated_cost(shape: Shape, scheduled: ScheduledRecipe) -> tuple[float, flo
     None where both say the same, as no message takes time, or where rows have pairs, stages on several ranks,
     or operations next to their anchors.
     """
-    outcome, recipe = scheduled.outcome, scheduled.recipe
-    beside = {operation.kind for operation in recipe.insert} - set(recipe.fill)
+    beside = {operation.kind for operation in scheduled.recipe.insert} - set(scheduled.recipe.fill)
     late = any(shape.delay_s(a, b) > 0 for a, b in shape.stages.between)
-    if not late or outcome.pairs or shape.flow.shards or beside:
+    if not late or scheduled.pairs or shape.flow.shards or beside:
         return None
-    columns = columns_of(outcome.rows)
+    columns = columns_of(scheduled.rows)
     begin, end = row_times(columns, shape)
     rows = [slice(low, high) for low, high in pairwise(columns.offsets.tolist()) if low < high]
     span_s = max(float(end[row][-1] - begin[row][0]) for row in rows)
@@ -235,7 +233,7 @@ def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[
     one = tuple(replace(cost, **equal) for cost in s.costs)
     made = fastest(replace(s, costs=one, transfer_s=0.0), family)
     plain: Any = {"clock": None, "priority": None, "early": "all", "patience": 0.0, "overlap": 0.0}
-    fixed = replace(made.recipe, rows=made.outcome.rows, fill="", drain="", **plain)
+    fixed = replace(made.recipe, rows=made.rows, fill="", drain="", **plain)
     return [fixed, replace(fixed, fill="W"), replace(fixed, fill="W", overlap=1.0)]
 
 
@@ -254,23 +252,23 @@ def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine
         name=name,
         microbatches=shape.microbatches,
         placement=shape.placement,
-        rows=scheduled.outcome.rows,
+        rows=scheduled.rows,
         slices=scheduled.recipe.slices,
-        pairs=scheduled.outcome.pairs,
+        pairs=scheduled.pairs,
     )
     check(schedule, shape.stages)
     return schedule
 
 
 def insert_operations(
-    shape: Shape, outcome: Outcome, operations: Sequence[Operation]
+    shape: Shape, scheduled: ScheduledRecipe, operations: Sequence[Operation]
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows with each operation right after or before its anchor, or `ahead` anchors earlier.
 
     A pair stays together: what belongs between its two actions goes in front of it or behind it.
     """
-    second = dict(outcome.pairs)
-    return tuple(_row(shape, rank, row, operations, second) for rank, row in enumerate(outcome.rows))
+    second = dict(scheduled.pairs)
+    return tuple(_row(shape, rank, row, operations, second) for rank, row in enumerate(scheduled.rows))
 
 
 def _row(

@@ -29,10 +29,12 @@ from .tables import EPS, RecipeTables, SchedulerState, Tables, as_lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """step_s: until the last rank ends.  span_s: longest first-to-last time of a rank.  peak: most memory of
-    each rank.  starts: of each rank when its actions begin.  pairs: neighbours that run as one unit."""
+class ScheduledRecipe:
+    """What a recipe gives for a shape. step_s: until the last rank ends.  span_s: longest first-to-last time
+    of a rank.  peak: most memory of each rank.  starts: of each rank when its actions begin.  pairs:
+    neighbours that run as one unit."""
 
+    recipe: Recipe
     rows: Sequence[tuple[Action, ...]]
     step_s: float
     span_s: float
@@ -41,17 +43,7 @@ class Outcome:
     pairs: tuple[Pair, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduledRecipe:
-    recipe: Recipe
-    outcome: Outcome = field(repr=False)
-
-    @property
-    def cost(self) -> tuple[float, float]:
-        return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
-
-
-def run(problem: RecipeTables, within_s: float = inf) -> Outcome | None:
+def run(problem: RecipeTables, within_s: float = inf) -> ScheduledRecipe | None:
     """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
     Raises: DeadlockError if the limits leave no rank anything that it may run.
@@ -73,7 +65,8 @@ def run(problem: RecipeTables, within_s: float = inf) -> Outcome | None:
     starts = np.split(np.asarray(s.start), problem.tables.row_at[1:-1])
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
-    return Outcome(
+    return ScheduledRecipe(
+        recipe=recipe,
         rows=Rows(problem.columns(s)),
         step_s=max(ends),
         span_s=max(spans, default=0.0),
@@ -94,7 +87,19 @@ class _Rules:
         self.problem, self.recipe, self.streams = problem, problem.recipe, problem.streams
         stages = problem.tables.stage.tolist()
         self.stream_of = {pair: i for i, pair in enumerate(zip(stages, self.streams.kinds, strict=True))}
-        self.second_of = _pairs_in_rows(problem)
+        self.second_of: dict[Action, Action] = {}
+        together, flow = self.recipe.together, problem.shape.flow
+        for row in problem.listed or ():
+            if together is None:
+                break
+            taken = False
+            for a, b in zip(row, row[1:], strict=False):
+                alone = a.stage not in flow.shards and b.stage not in flow.shards
+                taken = not taken and alone and together(a, b)
+                # not if one of them needs the other
+                taken = taken and set(produces(a)).isdisjoint(needs(b, flow))
+                if taken:
+                    self.second_of[a] = b
         self.pairs: list[Pair] = []
         self.order_all = loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
 
@@ -163,23 +168,6 @@ class _Rules:
         return self.streams.action(index, s.batch[index])
 
 
-def _pairs_in_rows(problem: RecipeTables) -> dict[Action, Action]:
-    """Neighbours in fixed rows that are to run as one unit; not those of which one needs the other."""
-    second_of: dict[Action, Action] = {}
-    together, flow = problem.recipe.together, problem.shape.flow
-    if together is None:
-        return second_of
-    for row in problem.listed or ():
-        taken = False
-        for a, b in zip(row, row[1:], strict=False):
-            alone = a.stage not in flow.shards and b.stage not in flow.shards
-            taken = not taken and alone and together(a, b)
-            taken = taken and set(produces(a)).isdisjoint(needs(b, flow))
-            if taken:
-                second_of[a] = b
-    return second_of
-
-
 def _own(t: Tables, rank: int) -> Sequence[int]:
     return t.own[t.own_at[rank] : t.own_at[rank + 1]]  # type: ignore[return-value]
 
@@ -206,7 +194,8 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
         if problem.listed is not None and at < t.line_at[rank + 1]:
             heads = [int(t.line[at])]
         heads.sort(key=lambda i: s.missing[i * t.size + s.batch[i]] > 0)  # those at hand first
-        full = [i for i in heads if _is_full(t, s, i)]
+        at_hand = (i for i in heads if s.missing[i * t.size + s.batch[i]] == 0 and t.opens[i])
+        full = [i for i in at_hand if not loop.may_open.interpreted(t, s, i, s.batch[i])]
         if full:
             action = action_of(full[0], s.batch[full[0]])
             opened = f"{s.opened[rank]} micro-batches open"
@@ -229,9 +218,3 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
             else:
                 what = "is held back by the rows, in which another action stands first"
             yield False, f"rank {rank} at {action} {what}"
-
-
-def _is_full(t: Tables, s: SchedulerState, index: int) -> bool:
-    b = s.batch[index]
-    at_hand = s.missing[index * t.size + b] == 0
-    return bool(at_hand and t.opens[index] and not loop.may_open.interpreted(t, s, index, b))

@@ -15,20 +15,20 @@ from ...ir.action import F
 from ...ir.columns import F_, Columns, Rows, columns_of
 from ..language.recipe import Recipe, per_rank
 from ..language.shape import Shape
-from .engine import Outcome, ScheduledRecipe
+from .engine import ScheduledRecipe
 from .tables import EPS
 
 MOST = 4
 
 
 def stretched(
-    scheduled: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
+    few: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
 ) -> ScheduledRecipe | None:
     """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats. Only
     for recipes by a clock that is the same for each micro-batch, and for few and many."""
-    if not _same(scheduled.recipe, recipe, small, microbatches):
+    if not _same(few.recipe, recipe, small, microbatches):
         return None
-    few, more = scheduled.outcome, microbatches - small.microbatches
+    more = microbatches - small.microbatches
     if recipe.memory_bytes is not None or recipe.in_flight or recipe.in_flight_stage:
         return None
     if recipe.memory is not None and any(
@@ -53,8 +53,7 @@ def stretched(
                 else:
                     break
             if len(rank_cuts) == small.ranks:
-                longer = _longer(few, columns, rank_cuts, period, size, more // size)
-                return ScheduledRecipe(recipe=recipe, outcome=longer)
+                return replace(_longer(few, columns, rank_cuts, period, size, more // size), recipe=recipe)
     return None
 
 
@@ -77,7 +76,7 @@ def _same(few: Recipe, many: Recipe, s: Shape, microbatches: int) -> bool:
 
 
 def _cut(
-    few: Outcome, columns: Columns, rank: int, middle: float, period: float, size: int
+    few: ScheduledRecipe, columns: Columns, rank: int, middle: float, period: float, size: int
 ) -> tuple[int, int] | None:
     """Where the second of two equal periods of a rank begins and ends in its row, if they are equal."""
     starts, begin = few.starts[rank], int(columns.offsets[rank])
@@ -95,8 +94,8 @@ def _cut(
 
 
 def _longer(
-    few: Outcome, columns: Columns, cuts: list[tuple[int, int]], period: float, size: int, times: int
-) -> Outcome:
+    few: ScheduledRecipe, columns: Columns, cuts: list[tuple[int, int]], period: float, size: int, times: int
+) -> ScheduledRecipe:
     entries, later, starts = [], [], []
     for rank, (here, high) in enumerate(cuts):
         count = len(few.starts[rank])

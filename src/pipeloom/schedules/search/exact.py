@@ -210,7 +210,18 @@ def solve_periods(task: Round) -> Iterator[Found]:
         return
     m, best = task.problem.microbatches, task.best.cost_s
     path = one_microbatch(task.problem)
-    for period in periods(asked):
+    problem = task.problem
+    busy = max(
+        sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
+        for r in range(problem.ranks)
+    )
+    lie = max(
+        residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
+        for r in range(problem.ranks)
+    )
+    least = max(1, busy, ceil(lie * asked.scale - 1e-6))
+    for number in range(MOST_PERIODS):
+        period = least + number * max(1, least // FINER)
         if (m - 1) * period / asked.scale + path >= best:
             return
         first = solve_period(asked, period, effort=PERIOD_EFFORT * task.effort)
@@ -232,21 +243,6 @@ def whole_times(problem: SearchProblem) -> WholeTimes:
         seconds=tuple(round(problem.seconds(u) * scale) for u in problem.units),
         pairs=tuple((a, b) for a, b in combinations(units, 2) if problem.arrays.meet[a, b]),
     )
-
-
-def periods(asked: WholeTimes) -> Iterator[int]:
-    problem = asked.problem
-    work = max(
-        sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
-        for r in range(problem.ranks)
-    )
-    lie = max(
-        residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
-        for r in range(problem.ranks)
-    )
-    least = max(1, work, ceil(lie * asked.scale - 1e-6))
-    for number in range(MOST_PERIODS):
-        yield least + number * max(1, least // FINER)
 
 
 def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating | None:

@@ -59,23 +59,17 @@ def fitting(problem: SearchProblem) -> list[str]:
 
 
 def without_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    if not all(stage.split for stage in problem.stages) and _splits(problem, name):
-        return None
+    if not all(stage.split for stage in problem.stages):
+        # Whether it splits a backward that is whole one micro-batch tells as well as all.
+        made = _schedule(replace(problem, microbatches=1), name, limited=False)
+        for action in (action for row in made.rows for action in row) if made is not None else ():
+            if action.kind in (I, W) and not problem.stages[problem.origin(action.stage)].split:
+                return None
     return _built(problem, name, limited=False)
 
 
 def within_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
     return None if entry(name).recipe is None else _built(problem, name, limited=True)
-
-
-def _splits(problem: SearchProblem, name: str) -> bool:
-    """Whether a schedule splits a backward that is whole: one micro-batch tells it as well as all."""
-    made = _schedule(replace(problem, microbatches=1), name, limited=False)
-    return made is not None and any(
-        action.kind in (I, W) and not problem.stages[problem.origin(action.stage)].split
-        for row in made.rows
-        for action in row
-    )
 
 
 def _built(problem: SearchProblem, name: str, *, limited: bool) -> OrderCandidate | None:

@@ -9,7 +9,7 @@ Our closest reading of the scheduler of FlexPipe, arXiv 2510.05112, of which onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
@@ -142,7 +142,14 @@ def plain_rules(problem: SearchProblem) -> list[DispatchRules]:
     deep = {s: i for i, s in enumerate(problem.order_of_stages)}
     count = len(deep)
     split = any(unit.kind not in (F, B) for unit in problem.units)
-    ahead = [_ahead(problem, flight) for flight in range(5)]
+    # Micro-batches that stages may have in flight: as many as keep one busy while a micro-batch comes back,
+    # so many times; or any number.
+    period = max(*problem.work, 1e-9)
+    seconds = problem.arrays.seconds.tolist()
+    turns = [ceil((tail + own) / period) for tail, own in zip(problem.tails, seconds, strict=True)]
+    ahead = [[max(1.0, one * times) for one in turns] for times in (1.0, 1.5, 2.0, 3.0)]
+    ahead.append([inf] * len(turns))
+    last = {(u.stage, r): i for i, u in enumerate(problem.units) for r in u.ranks}
     found = []
     for backward_first, deepest_first, flight, patience, late in product(
         (True, False), (True, False), range(5), (0.0, 1.0), (True, False) if split else (True,)
@@ -153,33 +160,16 @@ def plain_rules(problem: SearchProblem) -> list[DispatchRules]:
             kind = (unit.kind == F) == backward_first
             w = 2 if late else -1
             priority.append(place + count * (2 * kind if unit.kind in (F, B, I) else 2 * w))
-        found.append(rules_of(problem, priority, ahead[flight], patience))
+        found.append(
+            DispatchRules(
+                priority=np.array(priority, np.float64),
+                ahead=np.array(ahead[flight], np.float64),
+                patience=np.array([patience]),
+                last=np.array([last[u.stage, u.ranks[0]] for u in problem.units], np.int64),
+                next=np.zeros(len(problem.units), np.int64),
+            )
+        )
     return found
-
-
-def _ahead(problem: SearchProblem, flight: int) -> list[float]:
-    """Micro-batches that stages may have in flight, per unit: as many as keep one busy while a micro-batch
-    comes back, so many times; or any number."""
-    units = range(len(problem.units))
-    if flight == 4:
-        return [inf for _ in units]
-    period = max(*problem.work, 1e-9)
-    seconds = problem.arrays.seconds
-    back = [problem.tails[u] + float(seconds[u]) for u in units]
-    return [max(1.0, ceil(one / period) * (1.0, 1.5, 2.0, 3.0)[flight]) for one in back]
-
-
-def rules_of(
-    problem: SearchProblem, priority: Sequence[float], ahead: Sequence[float], patience: float
-) -> DispatchRules:
-    last = {(u.stage, r): i for i, u in enumerate(problem.units) for r in u.ranks}
-    return DispatchRules(
-        priority=np.array(priority, np.float64),
-        ahead=np.array(ahead, np.float64),
-        patience=np.array([patience]),
-        last=np.array([last[u.stage, u.ranks[0]] for u in problem.units], np.int64),
-        next=np.zeros(len(problem.units), np.int64),
-    )
 
 
 def changed(problem: SearchProblem, rules: DispatchRules, random: np.random.Generator) -> DispatchRules:
