@@ -119,7 +119,7 @@ def test_seq1f1b_holds_slices_and_its_bubble_is_theirs(p: int, m: int, k: int) -
     """p + k - 1 slices of a k-th; the bubble is that of 1F1B over k."""
     name = f"seq1f1b:slices={k}"
     assert registry.in_flight(built(name, p, m * k)) == tuple(min(p - r + k - 1, m * k) for r in range(p))
-    outcome = made_for(name, shape(name, p, m * k, times=(1 / k, 1 / k, 1 / k))).outcome
+    outcome = made_for(name, shape(name, p, m * k, times=(1 / k, 1 / k, 1 / k)))
     assert outcome.step_s == pytest.approx(3 * m + 3 * (p - 1) / k)
 
 
@@ -128,7 +128,7 @@ def test_chimera_holds_two_replicas_and_as_much_on_every_rank(p: int) -> None:
     _, placement = registry.default_placement("chimera", p)
     assert all(placement.count(rank) == 2 for rank in range(p))
     assert placement[:p] == placement[p:][::-1]
-    outcome = made_for("chimera", shape("chimera", p, p // 2)).outcome
+    outcome = made_for("chimera", shape("chimera", p, p // 2))
     assert max(outcome.peak) <= p / 2 and min(outcome.peak) >= p // 2 / 2
     assert outcome.step_s - p * 3 < 3 * (p - 1)  # of 1F1B
 

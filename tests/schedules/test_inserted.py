@@ -45,7 +45,7 @@ def zb_h1(s: Shape, *insert: Operation) -> Recipe:
 
 
 def schedule_of(s: Shape, recipe: Recipe) -> Schedule:
-    outcome = make(s, recipe).outcome
+    outcome = make(s, recipe)
     rows, pairs = outcome.rows, outcome.pairs
     made = Schedule(name="", microbatches=s.microbatches, placement=s.placement, rows=rows, pairs=pairs)
     check(made, s.stages)

@@ -133,14 +133,12 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
     assert len(inspect.getsource(recipe).splitlines()) <= lines
     stages, placement = registry.default_placement(name, ranks)
     s = replace(shape(placement, 2 * ranks), stages=stages)
-    made = choose.best(s, recipe(s)).outcome  # type: ignore[operator]
+    made = choose.best(s, recipe(s))  # type: ignore[operator]
     built = registry.build(name, stages, placement, 2 * ranks, costs=s.costs)
     found = {a.kind for row in built.rows for a in row}
     kinds = "".join(kind for kind in "FBIW" if kind in found)
     pairs = {*built.pairs}
-    library = make(
-        s, Recipe(kinds=kinds, rows=built.rows, fill="", together=lambda a, b: (a, b) in pairs)
-    ).outcome
+    library = make(s, Recipe(kinds=kinds, rows=built.rows, fill="", together=lambda a, b: (a, b) in pairs))
     assert made.pairs or not pairs
     assert max(made.peak) <= max(library.peak)
     assert made.step_s == pytest.approx(library.step_s, rel=0.0 if lines == 5 else 0.02)
@@ -191,8 +189,8 @@ def test_a_filler_waits_for_what_is_on_its_way() -> None:
     )
     s = replace(shape((0, 1, 2), 2), costs=costs)
     rows = phases(s, warm_up=lambda rank: 2 - rank, repeat="FI")
-    waits = make(s, Recipe(kinds="FIW", rows=rows)).outcome
-    hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0)).outcome
+    waits = make(s, Recipe(kinds="FIW", rows=rows))
+    hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0))
     kinds = ["".join(a.kind for a in o.rows[1]) for o in (waits, hurries)]
     assert kinds == ["FFIIWW", "FFIWIW"]
     # Nobody waits for the last I of rank 0, so there W goes first.

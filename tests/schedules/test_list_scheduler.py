@@ -72,7 +72,7 @@ def test_a_schedule_made_longer_by_repeating_its_steady_state_is_the_one_that_is
         if made is not None:
             rows = made.rows
             check(Schedule(name=name, microbatches=31, placement=few.placement, rows=rows), few.stages)
-            anew = make(many, recipe).outcome
+            anew = make(many, recipe)
             assert made.step_s == pytest.approx(anew.step_s) and made.peak == anew.peak
             compared += 1
     assert compared
@@ -89,7 +89,7 @@ def test_any_clock_that_repeats_gives_rows_that_can_run_in_the_time_it_says(data
     made = stretched(make(s, recipe), s, recipe, 40)
     if made is not None:
         longer = replace(s, microbatches=40)
-        again = make(longer, Recipe(kinds="FIW", rows=made.rows, fill="")).outcome
+        again = make(longer, Recipe(kinds="FIW", rows=made.rows, fill=""))
         assert again.step_s <= made.step_s + 1e-6
         assert max(again.peak) <= s.ranks
 

@@ -167,7 +167,7 @@ def test_the_list_scheduler_and_the_simulator_agree(
 ) -> None:
     cost = replace(equal_costs(1)[0], pair_factor=0.75)
     s = replace(shape_of(4, microbatches=12), costs=(cost,) * 4, transfer_s=lambda source, target: transfer_s)
-    made = make(s, order(s)).outcome
+    made = make(s, order(s))
     schedule = Schedule(name="", microbatches=12, placement=s.placement, rows=made.rows, pairs=made.pairs)
     check(schedule, s.stages)
     step_s = simulated(schedule, s.costs, s.stages, alike(4, latency_s=transfer_s)).step_s

@@ -161,7 +161,7 @@ def test_never_worse_than_1f1b_at_as_little_memory(
     """
     p, m = 8, 32
     s = shape(name, p, m, times=times)
-    made = made_for(name, s).outcome
+    made = made_for(name, s)
     round_trip = p * sum(times) * s.chunks
     assert max(made.peak) <= peak
     assert made.step_s <= m * round_trip / peak
@@ -173,7 +173,7 @@ def test_uneven_stages_are_timed_too(name: str) -> None:
     s = shape(name, 4, 16)
     slow = equal_costs(1, forward_s=2.0, input_grad_s=2.0, weight_grad_s=2.0)
     s = replace(s, costs=s.costs[:2] + slow + s.costs[3:])
-    made = made_for(name, s).outcome
+    made = made_for(name, s)
     assert made.step_s >= s.microbatches * s.period_s
     assert made.step_s <= 1.5 * s.microbatches * s.period_s
 

@@ -169,7 +169,7 @@ def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -
     """Each rank by itself ordered its actions, so that every such order was refused as a deadlock."""
     limits = (4.0, 4.0, 3.0, 2.0)
     stages, made = wide(limit=limits)
-    outcome = make(made, recipe).outcome
+    outcome = make(made, recipe)
     check(Schedule(name="", microbatches=6, placement=made.placement, rows=outcome.rows), stages)
     begun: dict[tuple[object, ...], set[float]] = defaultdict(set)
     for row, starts in zip(outcome.rows, outcome.starts, strict=True):

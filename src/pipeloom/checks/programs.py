@@ -57,25 +57,16 @@ def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     at = wrong[0]
     who, step = program.locate(int(entries[at]))
     if strange[at]:
-        raise ScheduleError(
-            f"rank {who} runs {step}, but does not hold stage {step.stage}",
-            hint="move it to the rank of that stage, or drop it",
-        )
-    if astray[at]:
+        why, hint = f"does not hold stage {step.stage}", "move it to the rank of that stage, or drop it"
+    elif astray[at]:
         what = "gradients" if step.kind in (SEND_B, RECV_B) else "values"
-        raise ScheduleError(
-            f"rank {who} runs {step}, but no {what} pass that way from stage to stage",
-            hint="drop it and its other end",
-        )
-    if local[at]:
-        raise ScheduleError(
-            f"rank {who} runs {step}, but holds both stages",
-            hint="drop it and its other end: stages on one rank share memory",
-        )
-    raise ScheduleError(
-        f"rank {who} runs {step}, but the micro-batches are 0 to {program.microbatches - 1}",
-        hint="correct the micro-batch, or drop it and its other end",
-    )
+        why, hint = f"no {what} pass that way from stage to stage", "drop it and its other end"
+    elif local[at]:
+        why, hint = "holds both stages", "drop it and its other end: stages on one rank share memory"
+    else:
+        why = f"the micro-batches are 0 to {program.microbatches - 1}"
+        hint = "correct the micro-batch, or drop it and its other end"
+    raise ScheduleError(f"rank {who} runs {step}, but {why}", hint=hint)
 
 
 def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
@@ -97,7 +88,6 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
 
 
 def repeated(rows: Sequence[Sequence[Instruction]]) -> ScheduleError:
-    """The error for the first step that stands twice."""
     seen: set[Instruction] = set()
     for rank, row in enumerate(rows):
         for step in row:

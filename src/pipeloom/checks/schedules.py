@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import KINDS, Action, B, F, I, Kind, W
+from ..ir.action import KINDS, OFFLOAD, RELOAD, Action, B, F, I, Kind, W
 from ..ir.columns import (
     AWAIT_,
     B_,
@@ -29,7 +29,6 @@ from ..ir.columns import (
     TREATING,
     W_,
     Bools,
-    Ints,
     Rows,
     starts_of,
 )
@@ -369,19 +368,20 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
     """What is offloaded is reloaded, and only that; and only that is waited for."""
     if not schedule.columns.treats_residuals:
         return
-    away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
-    if (entry := _first((away >= 0) & (back < 0), away)) is not None:
-        rank, action = schedule.locate(entry)
-        reload, reader = _named(schedule, entry, RELOAD_), _backward(schedule, entry)
+    index = schedule.action_index
+    away, back, awaited = index.of(OFFLOAD_), index.of(RELOAD_), index.of(AWAIT_)
+    if (lost := away[(away >= 0) & (back < 0)]).size:
+        rank, action = schedule.locate(int(lost.min()))
+        reader = schedule.locate(int(index.gradients()[action.stage, action.microbatch]))[1]
+        reload = Action(action.stage, RELOAD, action.microbatch)
         raise ScheduleError(
             f"rank {rank} runs {action} and never {reload}",
             hint=f"add {reload} between {action} and {reader}",
         )
-    awaited = schedule.action_index.of(AWAIT_)
     lonely = np.where(awaited >= 0, awaited, back)
-    if (entry := _first((lonely >= 0) & (away < 0), lonely)) is not None:
-        rank, action = schedule.locate(entry)
-        made, offload = _named(schedule, entry, F_), _named(schedule, entry, OFFLOAD_)
+    if (lonely := lonely[(lonely >= 0) & (away < 0)]).size:
+        rank, action = schedule.locate(int(lonely.min()))
+        made, offload = (Action(action.stage, kind, action.microbatch) for kind in (F, OFFLOAD))
         raise ScheduleError(
             f"rank {rank} runs {action}, but nothing of it was offloaded",
             hint=f"add {offload} between {made} and {action}, or drop {action}",
@@ -410,21 +410,6 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
             hint=f"move {other} in front of {action}: the order is F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, "
             "B (or I)",
         )
-
-
-def _first(wrong: Bools, entries: Ints) -> int | None:
-    return int(entries[wrong].min()) if wrong.any() else None
-
-
-def _named(schedule: Schedule, entry: int, code: int) -> Action:
-    """The action of another kind on the micro-batch of an entry."""
-    _, action = schedule.locate(entry)
-    return Action(action.stage, schedule.columns.kinds[code], action.microbatch)
-
-
-def _backward(schedule: Schedule, entry: int) -> Action:
-    _, action = schedule.locate(entry)
-    return schedule.locate(int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
 
 
 def pairs(schedule: Schedule, flow: Flow) -> None:

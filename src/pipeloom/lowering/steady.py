@@ -57,7 +57,6 @@ class SteadyRows:
 
     @property
     def full_from(self) -> int:
-        """The number of batches after which a row is full."""
         return 2 * self.step.window
 
     def row(self, batch: int, fed: int) -> SteadyRow:
@@ -84,7 +83,6 @@ class SteadyRows:
         return self._rows[key]
 
     def _cut(self, steps: int) -> tuple[Program, list[Cut]]:
-        """So many steps, lowered, and per rank its row cut at the ends of its steps."""
         if steps not in self._programs:
             schedule = self.step.unroll(steps)
             program = lower(schedule, self.stages, policy=self.policy, updates=self.updates, clips=self.clips)

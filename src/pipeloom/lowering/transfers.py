@@ -38,7 +38,6 @@ from ..ir.stages import StageGraph
 
 
 def add_transfers(program: Program, stages: StageGraph) -> Program:
-    """Put each compute action between the messages it needs and those it makes."""
     old = program.columns
     around = _around(flow_of(stages), program.placement)
     count = len(program.placement)

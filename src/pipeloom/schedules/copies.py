@@ -340,7 +340,6 @@ def _chosen(base: _Base, short: float = SHORT, transit: int = IN_TRANSIT) -> Boo
 
 
 def _limits(base: _Base, copied: Bools) -> Iterator[Floats]:
-    """What each rank may hold, in bytes: little first."""
     least, kept = _needs(base, copied), _kept(base, copied)
     if base.copies.strict and (least > base.most).any():
         rank = int(np.argmax(least > base.most))

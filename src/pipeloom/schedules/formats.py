@@ -67,7 +67,6 @@ def parse_text(text: str, *, name: str = "text") -> Schedule:
 
 
 def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: str) -> Schedule:
-    """The schedule that has these rows, with as many stages and micro-batches as they name."""
     home: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -245,7 +244,6 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
-    """Read the text of a file of either form."""
     if (plain := parse_plain(text, name=name)) is not None:
         return plain
     rows: list[list[Action]] = []

@@ -191,7 +191,6 @@ FAMILIES: dict[str, Family | Entry] = {
 
 
 def names() -> tuple[str, ...]:
-    """All schedules that `build` knows."""
     return tuple(FAMILIES)
 
 
@@ -428,7 +427,6 @@ def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]
 
 
 def _from_file(file: Path) -> Entry:
-    """An order that is given: its ranks, stages and micro-batches are those of the file."""
     schedule = read_schedule(file)
 
     def table(ranks: int) -> RankTable:

@@ -343,7 +343,6 @@ def updates_of(name: str) -> Updates:
 
 
 def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersions, ...]:
-    """The weight versions of each stage; empty with `flush`."""
     if updates.rule.flushes:
         return ()
     weight_versions(simulated.schedule, simulated.stages, updates)
@@ -399,7 +398,7 @@ def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> t
 def _units(
     costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
 ) -> list[float]:
-    """Per rank the bytes of one micro-batch: the residuals of all its stages."""
+    """Per rank the bytes of one micro-batch."""
     units = [0.0] * (max(placement) + 1)
     for cost, rank in zip(costs, placement, strict=True):
         units[rank] += cost.residual_bytes * slices / replicas

@@ -56,7 +56,6 @@ class Sensitivity:
 
 
 def divergences(one: SimulatedSchedule, other: SimulatedSchedule) -> list[Divergence]:
-    """Of every rank whose rows differ the first place."""
     if one.schedule.ranks != other.schedule.ranks:
         raise ScheduleError(
             f"{one.schedule.name} has {one.schedule.ranks} ranks, {other.schedule.name} has "
@@ -104,7 +103,6 @@ def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
 
 
 def _events(simulated: SimulatedSchedule) -> dict[str, Event]:
-    """Action -> its event, of all that schedules may say."""
     own = {str(action) for row in simulated.schedule.rows for action in row}
     return {event.action: event for event in simulated.timeline.events if event.action in own}
 

@@ -66,7 +66,6 @@ class Shape:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What others have made of this shape."""
         return {}
 
     @cached_property
@@ -87,7 +86,6 @@ class Shape:
 
     @cached_property
     def chunks(self) -> int:
-        """Most stages of any rank."""
         return max(map(len, self.rank_stages))
 
     @cached_property

@@ -64,7 +64,6 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
 
 
 def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
-    """The same, or None once it is certain that the step takes longer than `within_s`."""
     problem = tables_of(shape, recipe)
     scheduled = run(problem, within_s)
     if scheduled is None or not problem.beside:

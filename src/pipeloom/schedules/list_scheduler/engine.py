@@ -104,7 +104,6 @@ class _Rules:
         self.order_all = loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
 
     def _hold_back(self, t: Tables, s: SchedulerState, rank: int) -> None:
-        """Hold back what must wait for another action of the rank, or for the other one of its pair."""
         for index in _own(t, rank):
             if s.batch[index] >= 0 and not s.fills[index]:
                 others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
@@ -128,7 +127,6 @@ class _Rules:
         return inf if full or s.missing[place] else float(s.arrival[place])
 
     def _begin_unit(self, t: Tables, s: SchedulerState, index: int, now: float) -> None:
-        """As `loop.begin_unit`, where the unit may be a pair."""
         pair = [index]
         fixed = self._second(s, index)
         if fixed is not None:

@@ -17,7 +17,6 @@ DONE, TOO_LONG = 0, 1
 
 @kernel
 def look(t: Tables, s: SchedulerState, index: int) -> None:
-    """Note the next action of a stream, if there is one."""
     at = t.order_at[index] + s.next[index]
     if at >= t.order_at[index + 1]:
         s.batch[index] = -1
@@ -243,7 +242,6 @@ def wake(s: SchedulerState) -> tuple[float, int]:
 
 @kernel
 def order_all(t: Tables, s: SchedulerState, ranks: int) -> int:
-    """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
     for rank in range(ranks):
         push(s.event, s.event_rank, s.events, 0.0, rank)
     while s.events[0] > 0:

@@ -289,7 +289,6 @@ def _listed(shape: Shape, recipe: Recipe) -> Rows[Action] | None:
 def _streams_of(
     shape: Shape, recipe: Recipe, loose: Sequence[Operation], listed: Rows[Action] | None
 ) -> Streams:
-    """The streams of a shape; for recipes with the same kinds of actions they are made once."""
     kinds = tuple(recipe.kinds_of(stage) for stage in range(len(shape.placement)))
     # Stages and micro-batches whose backward the rows run as one B, where a stage may do either.
     whole: frozenset[tuple[int, int]] = frozenset()
@@ -486,7 +485,6 @@ class _Places:
         self.own = [np.flatnonzero(streams.rank == r).tolist() for r in range(shape.ranks)]
 
     def by_key(self, key: Callable[[Action], Any]) -> tuple[Longs, Longs, Longs]:
-        """Equal keys get one number."""
         for own in self.own:
             entries = [
                 (key(self.streams.action(index, b)), index, b)
@@ -526,7 +524,6 @@ class _Places:
         return self.place.reshape(-1), _offsets([len(line) for line in lines]), np.concatenate(lines)
 
     def by_rows(self, rows: Columns) -> tuple[Longs, Longs, Longs]:
-        """Raises: ScheduleError if they are not what the streams run."""
         streams, stages = self.streams, len(self.shape.placement)
         stream = np.full((stages, len(rows.kinds)), -1, np.int64)
         codes = {kind: code for code, kind in reversed(list(enumerate(rows.kinds)))}
@@ -566,35 +563,31 @@ class _Places:
         """Entries that would never get their turn: in the wrong row, of no micro-batch, beside a B, or
         twice."""
         size = self.streams.size
-
-        def refuse(bad: Bools, problem: Callable[[Action], str], hint: str) -> None:
-            if bad.any():
-                at = int(np.argmax(bad))
-                action, where = rows.at(at), f"the row of rank {rows.rank_of(at)}"
-                assert isinstance(action, Action)
-                raise ScheduleError(f"{where} has {action}{problem(action)}", hint=hint)
-
         rank = np.repeat(np.arange(rows.ranks), np.diff(rows.offsets))
-        refuse(
-            self.streams.rank[line] != rank,
-            lambda a: f", but stage {a.stage} is on another rank",
-            "move it to the row of that rank, or place the stage here",
-        )
-        refuse(
-            (rows.microbatch < 0) | (rows.microbatch >= size),
-            lambda a: f", but there are {size} micro-batches",
-            "drop it: micro-batches count from 0",
-        )
+        out = (rows.microbatch < 0) | (rows.microbatch >= size)
         runs = self.streams.missing.reshape(-1, size) != NEVER
-        refuse(
-            ~runs[line, rows.microbatch],
-            lambda a: ", which its stage does not run at this micro-batch",
-            "a micro-batch has B, or I and W; an operation only those that its every= says",
-        )
         _, first = np.unique(line * size + rows.microbatch, return_index=True)
         again = np.ones(len(line), np.bool_)
         again[first] = False
-        refuse(again, lambda a: " a second time", "run every action once")
+        for bad, problem, hint in (
+            (
+                self.streams.rank[line] != rank,
+                ", but its stage is on another rank",
+                "move it to the row of that rank, or place the stage here",
+            ),
+            (out, f", but there are {size} micro-batches", "drop it: micro-batches count from 0"),
+            (
+                ~runs[line, np.where(out, 0, rows.microbatch)],
+                ", which its stage does not run at this micro-batch",
+                "a micro-batch has B, or I and W; an operation only those that its every= says",
+            ),
+            (again, " a second time", "run every action once"),
+        ):
+            if bad.any():
+                at = int(np.argmax(bad))
+                raise ScheduleError(
+                    f"the row of rank {rows.rank_of(at)} has {rows.at(at)}{problem}", hint=hint
+                )
 
 
 def _offsets(lengths: Sequence[int] | Longs) -> Longs:

@@ -26,7 +26,6 @@ PAIRED = ("dualpipe", "dualpipev")
 
 
 def library_orders(task: Round) -> Iterator[Found]:
-    """Build them one by one, within the limits of the round; without limits if there are none."""
     if not task.problem.caps:
         for name in fitting(task.problem):
             yield Found(candidate=without_limits(task.problem, name), evaluations=1)

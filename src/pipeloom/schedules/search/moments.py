@@ -214,7 +214,6 @@ COMPILED = 1_000_000
 
 
 def anneal_repeating(task: Round) -> Iterator[Found]:
-    """Anneal on few micro-batches, then on all."""
     problem, m = task.problem, task.problem.microbatches
     units = len(problem.units)
     near = repeating_of(problem, task.best)

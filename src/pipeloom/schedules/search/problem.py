@@ -122,7 +122,6 @@ class SearchProblem:
 
     @cached_property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Per rank the residuals of one micro-batch on all its stages."""
         return tuple(sum(s.residual_bytes for s in self.stages if r in s.ranks) for r in range(self.ranks))
 
     @cached_property
@@ -132,7 +131,6 @@ class SearchProblem:
         return spread(dag(len(self.stages), edges), [stage.ranks for stage in self.stages])
 
     def origin(self, stage: int) -> int:
-        """The stage of the problem that a stage of `placed` is."""
         return self.placed[0].origin(stage)
 
     @cached_property
@@ -208,7 +206,6 @@ class SearchProblem:
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Per unit the units of the same micro-batch that it waits for."""
         at = {(u.stage, u.kind): i for i, u in enumerate(self.units) if u.kind in (F, B, I)}
         late = {(u.stage, u.kind, u.ranks): i for i, u in enumerate(self.units)}
         anchors = {o.kind: ANCHORS[o.anchor] for o in self.operations}
@@ -289,7 +286,6 @@ class SearchProblem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Per rank the busy seconds of one micro-batch."""
         return tuple(sum(self.seconds(u) for u in self.units if r in u.ranks) for r in range(self.ranks))
 
     def actions(self, unit: int) -> tuple[tuple[int, int, Kind], ...]:

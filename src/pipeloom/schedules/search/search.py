@@ -87,7 +87,6 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """By which share the best may at most be improved, of the bound."""
         return max(0.0, self.cost_s / self.bound.seconds - 1) if self.bound.seconds else 0.0
 
 
@@ -372,7 +371,6 @@ class Levels:
 
     @property
     def fine(self) -> float:
-        """By which neighbouring sizes are apart."""
         return min(COARSEST, 1 + (FINE - 1) * max(1.0, self.problem.entries / LARGE))
 
     def thorough(self) -> tuple[float, ...]:

@@ -47,7 +47,6 @@ class StagesToSchedule:
     memory: str = ""
 
     def caps(self, memory: str) -> tuple[float, ...]:
-        """Bytes per rank: of one limit for all ranks, or of several with commas; none without a limit."""
         parts = [part.strip() for part in (memory or self.memory).split(",") if part.strip()]
         if not parts:
             return ()
@@ -208,8 +207,6 @@ SHORTEST = ("step", "span")
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSchedule:
-    """What a search found, proved and simulated. peaks: most residuals per rank, in the file's unit."""
-
     schedule: Schedule
     stages: StageGraph
     timeline: Timeline = field(repr=False)
