@@ -572,7 +572,7 @@ class _Places:
         for bad, problem, hint in (
             (
                 self.streams.rank[line] != rank,
-                ", but its stage is on another rank",
+                ", but stage {stage} is on another rank",
                 "move it to the row of that rank, or place the stage here",
             ),
             (out, f", but there are {size} micro-batches", "drop it: micro-batches count from 0"),
@@ -585,9 +585,8 @@ class _Places:
         ):
             if bad.any():
                 at = int(np.argmax(bad))
-                raise ScheduleError(
-                    f"the row of rank {rows.rank_of(at)} has {rows.at(at)}{problem}", hint=hint
-                )
+                where = f"the row of rank {rows.rank_of(at)} has {rows.at(at)}"
+                raise ScheduleError(where + problem.format(stage=rows.stage[at]), hint=hint)
 
 
 def _offsets(lengths: Sequence[int] | Longs) -> Longs:
