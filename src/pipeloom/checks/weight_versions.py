@@ -19,8 +19,10 @@ from ..ir.weights import Updates
 @dataclass(frozen=True, kw_only=True)
 class StageVersions:
     """What one stage does with its weights.
+
     used: micro-batch -> the version that its forward and backward use.  needed: most versions kept at once.
-    staleness: per update t, version t + 1 is made from gradients at version t - staleness."""
+    staleness: per update t, version t + 1 is made from gradients at version t - staleness.
+    """
 
     stage: int
     rank: int

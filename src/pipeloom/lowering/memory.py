@@ -123,8 +123,10 @@ def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tupl
 
 class _Units:
     """Compute actions of a program with the messages around them; a pair is one unit.
+
     number: unit of each compute entry.  Per unit, begin: its first RECV.  head: its (first) action.  end:
-    behind its last SEND."""
+    behind its last SEND.
+    """
 
     def __init__(self, program: Program) -> None:
         columns = program.columns

@@ -25,18 +25,14 @@ from ..ir.stages import StageGraph
 from ..ir.weights import Updates
 
 
-def add_optimizer(
-    program: Program, stages: StageGraph, *, updates: Updates | None = None, clips: bool = False
-) -> Program:
-    """Insert a REDUCE on the rank's lowest stage that shares parameters, and the STEPs.
-
-    updates: of a program with several of them.  clips: each of those awaits the norm over all ranks.
-    """
+def add_optimizer(program: Program, stages: StageGraph, *, updates: Updates | None = None) -> Program:
+    """Insert a REDUCE on the rank's lowest stage that shares parameters (on each rank where updates await the
+    norm of all gradients), and the STEPs. updates: of a program with several of them."""
     old = program.columns
     if not old.trains:
         return program
     summed = {stage for readers in stages.tied.values() for stage in readers}
-    if clips and updates is not None:
+    if program.clips:
         summed = set(range(len(program.placement)))
     inserted: list[tuple[int, int, int, int]] = []  # entry, kind, stage, update
     for rank in range(old.ranks):

@@ -59,7 +59,7 @@ def lower(
         every=None if updates is None else updates.every,
         clips=clips and updates is not None,
     )
-    for make in passes(policy, partial(add_optimizer, updates=updates, clips=clips)):
+    for make in passes(policy, partial(add_optimizer, updates=updates)):
         program = make(program, stages)
     check_program(program, stages)
     return program

@@ -66,6 +66,7 @@ class Entry:
     -> for each
         stage its rank, or the ranks that it spans.  stages: the graph that a table is for, a chain unless
         given.
+
     copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
         each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
         a rank is to hold then, in residuals of one micro-batch on one stage.

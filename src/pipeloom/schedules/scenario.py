@@ -202,6 +202,7 @@ SLICES = 2
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """What schedules are simulated for.
+
     edges: of a graph of stages, each on the rank of its number; instead of `ranks` and `chunks`.
     microbatches: of both directions together, each whole.  chunks: stages per rank, 0 for as many as usual.
     transfer_s: seconds of a message between ranks; or per boundary of two stages, with edges per edge.
@@ -211,7 +212,8 @@ class Scenario:
     pair_factor: what a pair of actions takes of the sum of their times.
     copy_ratio: k, what OFFLOAD and RELOAD of a stage together take of the time of its F, I and W.
     per_uplink: neighbouring ranks that share an uplink to the host, as fast as the link of each.
-    shortest: what a schedule with several variants has the least of, "step" or "span" (of a rank)."""
+    shortest: what a schedule with several variants has the least of, "step" or "span" (of a rank).
+    """
 
     ranks: int = 4
     microbatches: int = 8

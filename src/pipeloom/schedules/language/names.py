@@ -203,9 +203,9 @@ def load_user_schedule(name: ScheduleName) -> Any:
             f"{file} has no {function}", hint=f"did you mean {file}:{near[0]}?" if near else _HINT
         )
     try:
-        if callable(schedule):
-            inspect.signature(schedule).bind(None)
         wrong = inspect.isclass(schedule)
+        if callable(schedule) and not wrong:
+            inspect.signature(schedule).bind(None)
     except TypeError:
         wrong = True
     if wrong:

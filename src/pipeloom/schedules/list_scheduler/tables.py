@@ -134,7 +134,9 @@ Table = TypeVar("Table", Tables, SchedulerState)
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Streams:
     """The streams of a shape. kinds, orders: of each its kind, and its micro-batches in their order.
-    fixed: what no recipe changes of `Tables`.  missing, left, unopened: of the state at the start."""
+
+    fixed: what no recipe changes of `Tables`.  missing, left, unopened: of the state at the start.
+    """
 
     kinds: tuple[Kind, ...]
     orders: tuple[Longs, ...]

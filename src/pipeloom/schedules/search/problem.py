@@ -71,10 +71,12 @@ class Unit:
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
     """Stages with their ranks, micro-batches, seconds of messages, and limits.
+
     transfer_s: of a message between two ranks; of single edges by (from stage, to stage).
     caps: most bytes of residuals per rank, if limited.  operations: that a user declared, anywhere behind
     their anchor.  shortest: "step"; or "span", the longest time from a rank's first action to its last. unit:
-    bytes that the number 1 stands for where sizes were given as plain numbers."""
+    bytes that the number 1 stands for where sizes were given as plain numbers.
+    """
 
     stages: tuple[SearchStage, ...]
     microbatches: int
