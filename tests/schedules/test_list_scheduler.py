@@ -16,8 +16,7 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import engine, loop
-from pipeloom.schedules.list_scheduler.choose import make, simulated_cost
-from pipeloom.schedules.list_scheduler.stretch import stretched
+from pipeloom.schedules.list_scheduler.choose import make, simulated_cost, stretched
 from pipeloom.schedules.list_scheduler.tables import as_lists, tables_of
 from pipeloom.simulator.summary import summarise
 

@@ -16,8 +16,7 @@ from ...ir.schedule import Schedule
 from ..language.placements import both_ways, loop, wave
 from ..registry import FAMILIES, build, entry
 from .orders import Found, OrderCandidate, Round, fits, timed
-from .problem import SearchProblem
-from .timing import Units
+from .problem import SearchProblem, Units
 
 LARGE = 3000
 """Actions of a step from which a schedule is built once, and only where it is meant to run."""

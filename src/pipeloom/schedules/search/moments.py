@@ -22,8 +22,7 @@ import numpy as np
 from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
 from .orders import Found, OrderCandidate, Repeating, Round, fits, new_clock, timed
-from .problem import SearchProblem
-from .timing import EPS, TimingArrays, Units, draw, excess, reset, rest, run_entry
+from .problem import EPS, SearchProblem, TimingArrays, Units, draw, excess, reset, rest, run_entry
 
 OVER = 4.0
 """What holding twice a limit costs, in periods."""

@@ -11,8 +11,7 @@ import numpy as np
 
 from ...ir.action import B, F, I, W
 from ...ir.columns import Floats, Longs
-from .problem import SearchProblem
-from .timing import TimingArrays, run_order
+from .problem import SearchProblem, TimingArrays, run_order
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Repeating:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderCandidate:
-    """An order of everything, timed: see `timing`. cost_s: what the search makes short, the step or the
+    """An order of everything, timed: see `problem`. cost_s: what the search makes short, the step or the
     longest span of a rank.  peaks: bytes per rank.  ends: per entry.  engine: who found it."""
 
     order: Longs = field(repr=False)

@@ -1,8 +1,13 @@
-"""What the schedule search is asked: stages with times, bytes and ranks; and the same as arrays.
+"""What the schedule search is asked: stages with times, bytes and ranks; the same as arrays; and the plain
+timing of an order, which all engines share.
 
 A unit is what begins at one moment: F, B or I of a stage, on all of its ranks; W of a stage on one rank.
 Units are numbered so that those which one waits for stand before it: forwards in the order of the data,
 backwards in the opposite one, then the weight gradients.
+
+An order lists everything once: entry e stands for unit e // m and micro-batch e % m. Each entry begins as
+soon as its ranks are free and what it waits for is there; so an order in which nothing stands before what it
+needs can never block, and gives the times that the simulator gives for its rows.
 """
 
 from __future__ import annotations
@@ -11,19 +16,125 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
 from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.columns import Bools, Floats, Longs
 from ...ir.costs import StageCost
 from ...ir.errors import ScheduleError
 from ...ir.flow import dag
+from ...ir.kernels import kernel
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
 from ...ir.text import enough_bytes
 from ..language.placements import spread
 from ..language.shape import Shape
-from .timing import Units
+
+EPS = 1e-9
+
+
+class Units(NamedTuple):
+    """Per unit its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
+    its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive.  meet:
+    whether two units share a rank.  tail: what must follow.  span: whether the longest time from a rank's
+    first action to its last is to be short, and not the step."""
+
+    microbatches: int
+    seconds: Floats
+    memory: Floats
+    kind: Longs
+    on_at: Longs
+    on: Longs
+    need_at: Longs
+    need: Longs
+    delay: Floats
+    meet: Bools
+    tail: Floats
+    cap: Floats
+    span: bool
+
+
+class TimingArrays(NamedTuple):
+    """What timing writes. Per entry its end; per rank when it is free, what it holds and has held at most,
+    and when its time began: negative before its first action where spans count, else 0."""
+
+    end: Floats
+    free: Floats
+    used: Floats
+    peak: Floats
+    began: Floats
+
+
+@kernel
+def reset(t: Units, c: TimingArrays) -> None:
+    for rank in range(len(c.free)):
+        c.free[rank] = 0.0
+        c.used[rank] = 0.0
+        c.peak[rank] = 0.0
+        c.began[rank] = -1.0 if t.span else 0.0
+
+
+@kernel
+def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
+    """Run unit u of micro-batch b after all that came before. Returns: when it ends; or how long its ranks
+    have then been at it, where spans count."""
+    begin = 0.0
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        begin = max(begin, c.free[t.on[at]])
+    for at in range(t.need_at[u], t.need_at[u + 1]):
+        begin = max(begin, c.end[t.need[at] * m + b] + t.delay[at])
+    end = begin + t.seconds[u]
+    taken = 0.0
+    c.end[u * m + b] = end
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        rank = t.on[at]
+        c.free[rank] = end
+        c.used[rank] += t.memory[u]
+        c.peak[rank] = max(c.peak[rank], c.used[rank])
+        if c.began[rank] < 0.0:
+            c.began[rank] = begin
+        taken = max(taken, end - c.began[rank])
+    return taken
+
+
+@kernel
+def run_order(t: Units, c: TimingArrays, order: Longs) -> float:
+    """Run an order. Returns: the seconds that are to be few, of the step or of the longest span."""
+    reset(t, c)
+    m, cost = t.microbatches, 0.0
+    for entry in order:
+        cost = max(cost, run_entry(t, c, entry // m, entry % m, m))
+    return cost
+
+
+@kernel
+def excess(t: Units, c: TimingArrays) -> float:
+    """By which share of their limits the ranks hold too much, all together."""
+    over = 0.0
+    for rank in range(len(t.cap)):
+        if c.peak[rank] > t.cap[rank]:
+            over += (c.peak[rank] - t.cap[rank]) / max(t.cap[rank], EPS)
+    return over
+
+
+@kernel
+def rest(c: TimingArrays) -> float:
+    """When ranks end on average: of orders with the same step the one that leaves more room is nearer a
+    better one."""
+    total = 0.0
+    for rank in range(len(c.free)):
+        total += c.free[rank]
+    return total / len(c.free)
+
+
+@kernel
+def draw(seed: Longs) -> float:
+    """A number from 0 to 1, the same sequence compiled or not. Source: MINSTD, Park and Miller, 1988."""
+    seed[0] = seed[0] * 48271 % 2147483647
+    drawn: float = seed[0] / 2147483647
+    return drawn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
 from .moments import COMPILED
 from .orders import Found, OrderCandidate, Round, fits, new_clock, timed
-from .problem import SearchProblem
-from .timing import EPS, TimingArrays, Units, draw, run_entry
+from .problem import EPS, SearchProblem, TimingArrays, Units, draw, run_entry
 
 EVERY = 16
 
