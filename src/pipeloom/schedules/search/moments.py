@@ -22,16 +22,15 @@ import numpy as np
 from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
 from .orders import Found, OrderCandidate, Repeating, Round, fits, new_clock, timed
-from .problem import SearchProblem
-from .timing import EPS, TimingArrays, Units, draw, excess, reset, rest, run_entry
+from .problem import EPS, SearchProblem, TimingArrays, Units, draw, excess, reset, rest, run_entry
 
 OVER = 4.0
 """What holding twice a limit costs, in periods."""
 
 
 class ClockState(NamedTuple):
-    """Per unit: now, before the last move, and of the best so far; the units by phase, and their turns;
-    costs: of now, of the best.  order: that of now, as `run_turns` wrote it."""
+    """Per unit its moment now, before the last move, and of the best so far; the units by phase.  cost: of
+    now, of the best.  order: that of now, as `run_turns` wrote it."""
 
     first: Floats
     before: Floats
@@ -163,7 +162,6 @@ def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
 
 
 def written(problem: SearchProblem, repeating: Repeating, engine: str) -> OrderCandidate:
-    """The order of a repeating order for all micro-batches, timed."""
     t, m = problem.arrays, problem.microbatches
     moments = moments_of(repeating, m)
     settle(t, moments, repeating.period)
@@ -203,7 +201,6 @@ FEW = (2, 4, 2)
 """Micro-batches on which they anneal, in ranks: a few show what an order is worth, and soon."""
 
 HEATS = (0.3, 0.1, 0.05)
-"""Their temperatures at the start, in periods."""
 
 TRIES = 6_000
 """Moves of one annealing; more for many units, which have more ways to move."""
@@ -216,7 +213,6 @@ COMPILED = 1_000_000
 
 
 def anneal_repeating(task: Round) -> Iterator[Found]:
-    """Anneal on few micro-batches, then on all."""
     problem, m = task.problem, task.problem.microbatches
     units = len(problem.units)
     near = repeating_of(problem, task.best)
