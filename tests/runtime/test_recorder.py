@@ -145,3 +145,11 @@ def test_a_step_of_one_stage() -> None:
         finally:
             sys.setprofile(None)
     assert 0 < calls.total() <= MOST_CALLS, calls.most_common(30)
+
+
+def test_a_profiler_sees_actions_by_name() -> None:
+    plan = runs.even_plan(TANH, 1, microbatches=2, microbatch_size=ROWS)
+    with Pipeline(TANH, plan) as pipeline, torch.profiler.profile() as profiler:
+        pipeline.step(TANH.batch(0, 2 * ROWS))
+    names = {event.name for event in profiler.events()}
+    assert {"0F0", "0B1", "0STEP"} <= names

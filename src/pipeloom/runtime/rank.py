@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled as profiler_enabled
+from torch.profiler import record_function
 
 from ..ir.action import (
     AWAIT,
@@ -314,7 +316,11 @@ class Rank:
                     self._count_copies()
                 if training and self.ledger.cap_bytes is not None:
                     self._make_room_under_cap(work, self.ledger.cap_bytes)
-                self.verbs[work.kind](work)
+                if profiler_enabled():  # torch.profiler, and nsys by `emit_nvtx`, show actions by name
+                    with record_function(work.text):
+                        self.verbs[work.kind](work)
+                else:
+                    self.verbs[work.kind](work)
                 self._count_boundary(work.text)
             with self.recorder.record("recv", "END"):
                 self.channel.end(wait_for_sends=drains)
