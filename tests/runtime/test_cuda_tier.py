@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeloom.runtime import cuda_tier
 from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime.recorder import CudaClock
 from pipeloom.tracer.stage.functions import Slot
 
 
@@ -18,6 +19,9 @@ class Anything:
     """A stream or event whose work is done at once."""
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def wait_stream(self, other: object) -> None: ...
 
@@ -31,9 +35,8 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Anything)
     monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
-    monkeypatch.setattr(cuda_tier, "_stream", Anything)
-    monkeypatch.setattr(cuda_tier, "_mark", Anything)
-    monkeypatch.setattr(cuda_tier, "_reached", lambda event: True)
+    monkeypatch.setattr(torch.cuda, "Stream", Anything)
+    monkeypatch.setattr(CudaClock, "mark", Anything)
     return CudaTier(0)
 
 

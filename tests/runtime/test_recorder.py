@@ -57,7 +57,7 @@ def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(FarEvent, "now_s", 0.0)
     recorder = Recorder(0, CudaClock())
     FarEvent.now_s = days * 86_400.0
-    recorder.begin()
+    recorder.next_step()
     for step in range(4):  # the last ones of a pipeline that does not drain
         if step:
             recorder.next_step(keep=3)
@@ -70,7 +70,7 @@ def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPa
     assert [e.duration_s for e in events] == pytest.approx([0.001] * 3, rel=0.01)
     assert [e.start_s - 0.5 for e in events] == pytest.approx([0.002, 0.005, 0.008], rel=0.01)
     assert recorder.step_starts_s == pytest.approx([0.0, 0.003, 0.006], rel=0.01)
-    assert recorder.curve().times_s == pytest.approx([0.003, 0.006, 0.009], rel=0.01)
+    assert recorder.curves()[0].times_s == pytest.approx([0.003, 0.006, 0.009], rel=0.01)
     assert recorder.totals_s() == pytest.approx((0.003, 0.001, 0.0), rel=0.01)
 
 
@@ -87,7 +87,7 @@ def test_bytes_go_when_their_copy_ends() -> None:
     recorder.freed(40, 4.0)  # in the middle of the action
     recorder.freed(20, 5.0)
     recorder.level(70)
-    curve = recorder.curve()
+    curve = recorder.curves()[0]
     assert list(zip(curve.times_s, curve.sizes, strict=True)) == [
         (0.0, 100),
         (2.0, 150),
