@@ -534,14 +534,11 @@ class FastestPlan:
         if not options.fastest:
             return best
         costs = PlanCosts(request.graph, request.profile, request.cluster)
-        different: list[Plan] = []
-        for plan in plans.values():
-            bare = replace(plan, planner="", notes={})
-            if all(bare != replace(other, planner="", notes={}) for other in different):
-                different.append(plan)
-        orders = (with_searched_order(plan, costs) for plan in different)
-        ordered = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
-        if ordered is None or ordered.predicted_step_s >= best.predicted_step_s:
+        ordered: Plan | None = None
+        for plan in sorted(plans.values(), key=lambda plan: plan.predicted_step_s):
+            below_s = (ordered or best).predicted_step_s
+            ordered = with_searched_order(plan, costs, below_s=below_s) or ordered
+        if ordered is None:
             return best
         return fastest_named({**plans, SEARCHED: ordered}, refusals, options.planner)
 
