@@ -280,7 +280,7 @@ def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating 
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     moments = [solver.value(turn[u]) * period + solver.value(phase[u]) for u in range(len(seconds))]
-    return Repeating(first=tuple(at / asked.scale for at in moments), period=period / asked.scale)
+    return Repeating(moments=tuple(at / asked.scale for at in moments), period=period / asked.scale)
 
 
 def _limit_turns(problem: SearchProblem, model: Any, rank: int, turn: Any, ahead: Any) -> None:

@@ -147,8 +147,8 @@ def anneal_moments(t: Units, c: TimingArrays, s: ClockState, plan: Floats, seed:
 
 
 def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
-    count = len(repeating.first)
-    first = np.array(repeating.first)
+    count = len(repeating.moments)
+    first = np.array(repeating.moments)
     return ClockState(
         first=first,
         before=first.copy(),
@@ -187,7 +187,7 @@ def repeating_of(problem: SearchProblem, candidate: OrderCandidate) -> OrderCand
         for share in (0.5, 0.4, 0.6, 0.3, 0.7):
             batch = np.argmin(np.abs(starts - share * candidate.step_s), axis=1)
             first = starts[np.arange(len(batch)), batch] - batch * period
-            moments = Repeating(first=tuple(map(float, first - first.min())), period=period)
+            moments = Repeating(moments=tuple(map(float, first - first.min())), period=period)
             tries.append(written(problem, moments, candidate.engine))
     cap = problem.arrays.cap
     return min(tries, key=lambda one: (not fits(one, cap), one.cost_s))
@@ -247,4 +247,4 @@ def anneal(
     kernel = anneal_moments.form(COMPILED)
     tried = int(kernel(t, clock, moments, plan, seed, tries))
     first = moments.best if moments.cost[1] < 1e18 else moments.first
-    return Repeating(first=tuple(map(float, first)), period=start.period), tried
+    return Repeating(moments=tuple(map(float, first)), period=start.period), tried

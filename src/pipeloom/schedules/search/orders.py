@@ -122,7 +122,7 @@ def _longest(problem: SearchProblem, source: int, target: int) -> float:
 class Repeating:
     """A repeating order: per unit when micro-batch 0 runs it, in units of `period`."""
 
-    first: tuple[float, ...]
+    moments: tuple[float, ...]
     period: float
 
 

@@ -98,7 +98,7 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
 
 def turn_of(problem: SearchProblem, candidate: OrderCandidate) -> list[str]:
     assert candidate.repeating is not None
-    period, first = candidate.repeating.period, candidate.repeating.first
+    period, first = candidate.repeating.period, candidate.repeating.moments
     settled = list(first)
     for unit, needs in enumerate(problem.needs):
         settled[unit] = max([settled[unit], *(settled[p] for p in needs)])
