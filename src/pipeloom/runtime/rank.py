@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled as profiler_enabled
+from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch.profiler import record_function
 
 from ..ir.action import (
