@@ -68,6 +68,8 @@ def _told(kind: bytes, text: bytes) -> None:
 
 
 def _load() -> ctypes.CDLL:
+    if reason := build.why_not():
+        raise ImportError(reason)
     path = str(build.library())
     torch.ops.load_library(path)
     lib = ctypes.CDLL(path)

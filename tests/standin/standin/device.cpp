@@ -303,24 +303,31 @@ std::string race(const Use& use, bool write, size_t bytes, const Use& other, con
          " bytes that " + *other.op + " on " + label(*other.stream) + " " + does + ", and nothing makes it wait";
 }
 
-void touch(Block& block, size_t begin, size_t end, bool write, const Use& use, const Clock& clock, Problems& problems) {
+void check(Block& block, size_t begin, size_t end, bool write, const Use& use, const Clock& clock, Problems& problems) {
   auto& spans = block.spans;
   split(spans, begin);
   split(spans, end);
   for (auto it = spans.lower_bound(begin); it != spans.end() && it->first < end; ++it) {
     Span& span = it->second;
     if (!span.write.before(clock)) problems.push_back(race(use, write, end - begin, span.write, "writes"));
-    if (write) {
-      for (auto& read : span.reads)
-        if (!read.before(clock)) problems.push_back(race(use, write, end - begin, read, "reads"));
-    } else {
-      std::erase_if(span.reads, [&](const Use& read) { return read.before(clock); });
-      span.reads.push_back(use);
-    }
+    if (!write) continue;
+    for (auto& read : span.reads)
+      if (!read.before(clock)) problems.push_back(race(use, write, end - begin, read, "reads"));
   }
-  if (!write) return;
-  spans.erase(spans.lower_bound(begin), spans.lower_bound(end));
-  spans.emplace(begin, Span{end, use, {}});
+}
+
+void keep(Block& block, size_t begin, size_t end, bool write, const Use& use, const Clock& clock) {
+  auto& spans = block.spans;
+  auto from = spans.lower_bound(begin), to = spans.lower_bound(end);
+  if (write) {
+    spans.erase(from, to);
+    spans.emplace(begin, Span{end, use, {}});
+    return;
+  }
+  for (auto it = from; it != to; ++it) {
+    std::erase_if(it->second.reads, [&](const Use& read) { return read.before(clock); });
+    it->second.reads.push_back(use);
+  }
 }
 
 // The host may look at pinned memory again once it has waited for the copies. Only whole pages can be kept from it.
@@ -350,17 +357,20 @@ void guard(size_t begin, Block& block, size_t from, size_t to, bool write, const
   protect(core().pinned, begin, block);
 }
 
-void note(const Access& access, const Use& use, const Clock& clock, Problems& problems) {
-  if (!access.bytes) return;
+// What a kernel touches, block by block; what is not ours, as pageable memory, has no block.
+template <class F>
+void each_block(const std::vector<Access>& accesses, F f) {
   auto& c = core();
-  Heap* heap = &c.pinned;
-  for (auto& d : c.devices)
-    if (d->heap.arena.has(access.at)) heap = &d->heap;
-  if (!heap->arena.has(access.at)) return;
-  auto it = heap->find(access.at);
-  size_t from = (const char*)access.at - heap->arena.visible, to = from + access.bytes;
-  touch(it->second, from, to, access.write, use, clock, problems);
-  if (heap == &c.pinned) guard(it->first, it->second, from, to, access.write, use);
+  for (auto& access : accesses) {
+    if (!access.bytes) continue;
+    Heap* heap = &c.pinned;
+    for (auto& d : c.devices)
+      if (d->heap.arena.has(access.at)) heap = &d->heap;
+    if (!heap->arena.has(access.at)) continue;
+    size_t begin = (const char*)access.at - heap->arena.visible;
+    auto it = heap->find(access.at);
+    f(*heap, it->first, it->second, begin, begin + access.bytes, access.write);
+  }
 }
 
 const std::string* kept(const std::string& op) { return &*core().ops.insert(op).first; }
@@ -497,8 +507,16 @@ void enqueue(Stream& s, const std::string& op, const std::vector<Access>& access
   {
     std::lock_guard lock(core().lock);
     Use use{&s, tick(s), kept(op)};
-    for (auto& access : accesses) note(access, use, s.clock, problems);
-    if (problems.empty() || !strict) s.push(std::move(work));
+    each_block(accesses, [&](Heap&, size_t, Block& block, size_t from, size_t to, bool write) {
+      check(block, from, to, write, use, s.clock, problems);
+    });
+    if (problems.empty() || !strict) {
+      each_block(accesses, [&](Heap& heap, size_t begin, Block& block, size_t from, size_t to, bool write) {
+        keep(block, from, to, write, use, s.clock);
+        if (&heap == &core().pinned) guard(begin, block, from, to, write, use);
+      });
+      s.push(std::move(work));
+    }
   }
   for (auto& problem : problems) tell("race", problem);
   if (!problems.empty() && strict) throw std::runtime_error("standin: " + problems[0]);

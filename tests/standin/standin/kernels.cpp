@@ -54,11 +54,20 @@ at::Tensor new_tensor(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarTy
   return at::detail::empty_strided_generic(size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
 }
 
-// As a kernel of a GPU's does: only its own tensors, and numbers.
+// Of what an op says about shapes, such as a warning that it resizes, the program has no use.
+static c10::WarningHandler* silent() {
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+  static Silent handler;
+  return &handler;
+}
+
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_python{c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
   at::NoGradGuard no_grad;
+  c10::WarningUtils::WarningHandlerGuard quiet{silent()};
 };
 
 template <class F>
@@ -87,12 +96,13 @@ class Call {
     name_ = schema_.name().substr(schema_.name().find("::") + 2);
     for (const auto& result : schema_.returns())
       TORCH_CHECK(!result.alias_info() || result.alias_info()->isWrite(), "standin: ", name_, " gives a view and is not known here");
+    by_data_ = reads_data();
     find_device();
   }
 
   void run(Stack* results) {
     Stack shapes;
-    bool known = needs_shapes() ? infer(shapes) : true;
+    bool known = !by_data_ && (!needs_shapes() || infer(shapes));
     prepare();
     if (known) run_later(shapes, results);
     else run_now(results);
@@ -102,6 +112,20 @@ class Call {
   bool writes(size_t i) const {
     auto* alias = schema_.arguments()[i].alias_info();
     return alias && alias->isWrite();
+  }
+
+  // Whether a GPU's host has to know numbers of the device: for the shape of the result, or as the result.
+  bool reads_data() const {
+    if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return true;
+    for (const auto& result : schema_.returns())
+      if (!result.alias_info() && result.type()->str().find("Tensor") == std::string::npos) return true;
+    for (size_t i = 0; i < args_.size(); i++) {
+      if (!args_[i].isOptionalTensorList()) continue;
+      if (args_.size() > 2 && args_[2].isTensor() && args_[2].toTensor().numel() == 1) continue;  // a masked fill
+      for (const std::optional<at::Tensor> t : args_[i].toOptionalTensorList())
+        if (t && t->defined() && t->scalar_type() == at::kBool) return true;
+    }
+    return false;
   }
 
   void find_device() {
@@ -134,15 +158,12 @@ class Call {
   bool infer(Stack& shapes) {
     metas_.clear();
     BelowAutograd below;
-    auto meta = [&](const at::Tensor& t) {
+    auto meta = [&](const at::Tensor& t) -> at::Tensor {
+      if (t.unsafeGetTensorImpl()->is_wrapped_number()) return t;
       auto& m = metas_[t.unsafeGetTensorImpl()];
-      if (!m.defined()) {
-        m = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).pinned_memory(false));
-        if (t.unsafeGetTensorImpl()->is_wrapped_number()) m.unsafeGetTensorImpl()->set_wrapped_number(true);
-      }
+      if (!m.defined()) m = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).pinned_memory(false));
       return m;
     };
-    if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) return false;
     try {
       for (auto& arg : args_)
         shapes.push_back(arg.isDevice() ? c10::IValue(c10::Device(at::kMeta)) : arg.isGenerator() ? c10::IValue() : map_tensors(arg, meta));
@@ -245,7 +266,6 @@ class Call {
   // Where a shape depends on data, a GPU makes the host wait, too: that is counted. Where only nobody has written the
   // shapes down, the wait is ours: it orders nothing.
   void run_now(Stack* results) {
-    bool dynamic = op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output);
     std::map<size_t, at::Tensor> grown;
     for (size_t i = 0; i < args_.size(); i++)
       if (writes(i) && args_[i].isTensor() && here(args_[i].toTensor()) && !args_[i].toTensor().numel()) {
@@ -262,10 +282,9 @@ class Call {
         *failed = error.what();
       }
     });
-    bool reads = std::any_of(schema_.returns().begin(), schema_.returns().end(), [](const c10::Argument& r) { return !r.alias_info() && r.type()->str().find("Tensor") == std::string::npos; });
-    if (!dynamic && !reads) count_hidden_wait(name_);
-    else count_kernel();
-    synchronize(s, dynamic || reads ? name_.c_str() : nullptr);
+    if (by_data_) count_kernel();
+    else count_hidden_wait(name_);
+    synchronize(s, by_data_ ? name_.c_str() : nullptr);
     TORCH_CHECK(failed->empty(), *failed);
     auto fresh = [&](const at::Tensor& t) {
       auto copy = new_tensor(t.sizes(), t.strides(), t.scalar_type(), device_);
@@ -308,11 +327,20 @@ class Call {
   std::deque<at::Tensor> keep_;
   Shadows shadows_;
   std::unordered_map<c10::TensorImpl*, at::Tensor> metas_;
-  bool seeded_ = false;
+  bool by_data_ = false, seeded_ = false;
   std::optional<uint64_t> seed_;
 };
 
 void any_op(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(stack); }
+
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  any_op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
+}
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+  auto first = stack->end() - 10;  // grad_output, input, weight; then the sizes of the bias, which this op lacks
+  stack->insert(first + 3, c10::IValue(c10::List<int64_t>({first->toTensor().size(1)})));
+  any_op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
+}
 
 // ---- Tensors without a kernel: taking memory, and other views of it.
 
@@ -449,4 +477,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream_of);
   m.impl("native_dropout", native_dropout);
   m.impl("_fused_sdp_choice", attention_by_plain_ops);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&standin::convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&standin::convolution_backward>());
+  // Of these torch has kernels for any device, made of other ops; they give other bits than the CPU's.
+  for (auto* op : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+                   "native_batch_norm", "native_batch_norm_backward"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&standin::any_op>());
 }
