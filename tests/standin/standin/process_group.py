@@ -129,16 +129,26 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 class Work(dist._Work):
     """An operation that was enqueued. To ask whether it is done orders nothing: the one who asks may be another
-    thread than the one that goes on."""
+    thread than the one that goes on.
 
-    def __init__(self, event: torch.Event, done: threading.Event, tensors: list[Tensor]) -> None:
+    error: why it has ended without being done: it, or the peer's, was aborted.
+    """
+
+    def __init__(self, event: torch.Event, tensors: list[Tensor]) -> None:
         super().__init__()
-        self._event, self._done, self._tensors = event, done, tensors
+        self._event, self._tensors = event, tensors
+        self.ended = threading.Event()
+        self.error: ConnectionError | None = None
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self.ended.is_set()
+
+    def is_success(self) -> bool:
+        return self.ended.is_set() and self.error is None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.error is not None:
+            raise RuntimeError(f"{BACKEND}: {self.error}")
         torch.accelerator.current_stream().wait_event(self._event)
         self._tensors.clear()
         return True
@@ -264,22 +274,23 @@ class StandinGroup(dist.ProcessGroup):
     ) -> Work:
         if self._aborted:
             raise RuntimeError(f"{BACKEND}: the group was aborted")
-        done = threading.Event()
+        event = torch.Event(device=over.stream.device)
+        tensors = [tensor for tensor in (*reads, *writes) if tensor.numel()]
+        enqueued = Work(event, [] if point_to_point else tensors)
 
         def kernel(*seen: Tensor) -> None:
-            work(*seen)
-            done.set()
+            try:
+                work(*seen)
+            except ConnectionError as error:
+                enqueued.error = error
+            enqueued.ended.set()
 
         over.stream.wait_stream(torch.accelerator.current_stream())
         launch(over.stream, op, kernel, reads=reads, writes=writes)
-        tensors = [tensor for tensor in (*reads, *writes) if tensor.numel()]
-        if point_to_point:
-            for tensor in tensors:
-                tensor.record_stream(over.stream)
-            tensors = []
-        event = torch.Event(device=over.stream.device)
+        for tensor in tensors if point_to_point else ():
+            tensor.record_stream(over.stream)
         event.record(over.stream)
-        return Work(event, done, tensors)
+        return enqueued
 
 
 def _combine(options: Any) -> Callable[[list[Tensor]], Tensor]:
