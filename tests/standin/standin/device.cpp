@@ -550,7 +550,14 @@ bool query(Stream& s) {
 }
 
 void synchronize(const MarkPtr& mark, const char* what) {
-  if (what) tell("sync", what);
+  bool known;  // the host has waited for all of it before, so it does not wait again
+  {
+    std::lock_guard lock(core().lock);
+    Clock both = core().host;
+    join(both, mark->clock);
+    known = both == core().host;
+  }
+  if (what && !known) tell("sync", what);
   {
     WithoutPython released;
     mark->await();
