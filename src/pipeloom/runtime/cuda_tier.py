@@ -47,8 +47,8 @@ class CudaCopy:
     offload_span: tuple[object, object] | None = None
     reload_span: tuple[object, object] | None = None
     host: list[Tensor] = field(default_factory=list)
-    offloaded: torch.cuda.Event | None = None
-    reloaded: torch.cuda.Event | None = None
+    offloaded: torch.Event | None = None
+    reloaded: torch.Event | None = None
     leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
@@ -67,7 +67,7 @@ class CudaCopy:
         """Only the computing stream waits, not the host."""
         assert self.offloaded is not None
         if self.leaving:
-            torch.cuda.current_stream().wait_event(self.offloaded)
+            torch.accelerator.current_stream().wait_event(self.offloaded)
             self.leaving.clear()
 
     def reload(self) -> None:
@@ -77,7 +77,7 @@ class CudaCopy:
     def take(self, check: Callable[[], None]) -> Tensors:
         """Only the computing stream waits, not the host."""
         assert self.reloaded is not None
-        torch.cuda.current_stream().wait_event(self.reloaded)
+        torch.accelerator.current_stream().wait_event(self.reloaded)
         residuals = {layout.slot: layout.around(self.reloading[layout.slot]) for layout in self.layouts}
         residuals |= self.on_host
         self.tier.free_chunks(self)
@@ -129,8 +129,8 @@ class CudaTier:
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
         copy = CudaCopy(self, layouts, on_host=on_host)
         copy.host = self._allocate(copy.host_bytes, action)
-        self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(torch.accelerator.current_stream())
+        with self._out:
             begin = _mark()
             for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
@@ -147,8 +147,8 @@ class CudaTier:
         for layout in copy.layouts:
             copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
         self._reloading.add(copy)
-        self._in.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._in):
+        self._in.wait_stream(torch.accelerator.current_stream())
+        with self._in:
             begin = _mark()
             for layout, span, part in copy.pieces():
                 copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
@@ -190,19 +190,19 @@ class CudaTier:
 
 
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    return tensor.device.type != "cpu"
 
 
-def _stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def _stream() -> torch.Stream:
+    return torch.Stream()
 
 
-def _reached(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
+def _reached(event: torch.Event) -> bool:
+    return event.query()
 
 
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _mark() -> torch.Event:
+    event = torch.Event(enable_timing=True)
     event.record()
     return event
 
