@@ -15,7 +15,7 @@ from .tier import Tier, TierOptions
 TIERS: dict[str, Callable[[TierOptions], Tier]] = {
     "cpu": open_file_tier,
 }
-"""Type of device, as torch names it -> what opens a rank's tier; of a type that is not here in pinned memory."""
+"""Type of device, as torch names it -> what opens a rank's tier; of all others it is in pinned memory."""
 
 
 def _pinned_tier(options: TierOptions) -> Tier:

@@ -89,7 +89,9 @@ def test_a_wait_holds_up_the_stream_and_not_the_host() -> None:
             assert not transfer.is_completed()
             waited.set()
         else:
-            lane._pair(0, torch.device("standin", 1))  # both hosts wait for a communicator, so it is made before
+            lane._pair(
+                0, torch.device("standin", 1)
+            )  # both hosts wait for a communicator, so it is made before
             assert waited.wait(LIMIT_S)
             lane.recv([torch.empty(1, device="standin:1")], 0, 0).wait()
         torch.accelerator.synchronize()

@@ -24,9 +24,13 @@ def current() -> torch.Stream:
 @pytest.mark.parametrize(
     ("lines", "word"),
     [
-        ("x = torch.ones(4, device='standin'); torch.accelerator.synchronize(); ctypes.string_at(x.data_ptr(), 4)", "memory of the device"),
         (
-            "p = torch.zeros(4096, pin_memory=True); x = torch.ones(4096, device='standin'); p.copy_(x, non_blocking=True); p.sum()",
+            "x = torch.ones(4, device='standin'); x.sum().item(); ctypes.string_at(x.data_ptr(), 4)",
+            "memory of the device",
+        ),
+        (
+            "p = torch.zeros(4096, pin_memory=True); "
+            "p.copy_(torch.ones(4096, device='standin'), non_blocking=True); p.sum()",
             "pinned memory under a copy",
         ),
     ],
@@ -55,7 +59,9 @@ def test_an_early_free_is_reported_with_the_op_that_may_still_read() -> None:
     with other:
         x * 2
     del x
-    with pytest.raises(RuntimeError, match="early free: 512 bytes go back to stream 0 .* while mul on stream"):
+    with pytest.raises(
+        RuntimeError, match="early free: 512 bytes go back to stream 0 .* while mul on stream"
+    ):
         torch.ones(1, device=DEVICE)
     standin.reports.clear()
 

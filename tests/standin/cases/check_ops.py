@@ -21,7 +21,10 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "attention": lambda x: torch.softmax(x @ x.T / 2, -1) @ x,
     "lists": lambda x: [*torch.split_with_sizes_copy(x, [2, 4], 1), *torch.unbind_copy(x)],
     "views": lambda x: [x.T.contiguous(), x.unfold(1, 2, 1) + 0, x[:, ::2].clone(), x.view(torch.int32) + 0],
-    "indices": lambda x: [x[x[:, 0].argsort()], x.index_add(0, torch.zeros(4, dtype=torch.long, device=x.device), x)],
+    "indices": lambda x: [
+        x[x[:, 0].argsort()],
+        x.index_add(0, torch.zeros(4, dtype=torch.long, device=x.device), x),
+    ],
     "sizes by data": lambda x: [torch.nonzero(x > 0), x[x > 0], torch.unique(x > 0)],
     "sorting": lambda x: [*torch.topk(x, 2), *torch.sort(x)],
     "convolution": lambda x: F.conv1d(x[None], x[:, :, None].expand(4, 6, 3)[:, :4].contiguous()),

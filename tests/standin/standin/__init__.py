@@ -1,12 +1,12 @@
 """A stand-in accelerator, which shows on any CPU what goes wrong on a GPU.
 
 Importing this makes the device "standin": torch.device("standin:1"), torch.accelerator, torch.Stream,
-torch.Event, torch.get_device_module and a backend of torch.distributed know it then. It computes with the CPU's
-kernels, on streams that are threads, in memory that the CPU cannot touch.
+torch.Event, torch.get_device_module and a backend of torch.distributed know it then. It computes with the
+CPU's kernels, on streams that are threads, in memory that the CPU cannot touch.
 
-A kernel that is not ordered behind the last ones of other streams that used its memory is an error at its call,
-whatever ran first: a clock per stream counts what it waits for. `syncs` has each wait of the host and its line,
-`reports` each race and early free.
+A kernel that is not ordered behind the last ones of other streams that used its memory is an error at its
+call, whatever ran first: a clock per stream counts what it waits for. `syncs` has each wait of the host and its
+line, `reports` each race and early free.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _works: dict[int, Callable[[], None]] = {}
 def _run(number: int) -> None:
     try:
         _works.pop(number)()
-    except Exception as error:  # noqa: BLE001: whatever a kernel raises fails its stream, not its thread
+    except Exception as error:  # whatever a kernel raises fails its stream, not its thread
         _lib.standin_fail(f"{type(error).__name__}: {error}".encode())
 
 
@@ -104,7 +104,12 @@ _work = _Work(_run)
 
 
 def launch(
-    stream: torch.Stream, op: str, work: Callable[..., None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    stream: torch.Stream,
+    op: str,
+    work: Callable[..., None],
+    *,
+    reads: Sequence[Tensor] = (),
+    writes: Sequence[Tensor] = (),
 ) -> None:
     """Run `work` on a stream as a kernel; it gets the tensors as the CPU's, those that it reads first.
 
@@ -114,7 +119,9 @@ def launch(
     seen = [_seen(tensor) for tensor in tensors]
     number = max(_works, default=0) + 1
     _works[number] = lambda: work(*seen)
-    pointers, sizes, written = (kind * len(tensors) for kind in (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int))
+    pointers, sizes, written = (
+        kind * len(tensors) for kind in (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    )
     problem = _lib.standin_launch(
         ctypes.c_int(stream.device.index),
         ctypes.c_int64(stream.stream_id),
@@ -149,6 +156,7 @@ def _seen(tensor: Tensor) -> Tensor:
 
 
 # ---- What tests ask for
+
 
 def kernels() -> int:
     """Ops that were enqueued so far."""
@@ -193,6 +201,16 @@ def collecting() -> Iterator[list[Happening]]:
 
 
 @contextmanager
+def deaf() -> Iterator[None]:
+    """Streams that this thread tells to wait do not: takes a wait out of a program, to see that it is missed."""
+    _lib.standin_deaf(1)
+    try:
+        yield
+    finally:
+        _lib.standin_deaf(0)
+
+
+@contextmanager
 def delays(most_us: int) -> Iterator[None]:
     """Each kernel begins a random time later."""
     _lib.standin_delay(most_us)
@@ -213,9 +231,12 @@ def counted_syncs() -> Iterator[list[Happening]]:
 
 # ---- torch.standin
 
+
 def _module() -> types.ModuleType:
     accelerator = torch.accelerator
-    generators = tuple(torch.ops.standin.default_generator(i) for i in range(torch._C._accelerator_hooks_device_count()))
+    generators = tuple(
+        torch.ops.standin.default_generator(i) for i in range(torch._C._accelerator_hooks_device_count())
+    )
     module = types.ModuleType(f"torch.{NAME}")
 
     def index(device: Any) -> int:
@@ -248,7 +269,9 @@ def _module() -> types.ModuleType:
         "mem_get_info": accelerator.get_memory_info,
         "reset_peak_memory_stats": accelerator.reset_peak_memory_stats,
         "empty_cache": accelerator.empty_cache,
-        "Stream": lambda device=None: torch.Stream(device=torch.device(NAME, index(device)) if device is not None else NAME),
+        "Stream": lambda device=None: torch.Stream(
+            device=torch.device(NAME, index(device)) if device is not None else NAME
+        ),
         "Event": lambda enable_timing=False: torch.Event(device=NAME, enable_timing=enable_timing),
         "stream": lambda stream: stream,
         "device": accelerator.device_index,
@@ -267,6 +290,9 @@ def _module() -> types.ModuleType:
 torch.utils.rename_privateuse1_backend(NAME)
 torch._register_device_module(NAME, _module())
 torch.utils.generate_methods_for_privateuse1_backend()
+
+
+from . import process_group as process_group  # noqa: E402  # it needs all of the above
 
 
 @atexit.register

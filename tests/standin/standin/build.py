@@ -17,7 +17,13 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "kernels.cpp", "torch_device.cpp")
-FLAGS = ("-std=c++20", "-g0", "-w", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+FLAGS = (
+    "-std=c++20",
+    "-g0",
+    "-w",
+    "-fPIC",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+)
 QUICK = {"device.cpp": "-O1"}
 """What runs at every op; of the others, mostly torch's templates, compiling takes longer than it saves."""
 
@@ -73,6 +79,7 @@ def _compile(path: Path) -> None:
         linked = Path(folder, path.name)
         found = [f"-L{folder}" for folder in library_paths()]
         subprocess.run(
-            [compiler, "-shared", *objects, "-o", linked, *found, "-lc10", "-ltorch_cpu", "-ltorch"], check=True
+            [compiler, "-shared", *objects, "-o", linked, *found, "-lc10", "-ltorch_cpu", "-ltorch"],
+            check=True,
         )
         linked.replace(path)  # at once: another process sees all of it or nothing

@@ -207,6 +207,7 @@ Core& core() {
 }
 
 thread_local int t_device = 0;
+thread_local bool t_deaf = false;
 thread_local std::vector<int64_t> t_streams;
 
 size_t setting(const char* name, size_t otherwise) {
@@ -535,6 +536,7 @@ void wait(Stream& s, const MarkPtr& mark) {
   join(s.clock, mark->clock);
   s.push([mark] { mark->await(); });
 }
+bool deaf() { return t_deaf; }
 bool query(const MarkPtr& mark) {
   if (!mark->reached()) return false;
   std::lock_guard lock(core().lock);
@@ -765,6 +767,7 @@ void standin_leave(int most_ms) {
   };
   for (int waited = 0; waited < most_ms && !idle(); waited += 5) std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
+void standin_deaf(int on) { t_deaf = on; }
 void standin_strict(int on) { core().strict = on; }
 void standin_delay(int most_us) { core().delay_us = most_us; }
 void standin_limit(int index, int64_t bytes) { device(index).heap.memory.limit = std::min((size_t)bytes, device(index).heap.arena.size); }

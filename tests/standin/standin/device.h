@@ -60,6 +60,7 @@ void name_stream(Stream& stream, std::string name);
 void enqueue(Stream& stream, const std::string& op, const std::vector<Access>& accesses, std::function<void()> work);
 MarkPtr record(Stream& stream);
 void wait(Stream& stream, const MarkPtr& mark);
+bool deaf();  // whether events are to hold up nothing that this thread tells to wait, to see whether that is reported
 bool query(const MarkPtr& mark);
 bool query(Stream& stream);
 

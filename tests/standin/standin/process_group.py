@@ -1,9 +1,10 @@
 """A backend of torch.distributed for the stand-in, which orders transfers as NCCL does.
 
-A communicator is made by its first operation, for which all its ranks' hosts wait. Its operations are kernels on
-one stream, one after the other. Unbatched sends and receives of two ranks have a communicator of their own, so both
-directions share a stream; in a group made with `device_id` all transfers share that of the whole group. A send ends
-only when it is received. `wait` makes the current stream wait and returns at once. `abort` ends what hangs.
+A communicator is made by its first operation, for which all its ranks' hosts wait. Its operations are kernels
+on one stream, one after the other. Unbatched sends and receives of two ranks have a communicator of their own,
+so both directions share a stream; in a group made with `device_id` all transfers share that of the whole group.
+A send ends only when it is received. `wait` makes the current stream wait and returns at once. `abort` ends
+what hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -35,7 +37,13 @@ class Communicator:
     """Ranks with a connection between each two, and the stream on which their operations run."""
 
     def __init__(
-        self, store: dist.Store, name: str, me: int, ranks: Sequence[int], device: torch.device, limit: timedelta
+        self,
+        store: dist.Store,
+        name: str,
+        me: int,
+        ranks: Sequence[int],
+        device: torch.device,
+        limit: timedelta,
     ) -> None:
         """Returns once all its ranks have come. Raises: RuntimeError if they have not within the limit."""
         self.ranks = tuple(ranks)
@@ -128,8 +136,8 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class Work(dist._Work):
-    """An operation that was enqueued. To ask whether it is done orders nothing: the one who asks may be another
-    thread than the one that goes on.
+    """An operation that was enqueued. To ask whether it is done orders nothing: the one who asks may be
+    another thread than the one that goes on.
 
     error: why it has ended without being done: it, or the peer's, was aborted.
     """
@@ -195,7 +203,9 @@ class StandinGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         over = self._pair(source, tensors[0].device)
-        return self._enqueue(over, "recv", lambda t: over.receive(t, source), writes=tensors, point_to_point=True)
+        return self._enqueue(
+            over, "recv", lambda t: over.receive(t, source), writes=tensors, point_to_point=True
+        )
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         over, combine = self._all(tensors[0].device), _combine(options)
@@ -295,19 +305,10 @@ class StandinGroup(dist.ProcessGroup):
 
 def _combine(options: Any) -> Callable[[list[Tensor]], Tensor]:
     kind = dist.ReduceOp.SUM if options is None else options.reduceOp
-    for op, both in _SUMS.items():
-        if kind == op:
-            break
-    else:
+    both = next((both for op, both in _SUMS.items() if kind == op), None)
+    if both is None:
         raise RuntimeError(f"{BACKEND} does not know {kind}")
-
-    def combine(parts: list[Tensor]) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total = both(total, part)
-        return total
-
-    return combine
+    return partial(reduce, both)
 
 
 dist.Backend.register_backend(BACKEND, StandinGroup, devices=[NAME])
