@@ -1,4 +1,4 @@
-"""Memory of the device: out of the CPU's reach, poisoned when it is freed, freed in the order of its stream."""
+"""Memory of the device: out of the CPU's reach, poisoned when freed, freed in the order of its stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a pipeline of two. Prints losses, a sum of each parameter's bits, the waits of a step, reports."""
+"""One rank of a pipeline of two. Prints losses, a sum of the bits of parameters, waits of a step, reports."""
 
 from __future__ import annotations
 

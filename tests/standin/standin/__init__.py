@@ -5,8 +5,8 @@ torch.Event, torch.get_device_module and a backend of torch.distributed know it 
 CPU's kernels, on streams that are threads, in memory that the CPU cannot touch.
 
 A kernel that is not ordered behind the last ones of other streams that used its memory is an error at its
-call, whatever ran first: a clock per stream counts what it waits for. `syncs` has each wait of the host and its
-line, `reports` each race and early free.
+call, whatever ran first: a clock per stream counts what it waits for. `syncs` has each wait of the host and
+its line, `reports` each race and early free.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def collecting() -> Iterator[list[Happening]]:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Streams that this thread tells to wait do not: takes a wait out of a program, to see that it is missed."""
+    """Streams that this thread tells to wait do not. Takes a wait out of a program, to see it missed."""
     _lib.standin_deaf(1)
     try:
         yield

@@ -1,10 +1,10 @@
 """A backend of torch.distributed for the stand-in, which orders transfers as NCCL does.
 
 A communicator is made by its first operation, for which all its ranks' hosts wait. Its operations are kernels
-on one stream, one after the other. Unbatched sends and receives of two ranks have a communicator of their own,
-so both directions share a stream; in a group made with `device_id` all transfers share that of the whole group.
-A send ends only when it is received. `wait` makes the current stream wait and returns at once. `abort` ends
-what hangs.
+on one stream, one after the other. Unbatched sends and receives of two ranks have a communicator of their
+own, so both directions share a stream; in a group made with `device_id` all transfers share that of the whole
+group. A send ends only when it is received. `wait` makes the current stream wait and returns at once. `abort`
+ends what hangs.
 """
 
 from __future__ import annotations
