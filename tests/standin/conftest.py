@@ -1,5 +1,5 @@
-"""What imports the stand-in runs in processes of its own: it is their accelerator from then on, and other tests
-would take it for a GPU."""
+"""What imports the stand-in runs in processes of its own: it is their accelerator from then on, and other
+tests would take it for a GPU."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "cross_entropy": lambda x: F.cross_entropy(x, x.argmax(1)),
     "layer_norm": lambda x: F.layer_norm(x, (6,)),
     "attention": lambda x: torch.softmax(x @ x.T / 2, -1) @ x,
+    "fused attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 4, 3)] * 3, is_causal=True),
     "lists": lambda x: [*torch.split_with_sizes_copy(x, [2, 4], 1), *torch.unbind_copy(x)],
     "views": lambda x: [x.T.contiguous(), x.unfold(1, 2, 1) + 0, x[:, ::2].clone(), x.view(torch.int32) + 0],
     "indices": lambda x: [
@@ -30,7 +31,7 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "convolution": lambda x: F.conv1d(x[None], x[:, :, None].expand(4, 6, 3)[:, :4].contiguous()),
     "embedding": lambda x: F.embedding(torch.tensor([0, 2], device=x.device), x),
     "foreach": lambda x: torch._foreach_norm([x, x * 2]),
-    "lstm": lambda x: torch.cumsum(x.flip(0), 0),
+    "sums so far": lambda x: torch.cumsum(x.flip(0), 0),
     "complex": lambda x: torch.fft.rfft(x).abs(),
     "numbers": lambda x: [x.clamp(0, 1), x.pow(2).mean(), x.std(), torch.addcmul(x, x, x, value=2)],
 }

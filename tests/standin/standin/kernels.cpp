@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -446,16 +447,17 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& t, double p,
   mask.bernoulli_(1 - p);
   return {t.mul(mask).mul_(scale), mask};
 }
-int64_t attention_by_plain_ops(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                               double, bool, std::optional<double>, bool) {
-  return 0;  // SDPBackend.MATH
+// The CPU's fused kernel, where the CPU takes it.
+int64_t attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+                         double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  return at::native::_fused_sdp_choice_cpp(q, k, v, mask, dropout, causal, scale, grouped);
 }
 
 }  // namespace
 }  // namespace standin
 
 namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &standin::attention_by_plain_ops)
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &standin::attention_kernel)
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&standin::any_op>()); }
@@ -476,7 +478,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("record_stream", record_stream_of);
   m.impl("native_dropout", native_dropout);
-  m.impl("_fused_sdp_choice", attention_by_plain_ops);
+  m.impl("_fused_sdp_choice", attention_kernel);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&standin::convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&standin::convolution_backward>());
   // Of these torch has kernels for any device, made of other ops; they give other bits than the CPU's.
