@@ -17,6 +17,7 @@ import pytest
 import runs
 import standin
 import torch
+import zoo
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
@@ -53,6 +54,17 @@ def test_one_rank_equals_the_cpu_to_the_bit(treatments: tuple[str, ...]) -> None
     losses, found = train(plan, "standin")
     assert losses == expected and all(torch.equal(found[name], t) for name, t in params.items())
     assert not standin.hidden_waits()
+
+
+def test_attention_and_dropout_draw_and_compute_what_they_do_on_the_cpu() -> None:
+    job = zoo.with_dropout("gpt")
+    plan = runs.even_plan(job, 1, microbatches=2, microbatch_size=2, schedule="gpipe")
+    plan = runs.treated_plan(job, plan, "offload", "recompute", "keep")
+    losses = []
+    for device in ("cpu", "standin"):
+        with Pipeline(job, plan, options=Options(device=device, clip_norm=1.0)) as pipeline:
+            losses.append([pipeline.step(job.batch(seed, 4)) for seed in range(2)])
+    assert losses[0] == losses[1] and not standin.hidden_waits()
 
 
 def test_a_step_waits_once_and_leaves_nothing() -> None:

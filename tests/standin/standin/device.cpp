@@ -85,7 +85,8 @@ struct Use {
   }
 };
 
-// Bytes of a block that were used alike: the last write, and reads since, none of which is ordered behind another.
+// Bytes of a block that were used alike: the last write, and reads since, none of which is ordered behind
+// another.
 struct Span {
   size_t end;
   Use write;
@@ -120,7 +121,8 @@ struct Arena {
     visible = (char*)mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
     shadow = (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     close(file);
-    if (visible == MAP_FAILED || shadow == MAP_FAILED) throw std::runtime_error("standin: the system gives no memory");
+    if (visible == MAP_FAILED || shadow == MAP_FAILED)
+      throw std::runtime_error("standin: the system gives no memory");
   }
   bool has(const void* at) const { return at >= visible && at < visible + size; }
 };
@@ -156,9 +158,9 @@ bool take(Ranges& ranges, size_t size, size_t& begin) {
 struct Heap {
   Arena arena;
   size_t top = 0;
-  std::map<size_t, Block> blocks;      // by where they begin
-  std::map<Stream*, Ranges> idle;      // a pool per stream; of nullptr: for any
-  std::vector<size_t> returned;        // freed under record_stream, and now no longer in use
+  std::map<size_t, Block> blocks;  // by where they begin
+  std::map<Stream*, Ranges> idle;  // a pool per stream; of nullptr: for any
+  std::vector<size_t> returned;    // freed under record_stream, and now no longer in use
   Memory memory;
 
   std::map<size_t, Block>::iterator find(const void* at) {
@@ -240,7 +242,8 @@ void touched(int signal, siginfo_t* info, void* context) {
   auto& c = core();
   for (auto& device : c.devices)
     if (device->heap.arena.has(info->si_addr)) say("standin: the CPU touched memory of the device\n");
-  if (c.pinned.arena.has(info->si_addr)) say("standin: the CPU touched pinned memory under a copy it has not waited for\n");
+  if (c.pinned.arena.has(info->si_addr))
+    say("standin: the CPU touched pinned memory under a copy it has not waited for\n");
   if (g_before.sa_flags & SA_SIGINFO) g_before.sa_sigaction(signal, info, context);
   else if (g_before.sa_handler != SIG_DFL && g_before.sa_handler != SIG_IGN) g_before.sa_handler(signal);
   else {
@@ -263,7 +266,7 @@ void start() {
       open_stream(device, i, 0);
     }
     c.pinned.arena.map(size, PROT_READ | PROT_WRITE);
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = touched;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGSEGV, &action, &g_before);
@@ -300,11 +303,13 @@ void split(std::map<size_t, Span>& spans, size_t at) {
 using Problems = std::vector<std::string>;
 
 std::string race(const Use& use, bool write, size_t bytes, const Use& other, const char* does) {
-  return "race: " + *use.op + " on " + label(*use.stream) + (write ? " writes " : " reads ") + std::to_string(bytes) +
-         " bytes that " + *other.op + " on " + label(*other.stream) + " " + does + ", and nothing makes it wait";
+  return "race: " + *use.op + " on " + label(*use.stream) + (write ? " writes " : " reads ") +
+         std::to_string(bytes) + " bytes that " + *other.op + " on " + label(*other.stream) + " " + does +
+         ", and nothing makes it wait";
 }
 
-void check(Block& block, size_t begin, size_t end, bool write, const Use& use, const Clock& clock, Problems& problems) {
+void check(Block& block, size_t begin, size_t end, bool write, const Use& use, const Clock& clock,
+           Problems& problems) {
   auto& spans = block.spans;
   split(spans, begin);
   split(spans, end);
@@ -331,7 +336,8 @@ void keep(Block& block, size_t begin, size_t end, bool write, const Use& use, co
   }
 }
 
-// The host may look at pinned memory again once it has waited for the copies. Only whole pages can be kept from it.
+// The host may look at pinned memory again once it has waited for the copies. Only whole pages can be kept
+// from it.
 void protect(Heap& heap, size_t begin, Block& block) {
   mprotect(heap.arena.visible + begin, block.size, PROT_READ | PROT_WRITE);
   for (int protection : {PROT_READ, PROT_NONE})
@@ -346,7 +352,8 @@ void host_waited(const Clock& clock) {
   join(c.host, clock);
   for (size_t begin : std::set<size_t>(c.guarded)) {
     auto& block = c.pinned.blocks.at(begin);
-    if (std::erase_if(block.guarded, [&](const Guarded& g) { return g.use.before(c.host); })) protect(c.pinned, begin, block);
+    if (std::erase_if(block.guarded, [&](const Guarded& g) { return g.use.before(c.host); }))
+      protect(c.pinned, begin, block);
   }
 }
 
@@ -397,7 +404,8 @@ void fail_later(const std::string& text) {
 }
 
 double now_ms() {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // Idle memory of a heap goes back where any stream may take it, once all streams of the device are done.
@@ -461,7 +469,8 @@ void Stream::run() {
       queue_.pop_front();
       busy_ = true;
     }
-    if (int most = core().delay_us) std::this_thread::sleep_for(std::chrono::microseconds(dice() % (most + 1)));
+    if (int most = core().delay_us)
+      std::this_thread::sleep_for(std::chrono::microseconds(dice() % (most + 1)));
     try {
       work();
     } catch (const std::exception& error) {
@@ -485,7 +494,9 @@ Stream& stream(int index, int64_t number) {
   std::lock_guard lock(core().lock);
   return *d.streams.at(number);
 }
-Stream& current_stream(int index) { return stream(index, index < (int)t_streams.size() ? t_streams[index] : 0); }
+Stream& current_stream(int index) {
+  return stream(index, index < (int)t_streams.size() ? t_streams[index] : 0);
+}
 int64_t exchange_current_stream(int index, int64_t number) {
   t_streams.resize(device_count());
   return std::exchange(t_streams.at(index), number);
@@ -501,7 +512,8 @@ int64_t number_of(const Stream& s) { return s.number; }
 int device_of(const Stream& s) { return s.device; }
 void name_stream(Stream& s, std::string name) { s.name = std::move(name); }
 
-void enqueue(Stream& s, const std::string& op, const std::vector<Access>& accesses, std::function<void()> work) {
+void enqueue(Stream& s, const std::string& op, const std::vector<Access>& accesses,
+             std::function<void()> work) {
   raise_failure();
   Problems problems;
   bool strict = core().strict;
@@ -606,8 +618,10 @@ void* allocate(int index, size_t bytes) {
     }
     if (!again) return_idle_memory(index);
   }
-  throw OutOfMemory("standin:" + std::to_string(index) + " is out of memory: " + std::to_string(bytes) + " bytes asked for, " +
-                    std::to_string(heap.memory.active.current) + " of " + std::to_string(heap.memory.limit) + " taken");
+  // As CUDA says it.
+  throw OutOfMemory("standin:" + std::to_string(index) + " out of memory. Tried to allocate " +
+                    std::to_string(bytes) + " bytes; " + std::to_string(heap.memory.active.current) + " of " +
+                    std::to_string(heap.memory.limit) + " taken");
 }
 
 void release(void* at) noexcept {
@@ -624,8 +638,8 @@ void release(void* at) noexcept {
     join(home->clock, c.host);
     auto problem = [&](const Use& use, const char* does) {
       if (use.before(home->clock) || block.users.count(const_cast<Stream*>(use.stream))) return;
-      problems.push_back("early free: " + std::to_string(size) + " bytes go back to " + label(*home) + " while " + *use.op +
-                         " on " + label(*use.stream) + " may still " + does);
+      problems.push_back("early free: " + std::to_string(size) + " bytes go back to " + label(*home) +
+                         " while " + *use.op + " on " + label(*use.stream) + " may still " + does);
     };
     for (auto& [from, span] : block.spans) {
       problem(span.write, "write them");
@@ -765,12 +779,15 @@ void standin_leave(int most_ms) {
       if (!s->idle()) return false;
     return true;
   };
-  for (int waited = 0; waited < most_ms && !idle(); waited += 5) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (int waited = 0; waited < most_ms && !idle(); waited += 5)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 void standin_deaf(int on) { t_deaf = on; }
 void standin_strict(int on) { core().strict = on; }
 void standin_delay(int most_us) { core().delay_us = most_us; }
-void standin_limit(int index, int64_t bytes) { device(index).heap.memory.limit = std::min((size_t)bytes, device(index).heap.arena.size); }
+void standin_limit(int index, int64_t bytes) {
+  device(index).heap.memory.limit = std::min((size_t)bytes, device(index).heap.arena.size);
+}
 int64_t standin_kernels() { return core().kernels; }
 void* standin_shadow(void* at) { return shadow(at); }
 void standin_fail(const char* text) { fail_later(text); }
@@ -791,8 +808,8 @@ const char* standin_hidden_waits() {
   return text.c_str();
 }
 // A kernel written in Python: `work(id)` runs on the stream.
-const char* standin_launch(int index, int64_t number, const char* op, int count, void** at, int64_t* bytes, int* writes,
-                           void (*work)(int64_t), int64_t id) {
+const char* standin_launch(int index, int64_t number, const char* op, int count, void** at, int64_t* bytes,
+                           int* writes, void (*work)(int64_t), int64_t id) {
   thread_local std::string text;
   text.clear();
   std::vector<Access> accesses;

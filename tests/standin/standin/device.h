@@ -1,5 +1,5 @@
-// The stand-in accelerator without torch: memory that the CPU cannot touch, streams that are threads, and a clock per
-// stream that knows what is ordered behind what.
+// The stand-in accelerator without torch: memory that the CPU cannot touch, streams that are threads, and a
+// clock per stream that knows what is ordered behind what.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -55,17 +55,19 @@ int64_t number_of(const Stream& stream);
 int device_of(const Stream& stream);
 void name_stream(Stream& stream, std::string name);
 
-// Enqueue work that touches memory. Throws, before it is enqueued, if an access is not ordered behind the last ones
-// of other streams; also if an earlier kernel failed, or memory was freed too early.
-void enqueue(Stream& stream, const std::string& op, const std::vector<Access>& accesses, std::function<void()> work);
+// Enqueue work that touches memory. Throws, before it is enqueued, if an access is not ordered behind the
+// last ones of other streams; also if an earlier kernel failed, or memory was freed too early.
+void enqueue(Stream& stream, const std::string& op, const std::vector<Access>& accesses,
+             std::function<void()> work);
 MarkPtr record(Stream& stream);
 void wait(Stream& stream, const MarkPtr& mark);
-bool deaf();  // whether events are to hold up nothing that this thread tells to wait, to see whether that is reported
+bool deaf();  // whether events are to hold up nothing that this thread tells to wait, to see whether that is
+              // reported
 bool query(const MarkPtr& mark);
 bool query(Stream& stream);
 
-// The host waits. `what` is counted, with the line of Python that asked; nullptr: this wait is the stand-in's own, so it
-// is not counted and orders nothing.
+// The host waits. `what` is counted, with the line of Python that asked; nullptr: this wait is the stand-in's
+// own, so it is not counted and orders nothing.
 void synchronize(const MarkPtr& mark, const char* what);
 void synchronize(Stream& stream, const char* what);
 void synchronize_device(int device, const char* what);

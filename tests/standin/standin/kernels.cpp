@@ -1,5 +1,6 @@
-// Operations of the stand-in: results get the shapes that the op gives meta tensors; the CPU's kernel computes them
-// later, on the stream, from plain addresses, so that nothing but the program keeps memory alive.
+// Operations of the stand-in: results get the shapes that the op gives meta tensors; the CPU's kernel
+// computes them later, on the stream, from plain addresses, so that nothing but the program keeps memory
+// alive.
 #include "torch_device.h"
 
 #include <ATen/EmptyTensor.h>
@@ -33,7 +34,8 @@ class Shadows {
     if (!bytes)
       bytes = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
                            c10::DataPtr(shadow(storage.data()), c10::kCPU), nullptr, false);
-    made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(bytes), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+    made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(bytes),
+                                                    c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
     return made;
   }
@@ -52,7 +54,8 @@ Access access(const at::Tensor& t, bool write) {
 
 at::Tensor new_tensor(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype, int device) {
   DeviceScope scope(device);
-  return at::detail::empty_strided_generic(size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+  return at::detail::empty_strided_generic(size, stride, allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
 }
 
 // Of what an op says about shapes, such as a warning that it resizes, the program has no use.
@@ -66,7 +69,8 @@ static c10::WarningHandler* silent() {
 
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView below;
-  c10::impl::ExcludeDispatchKeyGuard no_python{c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  c10::impl::ExcludeDispatchKeyGuard no_python{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
   at::NoGradGuard no_grad;
   c10::WarningUtils::WarningHandlerGuard quiet{silent()};
 };
@@ -96,7 +100,8 @@ class Call {
     torch::jit::drop(*stack, n);
     name_ = schema_.name().substr(schema_.name().find("::") + 2);
     for (const auto& result : schema_.returns())
-      TORCH_CHECK(!result.alias_info() || result.alias_info()->isWrite(), "standin: ", name_, " gives a view and is not known here");
+      TORCH_CHECK(!result.alias_info() || result.alias_info()->isWrite(), "standin: ", name_,
+                  " gives a view and is not known here");
     by_data_ = reads_data();
     find_device();
   }
@@ -122,7 +127,8 @@ class Call {
       if (!result.alias_info() && result.type()->str().find("Tensor") == std::string::npos) return true;
     for (size_t i = 0; i < args_.size(); i++) {
       if (!args_[i].isOptionalTensorList()) continue;
-      if (args_.size() > 2 && args_[2].isTensor() && args_[2].toTensor().numel() == 1) continue;  // a masked fill
+      if (args_.size() > 2 && args_[2].isTensor() && args_[2].toTensor().numel() == 1)
+        continue;  // a masked fill
       for (const std::optional<at::Tensor> t : args_[i].toOptionalTensorList())
         if (t && t->defined() && t->scalar_type() == at::kBool) return true;
     }
@@ -130,7 +136,8 @@ class Call {
   }
 
   void find_device() {
-    auto indices = name_ == "index" || name_ == "index_put_" || name_ == "_index_put_impl_" || name_ == "index_put";
+    auto indices =
+        name_ == "index" || name_ == "index_put_" || name_ == "_index_put_impl_" || name_ == "index_put";
     const at::Tensor* first = nullptr;
     for (size_t i = 0; i < args_.size(); i++) {
       if (args_[i].isDevice() && device_ < 0) device_ = index_of(args_[i].toDevice());
@@ -140,8 +147,9 @@ class Call {
                       " to be on the same device, but found ", first->device(), " and ", t.device());
           if (!first) first = &keep_.emplace_back(t);
         } else {
-          TORCH_CHECK((t.is_cpu() && t.dim() == 0) || (indices && !args_[i].isTensor()), "standin: expected all tensors of ", name_,
-                      " to be on the device, but ", schema_.arguments()[i].name(), " is on ", t.device());
+          TORCH_CHECK((t.is_cpu() && t.dim() == 0) || (indices && !args_[i].isTensor()),
+                      "standin: expected all tensors of ", name_, " to be on the device, but ",
+                      schema_.arguments()[i].name(), " is on ", t.device());
         }
         return t;
       });
@@ -162,18 +170,23 @@ class Call {
     auto meta = [&](const at::Tensor& t) -> at::Tensor {
       if (t.unsafeGetTensorImpl()->is_wrapped_number()) return t;
       auto& m = metas_[t.unsafeGetTensorImpl()];
-      if (!m.defined()) m = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).pinned_memory(false));
+      if (!m.defined())
+        m = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).pinned_memory(false));
       return m;
     };
     try {
       for (auto& arg : args_)
-        shapes.push_back(arg.isDevice() ? c10::IValue(c10::Device(at::kMeta)) : arg.isGenerator() ? c10::IValue() : map_tensors(arg, meta));
+        shapes.push_back(arg.isDevice()      ? c10::IValue(c10::Device(at::kMeta))
+                         : arg.isGenerator() ? c10::IValue()
+                                             : map_tensors(arg, meta));
       op_.callBoxed(&shapes);
     } catch (const std::exception&) {
-      return false;  // either nobody has written its shapes down, or the call is wrong: the CPU's kernel says how
+      return false;  // either nobody has written its shapes down, or the call is wrong: the CPU's kernel says
+                     // how
     }
     for (auto& shape : shapes)
-      if (!shape.isNone() && !shape.isTensorList() && !(shape.isTensor() && (!shape.toTensor().defined() || shape.toTensor().is_meta())))
+      if (!shape.isNone() && !shape.isTensorList() &&
+          !(shape.isTensor() && (!shape.toTensor().defined() || shape.toTensor().is_meta())))
         return false;
     for (size_t i = 0; i < args_.size(); i++)
       if (writes(i) && args_[i].isTensor() && here(args_[i].toTensor())) {
@@ -187,8 +200,10 @@ class Call {
   void prepare() {
     for (size_t i = 0; i < args_.size(); i++) {
       auto& arg = args_[i];
-      if (arg.isGenerator() || (arg.isNone() && schema_.arguments()[i].type()->str().find("Generator") != std::string::npos)) {
-        cpu_.push_back(cpu_generator(arg.isNone() ? std::nullopt : std::optional<at::Generator>(arg.toGenerator()), device_));
+      if (arg.isGenerator() ||
+          (arg.isNone() && schema_.arguments()[i].type()->str().find("Generator") != std::string::npos)) {
+        cpu_.push_back(cpu_generator(
+            arg.isNone() ? std::nullopt : std::optional<at::Generator>(arg.toGenerator()), device_));
         seeded_ = true;
         continue;
       }
@@ -264,8 +279,8 @@ class Call {
     });
   }
 
-  // Where a shape depends on data, a GPU makes the host wait, too: that is counted. Where only nobody has written the
-  // shapes down, the wait is ours: it orders nothing.
+  // Where a shape depends on data, a GPU makes the host wait, too: that is counted. Where only nobody has
+  // written the shapes down, the wait is ours: it orders nothing.
   void run_now(Stack* results) {
     std::map<size_t, at::Tensor> grown;
     for (size_t i = 0; i < args_.size(); i++)
@@ -314,7 +329,9 @@ class Call {
     auto* impl = t.unsafeGetTensorImpl();
     if (stride) impl->set_sizes_and_strides(size, *stride);
     else impl->set_sizes_contiguous(size);
-    size_t bytes = t.numel() ? at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size(), t.storage_offset()) : 0;
+    size_t bytes = t.numel() ? at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size(),
+                                                                t.storage_offset())
+                             : 0;
     if (bytes > t.storage().nbytes()) grow(t.storage(), bytes);
   }
 
@@ -338,7 +355,8 @@ void convolution(const c10::OperatorHandle&, Stack* stack) {
   any_op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
 }
 void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
-  auto first = stack->end() - 10;  // grad_output, input, weight; then the sizes of the bias, which this op lacks
+  auto first =
+      stack->end() - 10;  // grad_output, input, weight; then the sizes of the bias, which this op lacks
   stack->insert(first + 3, c10::IValue(c10::List<int64_t>({first->toTensor().size(1)})));
   any_op(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
 }
@@ -346,21 +364,28 @@ void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
 // ---- Tensors without a kernel: taking memory, and other views of it.
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
   DeviceScope scope(index_of(device.value_or(at::Device(at::kPrivateUse1))));
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), allocator(),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
-at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
-  return new_tensor(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), c10::dtype_or_default(dtype),
-                    index_of(device.value_or(at::Device(at::kPrivateUse1))));
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  return new_tensor(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                    c10::dtype_or_default(dtype), index_of(device.value_or(at::Device(at::kPrivateUse1))));
 }
-at::Tensor as_strided(const at::Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
-  return at::native::as_strided_tensorimpl(t, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-                                           offset ? std::optional(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
+at::Tensor as_strided(const at::Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                      std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      t, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
 }
-at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef size) { return at::native::view(t, C10_AS_INTARRAYREF_SLOW(size)); }
+at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef size) {
+  return at::native::view(t, C10_AS_INTARRAYREF_SLOW(size));
+}
 at::Tensor reshape_alias(const at::Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(t, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
@@ -368,16 +393,18 @@ const at::Tensor& resize_(const at::Tensor& t, c10::SymIntArrayRef size, std::op
   Call::resize(t, C10_AS_INTARRAYREF_SLOW(size), std::nullopt);
   return t;
 }
-at::Tensor& set_to(at::Tensor& t, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  return at::native::set_storage_cpu_(t, std::move(source), offset.guard_int(__FILE__, __LINE__), C10_AS_INTARRAYREF_SLOW(size),
-                                      C10_AS_INTARRAYREF_SLOW(stride));
+at::Tensor& set_to(at::Tensor& t, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                   c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(t, std::move(source), offset.guard_int(__FILE__, __LINE__),
+                                      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 at::Tensor& set_to_all(at::Tensor& t, at::Storage source) {
   int64_t count = source.nbytes() / t.element_size();
   return at::native::set_storage_cpu_(t, std::move(source), 0, {count}, {});
 }
 at::Tensor& set_to_tensor(at::Tensor& t, const at::Tensor& source) {
-  return at::native::set_storage_cpu_(t, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+  return at::native::set_storage_cpu_(t, source.storage(), source.storage_offset(), source.sizes(),
+                                      source.strides());
 }
 
 // ---- Copies. Only those to and from pinned memory need not make the host wait.
@@ -389,10 +416,11 @@ void copy_here(const at::Tensor& from, const at::Tensor& to) {
   if (two) wait(s, record(other));  // as CUDA does it: behind all that either device was given before
   Shadows shadows;
   count_kernel();
-  enqueue(s, "copy_", {access(from, false), access(to, true)}, [a = shadows(from), b = shadows(to)]() mutable {
-    BelowAutograd below;
-    b.copy_(a);
-  });
+  enqueue(s, "copy_", {access(from, false), access(to, true)},
+          [a = shadows(from), b = shadows(to)]() mutable {
+            BelowAutograd below;
+            b.copy_(a);
+          });
   if (two) wait(other, record(s));
 }
 
@@ -448,8 +476,9 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& t, double p,
   return {t.mul(mask).mul_(scale), mask};
 }
 // The CPU's fused kernel, where the CPU takes it.
-int64_t attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
-                         double dropout, bool causal, std::optional<double> scale, bool grouped) {
+int64_t attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const std::optional<at::Tensor>& mask, double dropout, bool causal,
+                         std::optional<double> scale, bool grouped) {
   return at::native::_fused_sdp_choice_cpp(q, k, v, mask, dropout, causal, scale, grouped);
 }
 
@@ -460,7 +489,9 @@ namespace at::native {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &standin::attention_kernel)
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&standin::any_op>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&standin::any_op>());
+}
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   using namespace standin;
   m.impl("empty.memory_format", empty);
@@ -480,9 +511,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
   m.impl("_fused_sdp_choice", attention_kernel);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&standin::convolution>());
-  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&standin::convolution_backward>());
+  m.impl("convolution_backward_overrideable",
+         torch::CppFunction::makeFromBoxedFunction<&standin::convolution_backward>());
   // Of these torch has kernels for any device, made of other ops; they give other bits than the CPU's.
-  for (auto* op : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
-                   "native_batch_norm", "native_batch_norm_backward"})
+  for (auto* op : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm",
+                   "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&standin::any_op>());
 }

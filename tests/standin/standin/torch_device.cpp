@@ -1,4 +1,5 @@
-// Torch's view of the stand-in: allocator, device guard, hooks, generators, and autocast with the lists that CUDA has.
+// Torch's view of the stand-in: allocator, device guard, hooks, generators, and autocast with the lists that
+// CUDA has.
 #include "torch_device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -15,7 +16,9 @@ constexpr auto KIND = c10::DeviceType::PrivateUse1;
 
 c10::Device device_of_index(int index) { return {KIND, (c10::DeviceIndex)index}; }
 Stream& ours(const c10::Stream& s) { return stream(s.device_index(), s.id()); }
-c10::Stream torchs(int device, int64_t number) { return c10::Stream(c10::Stream::UNSAFE, device_of_index(device), number); }
+c10::Stream torchs(int device, int64_t number) {
+  return c10::Stream(c10::Stream::UNSAFE, device_of_index(device), number);
+}
 
 template <class F>
 auto or_torch_error(F f) {
@@ -48,7 +51,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     auto now = memory(device);
     auto put = [](c10::CachingAllocator::StatArray& into, const Level& level) {
-      into[0].current = level.current, into[0].peak = level.peak, into[0].allocated = level.taken, into[0].freed = level.freed;
+      into[0].current = level.current, into[0].peak = level.peak, into[0].allocated = level.taken,
+      into[0].freed = level.freed;
     };
     put(stats.allocated_bytes, now.allocated);
     put(stats.requested_bytes, now.allocated);
@@ -73,7 +77,9 @@ struct PinnedMemory final : c10::Allocator {
     return {at, at, &release_pinned, at::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 } g_pinned;
 
 // ---- Random numbers: a seed, and how many ops have drawn.
@@ -132,22 +138,30 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     if (index >= 0) set_current_device(index);
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(index);
+  }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
     return at::make_generator<Generator>(index < 0 ? current_device() : index);
   }
   bool isPinnedPtr(const void* at) const override { return is_pinned(at); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &g_pinned; }
   at::Device getDeviceFromPtr(void* at) const override { return device_of_index(device_at(at)); }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { grow(storage, bytes); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    grow(storage, bytes);
+  }
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return KIND; }
   c10::Device getDevice() const override { return device_of_index(current_device()); }
   void setDevice(c10::Device device) const override { set_current_device(index_of(device)); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(index_of(device)); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    set_current_device(index_of(device));
+  }
   c10::Device exchangeDevice(c10::Device device) const override {
     auto before = getDevice();
     setDevice(device);
@@ -162,7 +176,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override {
     return torchs(index_of(device), number_of(new_stream(index_of(device))));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
   c10::Stream exchangeStream(c10::Stream s) const override {
     return torchs(s.device_index(), exchange_current_stream(s.device_index(), s.id()));
   }
@@ -174,7 +190,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   // An event is where a pointer to its last mark is kept.
   static MarkPtr& mark(void* event) { return *(MarkPtr*)event; }
-  void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
     if (!*event) *event = new MarkPtr;
     mark(*event) = standin::record(ours(s));
   }
@@ -187,10 +204,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (MarkPtr*)event; }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
-    TORCH_CHECK(begin && end && mark(begin)->reached() && mark(end)->reached(), "standin: an event was not reached yet");
+    TORCH_CHECK(begin && end && mark(begin)->reached() && mark(end)->reached(),
+                "standin: an event was not reached yet");
     return mark(end)->reached_ms - mark(begin)->reached_ms;
   }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override { g_memory.recordStream(data, s); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
+    g_memory.recordStream(data, s);
+  }
 };
 c10::impl::DeviceGuardImplRegistrar g_guard(KIND, new Guard);
 [[maybe_unused]] const bool g_hooked = [] {
@@ -204,7 +224,9 @@ using torch::jit::Stack;
 
 template <class F>
 void cast_all(Stack& args, F type_of) {
-  auto cast = [&](const at::Tensor& t) { return t.defined() ? at::autocast::cached_cast(type_of(t), t, KIND) : t; };
+  auto cast = [&](const at::Tensor& t) {
+    return t.defined() ? at::autocast::cached_cast(type_of(t), t, KIND) : t;
+  };
   for (auto& arg : args) {
     if (arg.isTensor()) arg = cast(arg.toTensor());
     else if (arg.isTensorList()) {
@@ -223,7 +245,8 @@ void autocast(const c10::OperatorHandle& op, Stack* stack) {
   Stack args(stack->end() - arguments.size(), stack->end());
   torch::jit::drop(*stack, arguments.size());
   auto low = at::autocast::get_autocast_dtype(KIND);
-  if constexpr (policy == CastPolicy::lower_precision_fp) cast_all(args, [&](const at::Tensor&) { return low; });
+  if constexpr (policy == CastPolicy::lower_precision_fp)
+    cast_all(args, [&](const at::Tensor&) { return low; });
   if constexpr (policy == CastPolicy::fp32) cast_all(args, [](const at::Tensor&) { return at::kFloat; });
   if constexpr (policy == CastPolicy::promote) {
     auto widest = low;
@@ -247,12 +270,14 @@ at::Tensor norm(const at::Tensor& t, const at::Scalar& p) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
   return at::norm(t, p, at::autocast::type_from_firstarg(KIND, at::kFloat, t));
 }
-at::Tensor norm_over(const at::Tensor& t, const std::optional<at::Scalar>& p, at::IntArrayRef dim, bool keep) {
+at::Tensor norm_over(const at::Tensor& t, const std::optional<at::Scalar>& p, at::IntArrayRef dim,
+                     bool keep) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
   return at::norm(t, p, dim, keep, at::autocast::type_from_firstarg(KIND, at::kFloat, t));
 }
 at::Tensor refuse_bce(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t) {
-  TORCH_CHECK(false, "standin: binary_cross_entropy is unsafe under autocast; use binary_cross_entropy_with_logits");
+  TORCH_CHECK(false,
+              "standin: binary_cross_entropy is unsafe under autocast; use binary_cross_entropy_with_logits");
 }
 
 }  // namespace
@@ -270,7 +295,8 @@ void grow(const c10::Storage& storage, size_t bytes) {
 
 uint64_t draw(const std::optional<at::Generator>& given, int device) {
   auto generator = given && given->defined() ? *given : default_generator(device);
-  TORCH_CHECK(generator.device().type() == KIND, "standin: expected a generator of the device, but it is for ", generator.device());
+  TORCH_CHECK(generator.device().type() == KIND,
+              "standin: expected a generator of the device, but it is for ", generator.device());
   std::lock_guard lock(generator.mutex());
   auto* own = generator.get<Generator>();
   uint64_t n = own->drawn_++;
@@ -301,15 +327,17 @@ WithSeed::~WithSeed() {
 #define OP_NAME_1(op) #op
 #define PICK(first, second, chosen, ...) chosen
 #define OP_NAME(...) PICK(__VA_ARGS__, OP_NAME_2, OP_NAME_1, )(__VA_ARGS__)
-#define WITH(policy, ...) \
-  m.impl(OP_NAME(__VA_ARGS__), torch::CppFunction::makeFromBoxedFunction<&standin::autocast<at::autocast::CastPolicy::policy>>());
+#define WITH(policy, ...)      \
+  m.impl(OP_NAME(__VA_ARGS__), \
+         torch::CppFunction::makeFromBoxedFunction<&standin::autocast<at::autocast::CastPolicy::policy>>());
 #define LOW(...) WITH(lower_precision_fp, __VA_ARGS__)
 #define FULL(...) WITH(fp32, __VA_ARGS__)
 #define FULL_RESULT(...) WITH(fp32_set_opt_dtype, __VA_ARGS__)
 #define WIDEST(...) WITH(promote, __VA_ARGS__)
 
 TORCH_LIBRARY(standin, m) {
-  m.def("default_generator(int device) -> Generator?", [](int64_t device) { return std::optional(standin::default_generator((int)device)); });
+  m.def("default_generator(int device) -> Generator?",
+        [](int64_t device) { return std::optional(standin::default_generator((int)device)); });
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {

@@ -23,8 +23,8 @@ class DeviceScope {
   int before_;
 };
 
-// One number per random op: what the CPU's kernel is seeded with. The first one is the seed itself, so that it draws what
-// the CPU draws after the same manual_seed().
+// One number per random op: what the CPU's kernel is seeded with. The first one is the seed itself, so that
+// it draws what the CPU draws after the same manual_seed().
 uint64_t draw(const std::optional<at::Generator>& generator, int device);
 at::Generator cpu_generator(const std::optional<at::Generator>& generator, int device);
 
