@@ -116,6 +116,7 @@ def test_both_directions_in_one_lane_are_stuck_until_an_abort() -> None:
         works = exchange(rank, lane, lane)
         posted.wait(LIMIT_S)
         assert not any(one.is_completed() for one in works)
+        posted.wait(LIMIT_S)
         if rank == 0:
             lane.abort()
         torch.accelerator.synchronize()

@@ -129,7 +129,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     while size:
         part = connection.recv(min(size, 1 << 20))
         if not part:
-            raise ConnectionError("the communicator was aborted")
+            raise ConnectionError("the other end is closed")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
@@ -156,7 +156,7 @@ class Work(dist._Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self.error is not None:
-            raise RuntimeError(f"{BACKEND}: {self.error}")
+            raise RuntimeError(f"{BACKEND}: the communicator was aborted: {self.error}")
         torch.accelerator.current_stream().wait_event(self._event)
         self._tensors.clear()
         return True
