@@ -157,7 +157,7 @@ class Pipeline:
         """Make the rank's weights and their optimizer, and foresee what a step holds."""
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
-        self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
+        self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
         with out_of_memory_told(self.ledger, lambda: f"start-up, with {format_bytes(size)} of parameters"):

@@ -31,9 +31,13 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    accelerator = torch.accelerator.current_accelerator()
+    known = {"cpu", "cuda"} | ({accelerator.type} if accelerator else set())
+    if device is None or device.type not in known:
         raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint='use "cpu" or "cuda"')
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+    if device.type != "cpu" and (device.index or 0) >= (
+        count := torch.get_device_module(device).device_count()
+    ):
         seen = f"only {count} with CUDA" if count else "none with CUDA"
         raise ConfigError(
             f"the device {name!r} was asked for, PyTorch sees {seen} here",
@@ -157,24 +161,25 @@ def rank_device(options: Options) -> torch.device:
     Raises: ConfigError if this machine has none such, or fewer than ranks.
     """
     device = usable_device(options.device)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
     if device.index is None:
-        device = torch.device("cuda", _own_of_node(int(os.environ.get("LOCAL_RANK", "-1"))))
-    torch.cuda.set_device(device)
+        device = torch.device(device.type, _own_of_node(device, int(os.environ.get("LOCAL_RANK", "-1"))))
+    torch.get_device_module(device).set_device(device)
     return device
 
 
-def _own_of_node(local_rank: int) -> int:
+def _own_of_node(device: torch.device, local_rank: int) -> int:
     """local_rank: below 0 where no launcher has started this process, which then keeps its current device."""
-    if local_rank >= (count := torch.cuda.device_count()):
+    module = torch.get_device_module(device)
+    if local_rank >= (count := module.device_count()):
         seen = "1 device" if count == 1 else f"{count} devices"
         raise ConfigError(
             f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA here",
             hint=f"start at most {count} per node; or, if each rank is shown another device only, name it: "
             '"cuda:0"',
         )
-    return local_rank if local_rank >= 0 else torch.cuda.current_device()
+    return local_rank if local_rank >= 0 else int(module.current_device())
 
 
 def checkpoint_step(directory: Path) -> int:

@@ -15,7 +15,7 @@ from pipeloom.runtime.recorder import CudaClock
 from pipeloom.tracer.stage.functions import Slot
 
 
-class Anything:
+class Anything(nullcontext[None]):
     """A stream or event whose work is done at once."""
 
     def synchronize(self) -> None: ...
@@ -32,10 +32,9 @@ class Anything:
 def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: real(*size, **how))
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", Anything)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Anything)
     monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
-    monkeypatch.setattr(torch.cuda, "Stream", Anything)
+    monkeypatch.setattr(torch, "Stream", Anything)
     monkeypatch.setattr(CudaClock, "mark", Anything)
     return CudaTier(0)
 

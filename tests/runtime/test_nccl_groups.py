@@ -68,7 +68,7 @@ def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
             limits.append(options._timeout)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
-    nccl_group(dist.HashStore(), LIMIT_S, "tied", 0, 2)
+    nccl_group(dist.HashStore(), LIMIT_S, torch.device("cuda"), "tied", 0, 2)
     assert min(limits) >= 3 * timedelta(seconds=LIMIT_S)
 
 

@@ -450,7 +450,7 @@ def dist_channel(
         transport = NcclTransport(
             group,
             watch,
-            make=partial(nccl_group, store, timeout_s),
+            make=partial(nccl_group, store, timeout_s, device),
             make_control=make,
             device=device,
             timeout_s=timeout_s,

@@ -107,7 +107,8 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
             f"{', '.join(missing)} not set: this process was not started as one of several ranks",
             hint="start it with torchrun --nproc-per-node N",
         )
-    backend, limit = ("gloo", timeout) if device.type == "cpu" else ("nccl", NCCL_PATIENCE * timeout)
+    backend = dist.get_default_backend_for_device(device)
+    limit = timeout if device.type == "cpu" else NCCL_PATIENCE * timeout
     try:
         if LAUNCHER_STORE not in os.environ:
             dist.init_process_group(backend, timeout=limit)

@@ -47,8 +47,8 @@ class CudaCopy:
     offload_span: tuple[object, object] | None = None
     reload_span: tuple[object, object] | None = None
     host: list[Tensor] = field(default_factory=list)
-    offloaded: torch.cuda.Event | None = None
-    reloaded: torch.cuda.Event | None = None
+    offloaded: torch.Event | None = None
+    reloaded: torch.Event | None = None
     leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
@@ -59,7 +59,7 @@ class CudaCopy:
 
     def gone(self) -> bool:
         assert self.offloaded is not None
-        if self.leaving and self.offloaded.query():  # type: ignore[no-untyped-call]
+        if self.leaving and self.offloaded.query():
             self.leaving.clear()
         return not self.leaving
 
@@ -67,7 +67,7 @@ class CudaCopy:
         """Only the computing stream waits, not the host."""
         assert self.offloaded is not None
         if self.leaving:
-            torch.cuda.current_stream().wait_event(self.offloaded)
+            torch.accelerator.current_stream().wait_event(self.offloaded)
             self.leaving.clear()
 
     def reload(self) -> None:
@@ -77,7 +77,7 @@ class CudaCopy:
     def take(self, check: Callable[[], None]) -> Tensors:
         """Only the computing stream waits, not the host."""
         assert self.reloaded is not None
-        torch.cuda.current_stream().wait_event(self.reloaded)
+        torch.accelerator.current_stream().wait_event(self.reloaded)
         residuals = {layout.slot: layout.around(self.reloading[layout.slot]) for layout in self.layouts}
         residuals |= self.on_host
         self.tier.free_chunks(self)
@@ -113,7 +113,7 @@ class CudaTier:
     def __init__(self, rank: int) -> None:
         self.used_bytes = self.peak_bytes = self.pinned_bytes = 0
         self._rank = rank
-        self._out, self._in = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._out, self._in = torch.Stream(), torch.Stream()
         self._idle_chunks: list[Tensor] = []
         self._reloading: set[CudaCopy] = set()  # kept from being freed under a copy if the run is given up
 
@@ -122,8 +122,8 @@ class CudaTier:
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
         copy = CudaCopy(self, layouts, on_host=on_host)
         copy.host = self._allocate(sum(_aligned(layout.bytes) for layout in layouts), action)
-        self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(torch.accelerator.current_stream())
+        with self._out:
             begin = CudaClock.mark()
             for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
@@ -140,8 +140,8 @@ class CudaTier:
         for layout in copy.layouts:
             copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
         self._reloading.add(copy)
-        self._in.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._in):
+        self._in.wait_stream(torch.accelerator.current_stream())
+        with self._in:
             begin = CudaClock.mark()
             for layout, span, part in copy.pieces():
                 copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
@@ -180,7 +180,7 @@ class CudaTier:
 
 
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    return tensor.device.type != "cpu"
 
 
 def _aligned(size: int) -> int:

@@ -69,8 +69,17 @@ class StreamWatchdog:
                 return
 
 
-def nccl_group(store: Store, timeout_s: float, name: str, rank: int, ranks: int) -> Group:
-    """A group of NCCL's, apart from all others on the store.  timeout_s: limit of our own waits."""
+def nccl_group(
+    store: Store, timeout_s: float, device: torch.device, name: str, rank: int, ranks: int
+) -> Group:
+    """A group of NCCL's, or of another device's backend, apart from all others on the store.
+
+    timeout_s: limit of our own waits.
+    """
+    backend = dist.get_default_backend_for_device(device)
+    if backend != "nccl":
+        make = dist.Backend._plugins[backend.upper()].creator_fn
+        return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=NCCL_PATIENCE * timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
