@@ -4,6 +4,8 @@ tests would take it for a GPU."""
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ collect_ignore = [] if "STANDIN" in os.environ else ["standin", "cases"]
 
 if "STANDIN" in os.environ:
     import standin
+
+    sys.path.append(str(Path(__file__).parent / "cases"))
 
     @pytest.fixture(autouse=True)
     def clean() -> object:

@@ -15,7 +15,11 @@ RULES = ("check_order.py", "check_memory.py", "check_host.py", "check_ops.py", "
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(RULES, id="rules"), pytest.param(("check_pipelines.py",), marks=pytest.mark.slow)]
+    "names",
+    [
+        pytest.param(RULES, id="rules"),
+        pytest.param(("check_pipelines.py",), marks=pytest.mark.slow, id="pipelines"),
+    ],
 )
 def test_the_stand_in(names: tuple[str, ...]) -> None:
     if sys.platform != "linux":
