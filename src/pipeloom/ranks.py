@@ -34,14 +34,15 @@ def usable_device(name: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     known = {"cpu", "cuda"} | ({accelerator.type} if accelerator else set())
     if device is None or device.type not in known:
-        raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint='use "cpu" or "cuda"')
+        usable = " or ".join(f'"{each}"' for each in sorted(known))
+        raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint=f"use {usable}")
     if device.type != "cpu" and (device.index or 0) >= (
         count := torch.get_device_module(device).device_count()
     ):
-        seen = f"only {count} with CUDA" if count else "none with CUDA"
+        seen = f"only {count} of that type" if count else "none of that type"
         raise ConfigError(
             f"the device {name!r} was asked for, PyTorch sees {seen} here",
-            hint='use "cuda" or "cpu"' if count else 'use "cpu"',
+            hint=f'use "{device.type}" or "cpu"' if count else 'use "cpu"',
         )
     return device
 
@@ -175,9 +176,10 @@ def _own_of_node(device: torch.device, local_rank: int) -> int:
     if local_rank >= (count := module.device_count()):
         seen = "1 device" if count == 1 else f"{count} devices"
         raise ConfigError(
-            f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA here",
+            f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} of type "
+            f"{device.type} here",
             hint=f"start at most {count} per node; or, if each rank is shown another device only, name it: "
-            '"cuda:0"',
+            f'"{device.type}:0"',
         )
     return local_rank if local_rank >= 0 else int(module.current_device())
 

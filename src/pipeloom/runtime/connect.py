@@ -107,7 +107,13 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
             f"{', '.join(missing)} not set: this process was not started as one of several ranks",
             hint="start it with torchrun --nproc-per-node N",
         )
-    backend = dist.get_default_backend_for_device(device)
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:
+        raise ConfigError(
+            f"torch.distributed has no backend for {device.type} devices",
+            hint="install the one of its vendor, or train on the CPU: --device cpu",
+        ) from None
     limit = timeout if device.type == "cpu" else NCCL_PATIENCE * timeout
     try:
         if LAUNCHER_STORE not in os.environ:

@@ -157,7 +157,7 @@ def out_of_memory_told(ledger: Ledger, doing: Callable[[], str]) -> Iterator[Non
 
 
 def _of_device() -> str:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.accelerator.is_available():
         return ""
-    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    held, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
     return f"; PyTorch holds {format_bytes(held)} there and has reserved {format_bytes(reserved)}"

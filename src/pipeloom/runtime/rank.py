@@ -443,7 +443,8 @@ class Rank:
         for name in [name for name in outputs if name.startswith("buffer:")]:
             self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
         if functions.loss is not None:
-            loss = self._losses[work.index] = outputs.pop(functions.loss)
+            # A copy: the result of a mean may lie in a storage as large as what it is the mean of.
+            loss = self._losses[work.index] = outputs.pop(functions.loss).clone()
             # The share of the micro-batch in the step's loss: sums of gradients need no division.
             share = torch.full((), microbatch.weight, dtype=loss.dtype, device=loss.device)
             kept.output_grads[functions.loss] = share
