@@ -85,7 +85,6 @@ def ranks(schedule: Schedule, flow: Flow) -> None:
     >>> ranks(idle, flow_of(chain(1)))
     Traceback (most recent call last):
     pipeloom.ir.errors.ScheduleError: rank 1 has no stage: the stages are on rank 0
-
     hint: place a stage there, or drop the row
     """
     used = set(schedule.placement)
