@@ -39,8 +39,6 @@ class Link:
     overhead_s, overhead_s_per_byte: time in which a message keeps its sender, and its receiver, from
         computing.
 
-    Raises: ConfigError if the bandwidth is not above 0, or a time is below 0 or 1e30 s and more.
-
     >>> pcie = Link(bandwidth_bytes_per_s=24e9, latency_s=1e-5)
     >>> f"{pcie.transfer_s(240_000_000):.5f} s for 240 MB"
     '0.01001 s for 240 MB'
@@ -106,9 +104,6 @@ class Device:
     host_memory_bytes: of its node, for this device.
     switch: devices of one name share one uplink to the host (`Cluster.switches`).
 
-    Raises: ConfigError for no memory or more than 8 EiB, a rate of 0, a share of 0 or less, a figure below 0
-        or of 1e30 and more, and for a link back from a host to which there is none.
-
     >>> link = Link(bandwidth_bytes_per_s=24e9)
     >>> card = Device(name="card", memory_bytes=16 * GiB, flops_per_s={"float32": 19.5e12}, host_link=link)
     >>> card.memory_bytes, card.reload_link == link
@@ -151,17 +146,14 @@ class Device:
                     f"device {self.name} has flops_per_s[{dtype}] = 0",
                     hint="give a rate above 0; leave out what it cannot compute in",
                 )
-        for name, amount in self._amounts():
+        names = ("memory_bytes_per_s", "launch_s", "host_memory_bytes", "node")
+        rates = [(f"flops_per_s[{dtype}]", rate) for dtype, rate in self.flops_per_s.items()]
+        for name, amount in [(name, getattr(self, name)) for name in names] + rates:
             if not _amount(amount):
                 raise ConfigError(
                     f"device {self.name} has {name} = {shown(amount)}",
                     hint="rates, times and sizes are at least 0, and below 1e30",
                 )
-
-    def _amounts(self) -> list[tuple[str, float]]:
-        names = ("memory_bytes_per_s", "launch_s", "host_memory_bytes", "node")
-        rates = [(f"flops_per_s[{dtype}]", rate) for dtype, rate in self.flops_per_s.items()]
-        return [(name, getattr(self, name)) for name in names] + rates
 
     @property
     def reload_link(self) -> Link | None:
@@ -182,9 +174,6 @@ class Cluster:
         than its device's own link.
     node_link: all messages that leave one node share it, and so do all that enter in the other direction,
         those of sums over ranks too; None if nothing is shared.
-
-    Raises: ConfigError for a cluster of no device or more than `MOST_DEVICES`, a group or switch without a
-        link, and a switch in two nodes.
 
     >>> card = Device(name="card", memory_bytes=GiB, group="pair")
     >>> slow, fast = Link(bandwidth_bytes_per_s=10e9), Link(bandwidth_bytes_per_s=100e9)
@@ -215,10 +204,7 @@ class Cluster:
                 )
 
     def link(self, a: int, b: int) -> Link:
-        """The link from rank `a` to rank `b`: of their group, else of their node, else between nodes.
-
-        Raises: IndexError if there is no such rank.
-        """
+        """Of their group, else of their node, else between nodes."""
         one, other = self.devices[a], self.devices[b]
         if one.group is not None and one.group == other.group:
             return self.groups[one.group]
@@ -228,7 +214,7 @@ class Cluster:
 
 
 def refuse_too_many(devices: int) -> None:
-    """Raises: ConfigError if a cluster of so many is refused: to be asked before they are made."""
+    """To be asked before so many are made."""
     if devices > MOST_DEVICES:
         raise ConfigError(
             f"the cluster has {shown(devices)} devices", hint=f"describe at most {MOST_DEVICES}"
@@ -241,7 +227,6 @@ def _amount(value: float) -> bool:
 
 
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:
-    """Refuse a name that a device uses and the cluster gives no link for."""
     for name in names:
         if name is not None and name not in links:
             near = get_close_matches(name, links, n=1)
