@@ -153,10 +153,26 @@ def load(directory: Path, state: TrainState, *, channel: Channel | None = None) 
         problem = error
     seen = _agree((problem, (path.name, list(state.model))), channel, _LOAD)
     assert index is not None and saved is not None
-    _require_same_checkpoint(directory, seen)
-    _require_all_loaded(path, index, {name for _, names in seen for name in names})
+    for other, (name, _) in enumerate(seen):
+        if name != seen[0][0]:
+            raise CheckpointError(
+                f"in {directory} rank 0 finds {seen[0][0]} and rank {other} finds {name}",
+                hint="put checkpoints in a directory that all machines share",
+            )
+    leftover = sorted(set(index.model) - {name for _, names in seen for name in names})
+    if leftover:
+        more = f" and {len(leftover) - 1} more" if len(leftover) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {path} holds {leftover[0]}{more}, which the model does not have",
+            hint="load a checkpoint of this model",
+        )
     try:
-        _fill(state, index, saved)
+        for name, tensor in state.model.items():
+            tensor.copy_(saved.read(f"model.{name}"))
+        for name, parameter in state.parameters.items() if state.keeps_previous else ():
+            if (key := f"previous.{name}") in index.tensors:
+                state.previous[name] = torch.empty_like(parameter.detach()).copy_(saved.read(key))
+        _restore_optimizers(state, index, saved)
     except CheckpointError as error:
         problem = error
     _agree((problem, None), channel, _LOAD)
@@ -269,25 +285,6 @@ def _merge(parts: list[tuple[Index, list[str]]], written: list[dict[str, tuple[i
     )
 
 
-def _require_same_checkpoint(directory: Path, seen: list[tuple[str, list[str]]]) -> None:
-    for rank, (name, _) in enumerate(seen):
-        if name != seen[0][0]:
-            raise CheckpointError(
-                f"in {directory} rank 0 finds {seen[0][0]} and rank {rank} finds {name}",
-                hint="put checkpoints in a directory that all machines share",
-            )
-
-
-def _require_all_loaded(path: Path, index: Index, model_names: set[str]) -> None:
-    leftover = sorted(set(index.model) - model_names)
-    if leftover:
-        more = f" and {len(leftover) - 1} more" if len(leftover) > 1 else ""
-        raise CheckpointError(
-            f"checkpoint {path} holds {leftover[0]}{more}, which the model does not have",
-            hint="load a checkpoint of this model",
-        )
-
-
 def _as_json(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         json.dumps(dict(extra))
@@ -367,16 +364,6 @@ def _require_fits(state: TrainState, index: Index) -> None:
                 )
         if names:
             _common_hyper(names, index)
-
-
-def _fill(state: TrainState, index: Index, saved: SavedTensors) -> None:
-    """Overwrite this rank's part of the model, and give its optimizers their state."""
-    for name, tensor in state.model.items():
-        tensor.copy_(saved.read(f"model.{name}"))
-    for name, parameter in state.parameters.items() if state.keeps_previous else ():
-        if (key := f"previous.{name}") in index.tensors:
-            state.previous[name] = torch.empty_like(parameter.detach()).copy_(saved.read(key))
-    _restore_optimizers(state, index, saved)
 
 
 def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) -> None:
