@@ -39,6 +39,8 @@ class Link:
     overhead_s, overhead_s_per_byte: time in which a message keeps its sender, and its receiver, from
         computing.
 
+    Raises: ConfigError if the bandwidth is not above 0, or a time is below 0 or 1e30 s and more.
+
     >>> pcie = Link(bandwidth_bytes_per_s=24e9, latency_s=1e-5)
     >>> f"{pcie.transfer_s(240_000_000):.5f} s for 240 MB"
     '0.01001 s for 240 MB'
@@ -103,6 +105,9 @@ class Device:
         device, if that direction differs.
     host_memory_bytes: of its node, for this device.
     switch: devices of one name share one uplink to the host (`Cluster.switches`).
+
+    Raises: ConfigError for no memory or more than 8 EiB, a rate of 0, a share of 0 or less, a figure below 0
+        or of 1e30 and more, and for a link back from a host to which there is none.
 
     >>> link = Link(bandwidth_bytes_per_s=24e9)
     >>> card = Device(name="card", memory_bytes=16 * GiB, flops_per_s={"float32": 19.5e12}, host_link=link)
@@ -175,6 +180,9 @@ class Cluster:
     node_link: all messages that leave one node share it, and so do all that enter in the other direction,
         those of sums over ranks too; None if nothing is shared.
 
+    Raises: ConfigError for a cluster of no device or more than `MOST_DEVICES`, a group or switch without a
+        link, and a switch in two nodes.
+
     >>> card = Device(name="card", memory_bytes=GiB, group="pair")
     >>> slow, fast = Link(bandwidth_bytes_per_s=10e9), Link(bandwidth_bytes_per_s=100e9)
     >>> cluster = Cluster(devices=(card, card), within_node=slow, groups={"pair": fast})
@@ -204,7 +212,10 @@ class Cluster:
                 )
 
     def link(self, a: int, b: int) -> Link:
-        """Of their group, else of their node, else between nodes."""
+        """The link from rank `a` to rank `b`: of their group, else of their node, else between nodes.
+
+        Raises: IndexError if there is no such rank.
+        """
         one, other = self.devices[a], self.devices[b]
         if one.group is not None and one.group == other.group:
             return self.groups[one.group]
