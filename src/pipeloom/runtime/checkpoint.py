@@ -229,7 +229,6 @@ class SavedTensors:
                 raise self._corrupt(file, f"{shown(key)} is {list(actual)}, and not {shown(list(shape))}")
 
     def read(self, key: str) -> Tensor:
-        """Raises: CheckpointError if it cannot be read."""
         name = self._index.tensors[key]
         try:
             tensor: Tensor = self._files[name].get_tensor(key)
@@ -238,8 +237,8 @@ class SavedTensors:
             raise self._corrupt(name, f"{shown(key)}: {error}") from None
 
     def _corrupt(self, name: str, why: str) -> CheckpointError:
-        why = why.partition("\n")[0]
-        return CheckpointError(f"checkpoint {self._path} is corrupt: {name}: {why}", hint=files.ELSEWHERE)
+        first, *_ = why.split("\n")
+        return files.corrupt(self._path, f"{name}: {first}")
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -312,10 +311,7 @@ def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what
 
 
 def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:
-    """This rank's tensors by checkpoint key, and its part of the index.
-
-    Raises: CheckpointError if the optimizer keeps something that is neither a tensor nor a plain value.
-    """
+    """This rank's tensors by checkpoint key, and its part of the index."""
     model = state.model
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     tensors |= {f"previous.{name}": tensor.detach() for name, tensor in state.previous.items()}
@@ -350,7 +346,6 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
 
 
 def _require_fits(state: TrainState, index: Index) -> None:
-    """Raises: CheckpointError if the checkpoint does not fit this rank's part of the model."""
     for name, tensor in state.model.items():
         _refuse_mismatch(name, tensor, index)
     for optimizer, _, names in state.optimized():
@@ -402,10 +397,6 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    """
-    >>> _dtype_name(torch.zeros(1))
-    'float32'
-    """
     return str(tensor.dtype).removeprefix("torch.")
 
 
