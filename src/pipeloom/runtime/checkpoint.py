@@ -95,7 +95,7 @@ def save(
     index = Index(schema=SCHEMA, step=step, model={})
     partial = directory / (files.name_of(step) + ".partial")
     try:
-        tensors, index = _flatten(state, step=step, extra=_as_json(extra))
+        tensors, index = _flatten(state, step=step, extra=extra)
         if rank == 0:
             files.prepare(directory, step)
     except CheckpointError as error:
@@ -284,16 +284,6 @@ def _merge(parts: list[tuple[Index, list[str]]], written: list[dict[str, tuple[i
     )
 
 
-def _as_json(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
-        ) from None
-    return dict(extra)
-
-
 def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what: str) -> list[T]:
     """What every rank brings, in rank order: one all-gather, which every rank must reach.
 
@@ -312,6 +302,12 @@ def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what
 
 def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:
     """This rank's tensors by checkpoint key, and its part of the index."""
+    try:
+        json.dumps(dict(extra))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
+        ) from None
     model = state.model
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     tensors |= {f"previous.{name}": tensor.detach() for name, tensor in state.previous.items()}
@@ -335,7 +331,7 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
     return tensors, Index(
         schema=SCHEMA,
         step=step,
-        extra=extra,
+        extra=dict(extra),
         aliases=state.aliases,
         model={name: (tuple(t.shape), _dtype_name(t)) for name, t in model.items()},
         optimizers=kinds,
