@@ -191,10 +191,7 @@ def measure_op(
 
 
 class _Gradients(NamedTuple):
-    """What an op's backward took.
-
-    passed: of each value, then of each weight, whether its gradient is the output's own.
-    """
+    """passed: of each value, then of each weight, whether its gradient is the output's own."""
 
     of_values_s: float
     of_all_s: float

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from traceback import clear_frames
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
@@ -177,11 +176,8 @@ def _recorded(
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, RecordedRun]:
     """The units and a run with them. A module that decides on data within becomes a unit itself."""
     if like is not None:
-        return (
-            like.units,
-            like.groups,
-            _record(job, batch, skeleton, autocast, like.recording.tainted_decisions),
-        )
+        recording = _record(job, batch, skeleton, autocast, like.recording.tainted_decisions)
+        return like.units, like.groups, recording
     groups = listed_units(skeleton.model, job.modules) if job.modules is not None else None
     whole = skeleton.with_hooks
     _refuse_cut_hooks(skeleton, groups)
@@ -278,7 +274,7 @@ def _attempt(
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> RecordedRun:
-    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    mode = _fake_mode(skeleton) if parameters.fake else None
     if mode is None:
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
@@ -306,33 +302,25 @@ def _watched_run(
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
-    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    mode = _fake_mode(skeleton) if parameters.fake else nullcontext()
     trunks = trunks_of(list(skeleton.units))
     recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
-    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
-    changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
+    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
+    changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
     with torch.random.fork_rng(), watch.watching():
         cast = autocast_region(autocast, run_on=parameters.device.type)
-        with cast, mode or nullcontext(), changes.watching():
+        with cast, mode, changes.watching():
             recording = recorder.record(job, batch)
         watch.look()
     skeleton.rest()
     return recording, watch, changes
 
 
-def _is_inside(recorder: ForwardRecorder) -> bool:
-    return recorder.inside
-
-
-def _is_between(recorder: ForwardRecorder) -> bool:
-    return not recorder.inside
-
-
-def _fakes(skeleton: Skeleton) -> list[FakeTensor]:
-    tensors = [t for name in skeleton.names if isinstance(t := skeleton.resting(name), FakeTensor)]
-    if not tensors:
-        raise ValueError("the model has no parameters")
-    return tensors
+def _fake_mode(skeleton: Skeleton) -> FakeTensorMode:
+    for name in skeleton.names:
+        if isinstance(tensor := skeleton.resting(name), FakeTensor):
+            return tensor.fake_mode
+    raise ValueError("the model has no parameters")
 
 
 def module_stage_functions(
