@@ -6,7 +6,7 @@ both of a pair, a counter per memory tier. Times are in microseconds, as the for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,88 +16,74 @@ from .labels import label
 
 STREAMS = ("compute", "recv", "send", "d2h", "h2d", "host")
 
-TraceEvent = dict[str, Any]
-
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace of one or more timelines, each with its own processes.
-
+    """
     >>> from pipeloom.ir.timeline import Event
     >>> one = Event(rank=0, stream="compute", action="0F3", start_s=0.001, end_s=0.003)
     >>> trace = chrome_trace([Timeline(source="measured", ranks=1, events=(one,))])
     >>> [(e["name"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
     [('PP:0F3', 1000.0, 2000.0)]
     """
-    events: list[TraceEvent] = []
+    events: list[dict[str, Any]] = []
     first = 0
     for timeline in timelines:
-        events += _processes(timeline, first)
-        events += _ranges(timeline, first)
-        events += _counters(timeline, first)
+        events += _events(timeline, first)
         first += timeline.ranks
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write the trace to a file, whole or not at all."""
     save_noun(chrome_trace(timelines), path)
 
 
-def _threads(timeline: Timeline) -> dict[str, int]:
-    used = {e.stream for e in timeline.events}
-    return {stream: i for i, stream in enumerate((*STREAMS, *sorted(used - {*STREAMS})))}
-
-
-def _processes(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
+def _events(timeline: Timeline, first: int) -> list[dict[str, Any]]:
+    """first: process id of the timeline's rank 0."""
     used = {(e.rank, e.stream) for e in timeline.events}
-    threads = _threads(timeline)
+    others = {stream for _, stream in used} - {*STREAMS}
+    threads = {stream: i for i, stream in enumerate((*STREAMS, *sorted(others)))}
+    events: list[dict[str, Any]] = []
+
+    def name(pid: int, tid: dict[str, int], **more: object) -> None:
+        part = "thread" if tid else "process"
+        for key, value in more.items():
+            events.append({"ph": "M", "name": f"{part}_{key}", "pid": pid, "args": {key: value}, **tid})
+
+    def add_range(text: str, kind: str, one: Event, last: Event, args: dict[str, object]) -> None:
+        events.append(
+            {
+                "ph": "X",
+                "name": f"PP:{text}",
+                "cat": kind,
+                "pid": first + one.rank,
+                "tid": threads[one.stream],
+                "ts": round(one.start_s * 1e6, 3),
+                "dur": round((last.end_s - one.start_s) * 1e6, 3),
+                "args": args,
+            }
+        )
+
     for rank in range(timeline.ranks):
-        pid = first + rank
-        yield _metadata("process_name", pid, {"name": f"{timeline.source} rank {rank}"})
-        yield _metadata("process_sort_index", pid, {"sort_index": pid})
+        name(first + rank, {}, name=f"{timeline.source} rank {rank}", sort_index=first + rank)
         for stream, tid in threads.items():
             if (rank, stream) in used:
-                yield {**_metadata("thread_name", pid, {"name": stream}), "tid": tid}
-                yield {**_metadata("thread_sort_index", pid, {"sort_index": tid}), "tid": tid}
-
-
-def _metadata(name: str, pid: int, args: dict[str, object]) -> TraceEvent:
-    return {"ph": "M", "name": name, "pid": pid, "args": args}
-
-
-def _ranges(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
-    """A range around both actions of each pair, then one for each action: viewers show what lies inside under
-    what it lies in."""
-    threads = _threads(timeline)
-
-    def around(name: str, kind: str, one: Event, last: Event, args: dict[str, object]) -> TraceEvent:
-        return {
-            "ph": "X",
-            "name": f"PP:{name}",
-            "cat": kind,
-            "pid": first + one.rank,
-            "tid": threads[one.stream],
-            "ts": round(one.start_s * 1e6, 3),
-            "dur": round((last.end_s - one.start_s) * 1e6, 3),
-            "args": args,
-        }
-
+                name(first + rank, {"tid": tid}, name=stream, sort_index=tid)
+    # Pairs come first: viewers show what lies inside under what it lies in.
     for one, other in timeline.paired:
-        args: dict[str, object] = {"meaning": "a pair, run as one unit"}
-        yield around(f"{one.action}&{other.action}", "pair", one, other, args)
+        add_range(f"{one.action}&{other.action}", "pair", one, other, {"meaning": "a pair, run as one unit"})
     for event in timeline.events:
         what = label(event.action)
         args = {"stage": what.stage, "microbatch": what.microbatch, "meaning": what.meaning}
-        yield around(event.action, what.group, event, event, args)
-
-
-def _counters(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
+        add_range(event.action, what.group, event, event, args)
     for curve in timeline.memory:
         for at_s, size in zip(curve.times_s, curve.sizes, strict=True):
-            yield {
-                "ph": "C",
-                "name": f"{curve.tier} memory",
-                "pid": first + curve.rank,
-                "ts": round(at_s * 1e6, 3),
-                "args": {"bytes": size},
-            }
+            events.append(
+                {
+                    "ph": "C",
+                    "name": f"{curve.tier} memory",
+                    "pid": first + curve.rank,
+                    "ts": round(at_s * 1e6, 3),
+                    "args": {"bytes": size},
+                }
+            )
+    return events

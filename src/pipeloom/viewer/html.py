@@ -9,7 +9,7 @@ from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, show_share, write_whole
 from ..ir.timeline import Timeline
 from .labels import chunks
-from .plots import Figure, legend, loss_figure, memory_figure, timelines_figure
+from .plots import legend, loss_figure, memory_figure, timelines_figure
 from .stage_graph import StageEdge, draw_stages
 from .tables import (
     Comparison,
@@ -42,15 +42,12 @@ def write_report(
     note: str = "",
     forecast: Comparison | None = None,
 ) -> None:
-    """Write the page, whole or not at all.
+    """What is not given is left out of the page.
 
     edges: between the stages, which are then drawn as a graph.
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
-    caps: bytes each rank may hold.  explanations: of the timelines with the same source.
-    size_unit: what memory is counted in, instead of bytes.  note: a sentence on how the two were compared.
-    forecast: step time as foretold before the run, and the run's middle one: the first card.
-    What is not given is left out of the page.
-    Raises: ConfigError if the file cannot be written.
+    caps: bytes each rank may hold.  size_unit: what memory is counted in, instead of bytes.
+    note: a sentence on how the two were compared.  forecast: the first card.
     """
     import jinja2
     from plotly.offline import get_plotlyjs
@@ -65,7 +62,19 @@ def write_report(
         "loss": loss_figure(losses) if losses else None,
     }
     peaks = peak_figures(both, size_unit).values()
-    cards = [*step_figures(both), *_span_bubbles(explanations), *worst_peak(peaks)]
+    shares = {e.source: e.span_bubble for e in explanations}
+    bubble = Comparison(
+        name="bubble of the longest span",
+        predicted=shares.get("predicted"),
+        measured=shares.get("measured"),
+        show=show_share,
+        good_error=None,
+    )
+    cards = [*step_figures(both), *([bubble] if shares else []), *worst_peak(peaks)]
+    times = {
+        stage: [f"F {forward.value}", f"B {back.value}"]
+        for stage, (forward, back) in stage_figures(stages, both).items()
+    }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -83,10 +92,14 @@ def write_report(
         paired=any(t.paired for t in drawn),
         chunks=any(any(chunks(t).values()) for t in drawn),
         idle=idle_table(explanations, alone=measured is None) if any(e.idle for e in explanations) else None,
-        figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
+        # No `<` can end the script element early that the JSON stands in.
+        figures={
+            name: str(figure.to_json()).replace("<", "\\u003c") if figure else ""
+            for name, figure in figures.items()
+        },
         stages=stage_table(stages, both, errors=True),
         replicas=max((row.replicas for row in stages), default=1),
-        stage_graph=draw_stages(stages, edges, _times(stages, both)) if edges else None,
+        stage_graph=draw_stages(stages, edges, times) if edges else None,
         memory=memory_table(both, stages, caps, size_unit),
         config=_flat(config or {}),
         plotly=get_plotlyjs(),
@@ -94,28 +107,8 @@ def write_report(
     write_whole(path, page)
 
 
-def _embedded(figure: Figure) -> str:
-    """JSON that may stand in a script element: no `<` can end it early."""
-    return str(figure.to_json()).replace("<", "\\u003c")
-
-
-def _span_bubbles(explanations: Sequence[Explanation]) -> list[Comparison]:
-    if not explanations:
-        return []
-    shares = {e.source: e.span_bubble for e in explanations}
-    of = {source: shares.get(source) for source in ("predicted", "measured")}
-    return [Comparison(name="bubble of the longest span", **of, show=show_share, good_error=None)]
-
-
-def _times(stages: Sequence[StageRow], both: tuple[Timeline | None, Timeline | None]) -> dict[int, list[str]]:
-    """Of each stage the seconds of one micro-batch, measured or else predicted."""
-    figures = stage_figures(stages, both)
-    return {stage: [f"F {forward.value}", f"B {back.value}"] for stage, (forward, back) in figures.items()}
-
-
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as dotted names.
-
+    """
     >>> _flat({"model": {"width": 256}, "steps": 10})
     [('model.width', '256'), ('steps', '10')]
     """

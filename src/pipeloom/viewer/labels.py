@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..ir.action import (
-    KINDS,
-    RECV_F,
-    SEND_F,
-    TREATMENTS,
-    Action,
-    Kind,
-    Transfer,
-    parse_instruction,
-)
+from ..ir.action import KINDS, RECV_F, SEND_F, TREATMENTS, Action, Kind, Transfer, parse_instruction
 from ..ir.errors import ScheduleError
 from ..ir.timeline import Timeline
 
@@ -35,17 +26,10 @@ COLOURS: dict[str, str] = {
 }
 OTHER = "#b5b356"
 
-KIND_OF: dict[str, Kind] = {"SEND": SEND_F, "wait": RECV_F}
-"""Groups of transfers -> a kind that is in it; any other group has the letters of its one kind."""
-
 
 @dataclass(frozen=True)
 class Label:
-    """An action taken apart for showing.
-
-    group: what shares a colour and a legend entry: the kind, or "SEND" and "wait" for the transfers.
-    short: what fits into a block: the micro-batch's number, or nothing.
-    """
+    """group: what shares a colour and a legend entry: the kind, or "SEND" and "wait" for the transfers."""
 
     action: str
     group: str
@@ -54,17 +38,13 @@ class Label:
     meaning: str
 
     @property
-    def computes(self) -> bool:
-        return computes(self.group)
-
-    @property
     def short(self) -> str:
         return "" if self.microbatch is None else str(self.microbatch)
 
 
 @lru_cache(maxsize=65536)
 def label(action: str) -> Label:
-    """Take an action's text apart. Text that is no instruction is its own group, shown as it is.
+    """Text that is no instruction is its own group, shown as it is.
 
     >>> label("0F3").meaning
     'stage 0: forward of micro-batch 3'
@@ -104,26 +84,16 @@ def chunks(timeline: Timeline) -> dict[int, int]:
     return {stage: i for stages in found.values() for i, stage in enumerate(sorted(stages))}
 
 
-def partners(timeline: Timeline) -> dict[str, str]:
-    """Each action of a pair -> the other one.
-
-    >>> partners(Timeline(source="predicted", ranks=1, events=(), pairs=(("0F1", "0B0"),)))
-    {'0F1': '0B0', '0B0': '0F1'}
-    """
-    return {one: other for pair in timeline.pairs for one, other in (pair, pair[::-1])}
-
-
 def group_name(group: str) -> str:
     """
     >>> group_name("I"), group_name("STEP"), group_name("clip")
     ('input gradient', 'optimizer step', 'clip')
     """
-    row = KINDS.get(KIND_OF.get(group, Kind(group)))
+    row = KINDS.get({"SEND": SEND_F, "wait": RECV_F}.get(group, Kind(group)))
     return group if row is None else row.label
 
 
 def computes(group: str) -> bool:
-    """Whether actions of a group stand in schedules."""
     row = KINDS.get(Kind(group))
     return row is not None and row.in_schedule and Kind(group) not in TREATMENTS
 

@@ -15,9 +15,7 @@ PERIOD = 24
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
     """Actions of one kind on one micro-batch, through neighbouring stages; or one other piece of the path.
-
-    transfer_s: time of messages on the way and at its end.  first, last: texts of its first and last action.
-    """
+    first, last: texts of its first and last action."""
 
     group: str
     microbatch: int | None
@@ -27,11 +25,6 @@ class Leg:
     last: str
     start_s: float
     end_s: float
-    transfer_s: float = 0.0
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        return self.group, self.stages, self.ranks
 
     def __str__(self) -> str:
         if len(self.stages) < 2:
@@ -41,8 +34,7 @@ class Leg:
 
 
 def _turns(line: Sequence[int]) -> str:
-    """Only the ends and where it turns.
-
+    """
     >>> _turns((0, 1, 2, 3, 3, 2, 1)), _turns((4, 5))
     ('0…3…1', '4, 5')
     """
@@ -72,8 +64,8 @@ class Fold:
     @property
     def rank(self) -> int | None:
         """The rank it stays on, if it does."""
-        found = {rank for leg in self.legs for rank in leg.ranks}
-        return found.pop() if len(found) == 1 else None
+        ranks = {rank for leg in self.legs for rank in leg.ranks}
+        return ranks.pop() if len(ranks) == 1 else None
 
     def __str__(self) -> str:
         """
@@ -91,15 +83,15 @@ class Fold:
 
 
 def fold(path: Sequence[PathStep], *, shortest_s: float = 0.0) -> list[Fold]:
-    """The path in as few lines as may be. shortest_s: only computing may be shorter and still be shown."""
+    """shortest_s: only computing may be shorter and still be shown."""
     shown = [p for p in path if p.kind == "compute" or p.duration_s > shortest_s]
     legs = [part for leg in _legs(shown) for part in _apart(leg)]
-    shapes = [leg.shape for leg in legs]
+    shapes = [(leg.group, leg.stages, leg.ranks) for leg in legs]
     folds: list[Fold] = []
     at = 0
     while at < len(legs):
         period, times = _repeats(shapes, at)
-        if times == 1 and folds and folds[-1].times == 1 and _same_rank(folds[-1], legs[at]):
+        if times == 1 and folds and folds[-1].times == 1 and {folds[-1].rank} == set(legs[at].ranks):
             folds[-1] = Fold(legs=(*folds[-1].legs, legs[at]), times=1, last=(legs[at],))
         else:
             last = legs[at + period * (times - 1) : at + period * times]
@@ -108,28 +100,19 @@ def fold(path: Sequence[PathStep], *, shortest_s: float = 0.0) -> list[Fold]:
     return folds
 
 
-def _same_rank(before: Fold, leg: Leg) -> bool:
-    return before.rank is not None and set(leg.ranks) == {before.rank}
-
-
 def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
     """Messages belong to the leg before them."""
     now: Leg | None = None
     for step in path:
         what = label(step.action)
         if step.kind == "transfer" and now is not None and not (step.waiting or now.group == "link"):
-            now = replace(now, end_s=step.end_s, transfer_s=now.transfer_s + step.duration_s)
+            now = replace(now, end_s=step.end_s)
             continue
         group = "link" if step.waiting else what.group if step.kind == "compute" else step.kind
         if now is not None and step.kind == "compute" and _goes_on(now, group, what.stage, what.microbatch):
             assert what.stage is not None
-            now = replace(
-                now,
-                stages=(*now.stages, what.stage),
-                ranks=(*now.ranks, step.rank),
-                last=step.action,
-                end_s=step.end_s,
-            )
+            stages, ranks = (*now.stages, what.stage), (*now.ranks, step.rank)
+            now = replace(now, stages=stages, ranks=ranks, last=step.action, end_s=step.end_s)
             continue
         if now is not None:
             yield now
@@ -156,15 +139,8 @@ def _apart(leg: Leg) -> Iterator[Leg]:
         yield leg
         return
     for i, stage in enumerate(leg.stages):
-        text = f"{stage}{leg.group}{leg.microbatch}"
-        yield replace(
-            leg,
-            stages=(stage,),
-            ranks=leg.ranks[:1],
-            first=text,
-            last=text,
-            start_s=leg.start_s if i == 0 else leg.end_s,
-        )
+        text, start_s = f"{stage}{leg.group}{leg.microbatch}", leg.end_s if i else leg.start_s
+        yield replace(leg, stages=(stage,), ranks=leg.ranks[:1], first=text, last=text, start_s=start_s)
 
 
 def _goes_on(leg: Leg, group: str, stage: int | None, microbatch: int | None) -> bool:

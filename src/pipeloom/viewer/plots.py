@@ -8,14 +8,14 @@ from typing import Any
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, byte_unit, show_share, show_time, time_unit
 from ..ir.timeline import Event, MemoryCurve, Timeline
-from .labels import chunks, colour, group_name, label, partners
+from .labels import chunks, colour, group_name, label
 from .reasons import sentence
 from .tables import source_name
 
 Figure = Any
 """plotly.graph_objects.Figure. Plotly is imported where it is used: it is slow to load and has no types."""
 
-# Pixels. The margins are the same for all plots, so that one time lies under the other.
+# Pixels. All plots have the same margins, so that equal times lie above each other.
 MARGIN = {"l": 62, "r": 14, "t": 40, "b": 44}
 ROW_PX, NARROW_ROW_PX, TITLE_PX, TOP_PX = 54, 30, 44, 26
 PANEL_PX, NARROW_PANEL_PX, GAP_PX = 112, 76, 16
@@ -33,14 +33,11 @@ LANES = {
 SHORTEST = 2e-4
 """Waits and transfers shorter than this share of the step are not drawn: they could not be seen."""
 
-PATH = "critical path"
-"""Name of the traces that the page's switch shows and hides."""
+PATH, PAIR = "critical path", "pair"
+"""Names of traces: the page's switch shows and hides the first, the second frames pairs."""
 
 PATH_HEIGHT = -0.35
 """Where the path runs within a row: above the numbers of the blocks."""
-
-PAIR = "pair"
-"""Name of the trace that frames pairs."""
 
 INK, CLEAR = "#10192b", "rgba(0,0,0,0)"
 COLOURS = {"predicted": "#9a6be0", "measured": "#12a594"}
@@ -50,11 +47,8 @@ HEADROOM = 1.12
 
 
 def timelines_figure(timelines: Sequence[Timeline], explanations: Sequence[Explanation] = ()) -> Figure:
-    """One panel per timeline above each other, with the same time axis.
-
-    Explanations belong to the timelines with the same source: they put a reason into each gap, and the
-    critical path above the blocks, not visible at first.
-    """
+    """One panel per timeline above each other, with the same time axis. An explanation with the same source
+    puts a reason into each gap, and the critical path above the blocks, hidden at first."""
     from plotly.subplots import make_subplots
 
     span_s = max(t.end_s for t in timelines)
@@ -74,16 +68,23 @@ def timelines_figure(timelines: Sequence[Timeline], explanations: Sequence[Expla
     )
     for panel, timeline in enumerate(timelines, start=1):
         explained = [e for e in explanations if e.source == timeline.source]
-        bars = [
-            *(_gaps(e, span_s) for e in explained),
-            *_blocks(timeline, span_s),
-            *_frames(timeline, span_s),
-        ]
-        for bar in bars:
+        gaps = [_gaps(e, span_s) for e in explained]
+        for bar in (*gaps, *_blocks(timeline, span_s), *_frames(timeline, span_s)):
             figure.add_bar(**bar, row=panel, col=1)
         for line in (line for e in explained for line in _path_lines(e, span_s)):
             figure.add_scatter(**line, row=panel, col=1)
-        figure.update_yaxes(**_rank_axis(timeline.ranks), row=panel, col=1)
+        ticks = range(0, timeline.ranks, 1 if timeline.ranks <= 32 else 4)
+        figure.update_yaxes(
+            range=[timeline.ranks - 0.5, -0.55],
+            tickvals=[rank + sum(LANES["compute"]) / 2 for rank in ticks],
+            ticktext=[f"rank {rank}" for rank in ticks],
+            ticklabelstandoff=6,
+            fixedrange=True,
+            zeroline=False,
+            showgrid=False,
+            row=panel,
+            col=1,
+        )
     figure.update_annotations(x=0, xanchor="left", yshift=2, font={"size": 13})
     _dress(figure, height=height, top=TOP_PX)
     _time_axis(figure, span_s, panels=len(timelines))
@@ -104,10 +105,7 @@ def memory_figure(
     timelines: Sequence[Timeline], caps: Sequence[int] = (), size_unit: SizeUnit | None = None
 ) -> Figure | None:
     """One panel per rank: memory held over the step, measured filled, predicted dashed; None if none known.
-
-    caps: bytes each rank may hold; one is drawn if it is near enough not to flatten the curves.
-    size_unit: instead of one of bytes.
-    """
+    A cap is drawn only if it is so near that the curves do not become flat."""
     from plotly.subplots import make_subplots
 
     curves = [(t, c) for t in timelines for c in t.memory if c.sizes]
@@ -141,7 +139,7 @@ def memory_figure(
 
 
 def loss_figure(losses: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
-    """Loss over steps, one line per name; a curve with few points, such as validation, gets markers."""
+    """A curve with few points, such as validation, gets markers."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -170,14 +168,7 @@ def _dress(figure: Figure, *, height: int, top: int = MARGIN["t"]) -> None:
         template=None,
         height=height + top + MARGIN["b"],
         margin={**MARGIN, "t": top},
-        legend={
-            "orientation": "h",
-            "x": 0,
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-            "traceorder": "normal",
-        },
+        legend=dict(orientation="h", x=0, y=1, yref="container", yanchor="top", traceorder="normal"),
         hoverlabel={"align": "left"},
         paper_bgcolor=CLEAR,
         plot_bgcolor=CLEAR,
@@ -191,22 +182,8 @@ def _time_axis(figure: Figure, span_s: float, *, panels: int) -> None:
     figure.update_xaxes(title={"text": f"time, {unit}", "standoff": 6}, row=panels, col=1)
 
 
-def _rank_axis(ranks: int) -> dict[str, Any]:
-    ticks = range(0, ranks, 1 if ranks <= 32 else 4)
-    middle = sum(LANES["compute"]) / 2
-    return {
-        "range": [ranks - 0.5, -0.55],
-        "tickvals": [rank + middle for rank in ticks],
-        "ticktext": [f"rank {rank}" for rank in ticks],
-        "ticklabelstandoff": 6,
-        "fixedrange": True,
-        "zeroline": False,
-        "showgrid": False,
-    }
-
-
 def _bars(spans: Sequence[tuple[int, float, float]], lane: str, span_s: float) -> dict[str, Any]:
-    """One bar trace. spans: rank, begin and end in seconds of each bar."""
+    """spans: rank, begin and end in seconds of each bar."""
     scale = time_unit(span_s)[1]
     low, high = LANES[lane]
     return {
@@ -238,7 +215,8 @@ def _blocks(timeline: Timeline, span_s: float) -> list[dict[str, Any]]:
         least_s = 0.0 if lane == "compute" else SHORTEST * span_s
         if event.duration_s > 0 and event.duration_s >= least_s:
             groups.setdefault((lane, label(event.action).group), []).append(event)
-    shades, other = chunks(timeline), partners(timeline)
+    shades = chunks(timeline)
+    other = {action: partner for pair in timeline.pairs for action, partner in (pair, pair[::-1])}
     edge = 0.8 if len(timeline.events) <= 1500 else 0.2
     lanes = list(LANES)
     bars = []
@@ -261,8 +239,10 @@ def _blocks(timeline: Timeline, span_s: float) -> list[dict[str, Any]]:
                 "line": {"width": edge, "color": "rgba(255,255,255,0.75)"},
             },
         }
-        numbered = _inside([what.short for what in labels], INK, 11) if lane == "compute" else {}
-        bars.append(bar | (numbered or {"textposition": "none"}))
+        if lane == "compute":
+            bars.append(bar | _inside([what.short for what in labels], INK, 11))
+        else:
+            bars.append(bar | {"textposition": "none"})
     return bars
 
 
@@ -271,7 +251,7 @@ def _lane(event: Event) -> str:
 
 
 def _gaps(explanation: Explanation, span_s: float) -> dict[str, Any]:
-    """One bar trace: a see-through block over each gap, which tells its reason."""
+    """A see-through block over each gap, which tells its reason."""
     shown = [i for i in explanation.idle if i.duration_s >= SHORTEST * span_s]
     bars = _bars([(i.rank, i.start_s, i.end_s) for i in shown], "compute", span_s)
     return bars | {
@@ -287,7 +267,6 @@ def _gaps(explanation: Explanation, span_s: float) -> dict[str, Any]:
 
 
 def _frames(timeline: Timeline, span_s: float) -> list[dict[str, Any]]:
-    """A bar trace with a frame around the two blocks of each pair, if there are any."""
     if not timeline.paired:
         return []
     spans = [(one.rank, one.start_s, other.end_s) for one, other in timeline.paired]
@@ -327,8 +306,8 @@ def _path_lines(explanation: Explanation, span_s: float) -> list[dict[str, Any]]
 def _curve(
     timeline: Timeline, curve: MemoryCurve, source: str, *, unit: SizeUnit, ends: str, span_s: float
 ) -> dict[str, Any]:
-    """Steps: each size holds until the next time, the last one until the step's end."""
-    # A run notes an action's peak after the action, at the time it started.
+    # Each size holds until the next time, the last one until the step's end. Sorted, because a run notes an
+    # action's peak after the action, at the time it started.
     steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
     times = [*(t for t, _ in steps), max(timeline.end_s, steps[-1][0])]
     sizes = [*(s for _, s in steps), steps[-1][1]]

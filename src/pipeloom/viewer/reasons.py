@@ -10,8 +10,7 @@ from .labels import label
 
 
 def sentence(idle: Idle) -> str:
-    """Why one rank is idle at one time.
-
+    """
     >>> sentence(Idle(rank=0, start_s=4, end_s=10, reason="fill", action="0B0", waits_for="1B0", on_rank=1))
     'rank 0 waits for 1B0 of rank 1, which is on its way: no rank is too busy to take it on'
     """
@@ -52,16 +51,15 @@ class IdleSource:
 
 def sources(explanation: Explanation) -> list[IdleSource]:
     """All idle time by reason, rank, what the rank waits for, and where that comes from; largest first."""
-    found: dict[tuple[Reason, int, str], float] = {}
+    total: dict[tuple[Reason, int, str], float] = {}
     for idle in explanation.idle:
         key = (idle.reason, idle.rank, _kind_of_wait(idle))
-        found[key] = found.get(key, 0.0) + idle.duration_s
+        total[key] = total.get(key, 0.0) + idle.duration_s
     whole_s = explanation.ranks * explanation.step_s
-    made = (
+    return [
         IdleSource(reason=reason, rank=rank, seconds=seconds, share=seconds / whole_s, text=text)
-        for (reason, rank, text), seconds in found.items()
-    )
-    return sorted(made, key=lambda s: -s.seconds)
+        for (reason, rank, text), seconds in sorted(total.items(), key=lambda item: -item[1])
+    ]
 
 
 def _kind_of_wait(idle: Idle) -> str:
@@ -83,13 +81,10 @@ def _kind_of_wait(idle: Idle) -> str:
     return f"rank {idle.rank} waits for {what}{via}"
 
 
-def merged(found: Sequence[IdleSource]) -> list[tuple[Reason, float, float, list[IdleSource]]]:
-    """The sources under their reasons: (reason, seconds, share, its sources), largest first."""
+def merged(causes: Sequence[IdleSource]) -> list[tuple[Reason, float, float, list[IdleSource]]]:
+    """(reason, seconds, share, its sources), largest first."""
     by_reason: dict[Reason, list[IdleSource]] = {}
-    for source in found:
-        by_reason.setdefault(source.reason, []).append(source)
-    groups = [
-        (reason, sum(s.seconds for s in own), sum(s.share for s in own), own)
-        for reason, own in by_reason.items()
-    ]
+    for cause in causes:
+        by_reason.setdefault(cause.reason, []).append(cause)
+    groups = [(r, sum(s.seconds for s in of), sum(s.share for s in of), of) for r, of in by_reason.items()]
     return sorted(groups, key=lambda group: -group[1])

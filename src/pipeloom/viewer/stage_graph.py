@@ -26,12 +26,8 @@ PASSES = 40
 STRAIGHT = 8
 """How much more two bends of a line pull at each other than stages do."""
 
-
-BOX = (132, 62)
-"""Pixels of a box, across and down."""
-
-GAP = (108, 34)
-"""Pixels between boxes of two columns, and of one."""
+# Pixels across and down: of a box, and between boxes of two columns and of one.
+BOX, GAP = (132, 62), (108, 34)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +40,8 @@ class StageEdge:
     gradient_bytes: int
 
     @property
-    def ends(self) -> tuple[int, int]:
-        return self.source, self.target
-
-    @property
     def text(self) -> str:
-        """The bytes as they stand at the line.
-
+        """
         >>> StageEdge(source=0, target=1, bytes=2048, gradient_bytes=0).text
         '2.0 KiB, no gradient'
         """
@@ -62,7 +53,7 @@ class StageEdge:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A stage in the drawing: its upper left corner, and its lines of text."""
+    """x, y: its upper left corner."""
 
     stage: int
     x: float
@@ -72,7 +63,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeLine:
-    """An edge in the drawing: an SVG path, and where its text stands."""
+    """path: of SVG.  x, y: where its text stands."""
 
     edge: StageEdge
     path: str
@@ -82,8 +73,6 @@ class EdgeLine:
 
 @dataclass(frozen=True, kw_only=True)
 class StageDrawing:
-    """Pixels of the drawing, its boxes and lines."""
-
     width: float
     height: float
     boxes: tuple[Box, ...]
@@ -98,7 +87,7 @@ def stage_edges(stages: StageGraph) -> tuple[StageEdge, ...]:
     >>> [(e.source, e.target, e.bytes, e.gradient_bytes) for e in stage_edges(chain(2))]
     [(0, 1, 4, 4)]
     """
-    own = len(stages.stages) // stages.replicas
+    count = len(stages.stages) // stages.replicas
     return tuple(
         StageEdge(
             source=source,
@@ -107,7 +96,7 @@ def stage_edges(stages: StageGraph) -> tuple[StageEdge, ...]:
             gradient_bytes=sum(value.bytes for value in stages.gradients(source, target)),
         )
         for (source, target), values in sorted(stages.between.items())
-        if max(source, target) < own
+        if max(source, target) < count
     )
 
 
@@ -115,22 +104,20 @@ def draw_stages(
     stages: Sequence[StageRow], edges: Sequence[StageEdge], texts: Mapping[int, Sequence[str]]
 ) -> StageDrawing:
     """texts: stage -> further lines in its box, such as its seconds."""
-    at, bends = _places(len(stages), [edge.ends for edge in edges])
+    at, bends = _places(len(stages), [(edge.source, edge.target) for edge in edges])
     every = [*at, *(point for route in bends.values() for point in route)]
     wide, high = BOX
+    boxes = []
+    for row, (x, y) in zip(stages, at, strict=True):
+        lines = (f"stage {row.stage}, rank {row.rank}", *texts.get(row.stage, ()))
+        boxes.append(Box(stage=row.stage, x=x - wide / 2, y=y - high / 2, lines=lines))
     return StageDrawing(
         width=max(x for x, _ in every) + wide / 2 + 1,
         height=max(y for _, y in every) + high / 2 + 1,
-        boxes=tuple(
-            Box(
-                stage=row.stage,
-                x=x - wide / 2,
-                y=y - high / 2,
-                lines=(f"stage {row.stage}, rank {row.rank}", *texts.get(row.stage, ())),
-            )
-            for row, (x, y) in zip(stages, at, strict=True)
+        boxes=tuple(boxes),
+        lines=tuple(
+            _line(edge, at[edge.source], bends[edge.source, edge.target], at[edge.target]) for edge in edges
         ),
-        lines=tuple(_line(edge, at[edge.source], bends[edge.ends], at[edge.target]) for edge in edges),
     )
 
 

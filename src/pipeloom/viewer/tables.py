@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 DASH = "–"
 PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-SHORT = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "residuals": "resid",
-    "transient": "trans",
-}
+SHORT = dict(parameters="params", gradients="grads", optimizer="optim", residuals="resid", transient="trans")
 """Kinds of memory as terminals head them."""
 
 Both: TypeAlias = tuple[Timeline | None, Timeline | None]
@@ -69,7 +63,6 @@ class Table:
     rows: Sequence[Sequence[Any]]
 
     def without_empty_columns(self) -> Table:
-        """Without those that hold nothing in any row."""
         kept = [any(value not in (None, "") for value in cells) for cells in zip(*self.rows, strict=True)]
 
         def of(cells: Iterable[Any]) -> tuple[Any, ...]:
@@ -79,7 +72,6 @@ class Table:
 
     @property
     def texts(self) -> list[list[str]]:
-        """What stands in the cells."""
         shown = (zip(self.columns, row, strict=True) for row in self.rows)
         return [[_text(value, column.show) for column, value in cells] for cells in shown]
 
@@ -180,7 +172,6 @@ class Comparison:
 
 
 def compare(name: str, both: Both, figure: Callable[[Timeline], float | None], **more: Any) -> Comparison:
-    """A figure of the predicted and of the measured timeline."""
     predicted, measured = (None if timeline is None else figure(timeline) for timeline in both)
     return Comparison(name=name, predicted=predicted, measured=measured, **more)
 
@@ -287,7 +278,6 @@ def stage_figures(stages: Sequence[StageRow], both: Both) -> dict[int, tuple[Com
 
 
 def summary_table(figures: Iterable[Comparison]) -> Table:
-    """Each figure, predicted and measured, with the error of the prediction."""
     rows = [
         (f.name, *(v if v is None else f.show(v) for v in (f.predicted, f.measured)), f.error)
         for f in figures
@@ -297,7 +287,7 @@ def summary_table(figures: Iterable[Comparison]) -> Table:
 
 
 def stage_table(stages: Sequence[StageRow], both: Both, *, errors: bool = False) -> Table:
-    """Ops, parameters, and time of one micro-batch per stage. errors: those of the predictions, too."""
+    """errors: those of the predictions, too."""
     figures = stage_figures(stages, both)
     timelines = [timeline for timeline in both if timeline is not None]
     known = [

@@ -42,10 +42,10 @@ def gantt(
     """One line per rank of `width` columns for the step: `F3──` is the forward of micro-batch 3.
 
     Where ranks have several stages, these stand in front (`2F3`) if every block has room for it; if not, the
-    letters of all but a rank's first stage are small (`f3`). `·` is idle time. Where several actions share a
-    column, it shows the longest. The two of a pair are underlined, with `&` in between where there is room.
-    Charts with the same `span_s` (seconds) have the same scale.
+    letters of all but a rank's first stage are small (`f3`). Where several actions share a column, it shows
+    the longest. The two of a pair are underlined, with `&` in between where there is room.
 
+    span_s: charts with the same span have the same scale.
     columns: of a whole line, instead of `width`.  beside: heading -> one text per rank, to the right.
     most_lines: where blocks have no room for their micro-batch's number, the step goes on below, in bands of
         `width` columns, if that takes no more lines of ranks than these.
@@ -58,7 +58,12 @@ def gantt(
     if columns is not None:
         width = max(20, columns - margin - 1 - sum(size + 2 for size, _, _ in sides))
     place = chunks(timeline)
-    numbered = any(place.values()) and _all_fit(timeline, width / span_s)
+    # Whether every block has room for its action with the stage's number.
+    numbered = any(place.values()) and all(
+        int(e.duration_s * (width / span_s) + 1e-6) >= len(e.action)
+        for e in timeline.events
+        if e.stream == "compute" and computes(label(e.action).group)
+    )
     bands = _bands(timeline, width, span_s)
     bands = bands if bands * timeline.ranks <= most_lines else 1
     rows = [_row(timeline, r, width * bands, span_s, place, numbered) for r in ranks]
@@ -74,7 +79,9 @@ def gantt(
         begin, end = (show_time(span_s * edge / bands) if edge else "0" for edge in (band, band + 1))
         parts.append(Text(f"{'':{margin}} {begin}{end:>{width - len(begin)}}", style="dim"))
     parts.append(_legend(timeline, place, numbered))
-    if crowded := _crowded(timeline, width * bands):
+    counts = Counter(e.rank for e in timeline.events if e.stream == "compute" and e.duration_s > 0)
+    if (most := max(counts.values(), default=0)) > width * bands:
+        crowded = f"{most} actions of a rank in {width * bands} columns: each shows what fills most of it"
         parts.append(Text(crowded, style="dim"))
     return Group(*parts)
 
@@ -84,27 +91,9 @@ def _bands(timeline: Timeline, width: int, span_s: float) -> int:
     needed = 0.0
     for event in timeline.events:
         what = label(event.action)
-        if event.stream == "compute" and what.computes and event.duration_s > 0:
+        if event.stream == "compute" and computes(what.group) and event.duration_s > 0:
             needed = max(needed, len(what.group + what.short) / event.duration_s)
     return max(1, math.ceil(needed * span_s / width - 1e-9))
-
-
-def _crowded(timeline: Timeline, width: int) -> str:
-    """What to say if there are more blocks than columns."""
-    counts = Counter(e.rank for e in timeline.events if e.stream == "compute" and e.duration_s > 0)
-    most = max(counts.values(), default=0)
-    if most <= width:
-        return ""
-    return f"{most} actions of a rank in {width} columns: each shows what fills most of it"
-
-
-def _all_fit(timeline: Timeline, columns_per_s: float) -> bool:
-    """Whether every block has room for its action with the stage's number."""
-    return all(
-        int(e.duration_s * columns_per_s + 1e-6) >= len(e.action)
-        for e in timeline.events
-        if e.stream == "compute" and label(e.action).computes
-    )
 
 
 def _row(
@@ -152,7 +141,7 @@ def _columns(events: Sequence[Event], span_s: float, width: int) -> list[Event |
 
 
 def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
-    small = chunk > 0 and what.computes and not numbered
+    small = chunk > 0 and computes(what.group) and not numbered
     letters = what.group.lower() if small else what.group
     texts = [f"{letters}{what.short}", letters]
     if numbered:
@@ -195,10 +184,7 @@ def report(
     width: int = 120,
 ) -> Iterator[RenderableType | Table]:
     """Drawings and tables of whichever of the two timelines is given, to print one after another.
-
-    forecast: the step time as foretold before the run, and the run's middle one: the first row.
-    width: columns of the drawings.
-    """
+    forecast: the first row.  width: columns of the drawings."""
     both = predicted, measured
     timelines = [t for t in both if t is not None]
     span_s = max((t.end_s for t in timelines), default=0.0)
