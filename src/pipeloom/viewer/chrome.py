@@ -6,7 +6,7 @@ both of a pair, a counter per memory tier. Times are in microseconds, as the for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
