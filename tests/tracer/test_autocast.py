@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,10 +151,30 @@ def residuals_of(job: Job, rows: int, autocast: torch.dtype | None) -> dict[str,
     return {name: residual.bytes for name, residual in residuals.items()}
 
 
-@pytest.mark.parametrize("name", ["wide", "gpt"])
+class SamePadding(nn.Module):
+    """A convolution that is made of two operations in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv1d(4, 4, 3, padding="same") for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.view(-1, 4, 4)).square().mean()
+
+
+QUICK = {"wide": WIDE, "same padding": replace(WIDE, model=SamePadding), "gpt": zoo.job("gpt")}
+
+
+OTHERS = [name for name in zoo.NAMES if name not in (*QUICK, "counting")]
+"""Of the zoo's; that one mixes dtypes, which autocast refuses in plain PyTorch as well."""
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_pipeline_equals_one_process_under_a_gpus_autocast(name: str) -> None:
-    job = WIDE if name == "wide" else zoo.job("gpt")
+    """Where a bfloat16 gradient is the sum of several, a graph adds them in another order than autograd."""
+    job = QUICK.get(name) or zoo.job(name)
     captured = capture_of(job, 2, autocast=torch.bfloat16, device="cuda")
     plan = plan_for(captured, even(captured.graph, 2), microbatches=2)
-    compared = verify(job, plan, options=Options(autocast=torch.bfloat16), captured=captured, tolerance=1e-5)
-    assert compared.passed and compared.independent, compared.verdict
+    compared = verify(job, plan, options=Options(autocast=torch.bfloat16), captured=captured)
+    assert compared.independent and compared.loss < 1e-6
+    assert compared.worst < (1e-5 if name in QUICK else 1e-2), compared.verdict

@@ -66,6 +66,8 @@ COMPOSED = tuple(
     float_power.Tensor_Tensor special_erfinv special_expm1 special_log1p special_softmax special_log_softmax
     special_logsumexp inner linalg_matmul matrix_power linalg_matrix_power linalg_norm linalg_norm.ord_str
     pairwise_distance norm_except_dim _weight_norm cov corrcoef conv1d.padding conv2d.padding conv3d.padding
+    _convolution_mode trapezoid.x trapezoid.dx trapz.x trapz.dx cumulative_trapezoid.x cumulative_trapezoid.dx
+    sum_to_size linalg_cond linalg_cond.p_str vander linalg_vander
     upsample_linear1d.vec upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec upsample_trilinear3d.vec
     upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec upsample_nearest1d.vec _upsample_nearest_exact1d.vec
     upsample_nearest2d.vec _upsample_nearest_exact2d.vec upsample_nearest3d.vec
