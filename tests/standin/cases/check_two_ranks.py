@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mutations
 import processes
 import pytest
 import two_ranks
@@ -51,3 +52,11 @@ def test_every_plan(name: str) -> None:
     """Each schedule that trains, stages that form a DAG, versions of weights, replicas, treatments,
     checkpoints; and an evaluation of each."""
     compare(tuple(two_ranks.CASES), name)
+
+
+@pytest.mark.parametrize("name", mutations.TWO_RANKS)
+def test_what_two_ranks_lack_is_reported(name: str) -> None:
+    words = [word for each, it in mutations.TWO_RANKS.items() for word in (it.case, each)]
+    index = list(mutations.TWO_RANKS).index(name)
+    ranks = lines("standin", *words)
+    mutations.require(name, [report for rank in ranks for report in rank[index]["reports"]])

@@ -31,9 +31,10 @@ TOWERS = towers.JOBS[False]
 LAYERS = delayed.job_of("momentum")
 
 
-def chain(*treatments: str) -> Plan:
-    plan = runs.even_plan(PRODUCTS, 2, microbatches=4, microbatch_size=16, schedule="1f1b")
-    return runs.treated_plan(PRODUCTS, plan, *treatments) if treatments else plan
+def chain(*treatments: str, ahead: tuple[int, ...] = (), rows: int = 16) -> Plan:
+    """Its messages have two values, so they are packed."""
+    plan = runs.even_plan(PRODUCTS, 2, microbatches=4, microbatch_size=rows, schedule="1f1b")
+    return runs.treated_plan(PRODUCTS, plan, *treatments, ahead=ahead) if treatments else plan
 
 
 def branches(*features: str) -> Plan:
@@ -59,7 +60,9 @@ class Case:
 CASES = {
     "chain": Case(PRODUCTS, chain, saves=True),
     "chain, offload": Case(PRODUCTS, lambda: chain("offload")),
+    "chain, large messages": Case(PRODUCTS, lambda: chain(rows=512)),
     "chain, recompute": Case(PRODUCTS, lambda: chain("recompute")),
+    "chain, recompute ahead": Case(PRODUCTS, lambda: chain("recompute", ahead=(1, 1))),
     "chain, offload, recompute, keep": Case(PRODUCTS, lambda: chain("offload", "recompute", "keep")),
     "towers": Case(TOWERS, branches, clip_norm=0.05),
     "towers, split backward, recompute": Case(TOWERS, lambda: branches("split backward", "recompute")),
