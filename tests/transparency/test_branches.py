@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 
-import graphpipe
 import pytest
 import runs
-import torch
 from delayed import delayed, trained
+from towers import JOBS, MICROBATCHES, plan_of
 
-from pipeloom import Job, verify
+from pipeloom import verify
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.action import W
-from pipeloom.ir.plan import Plan, widened
-from pipeloom.ir.weights import Updates
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.searched_order import with_searched_order
 from pipeloom.planning import estimate
-from pipeloom.schedules.registry import build, build_steady
 
-MICROBATCHES = 4
 TOLERANCE = 1e-12
 
 FEATURES = (
@@ -46,62 +40,6 @@ CANNOT = {
     ("offload", "copies in the schedule"): "what the policy offloads is what the schedule copies",
 }
 """Pairs that are no plan, or the plan of one of the two; see `test_pairs_that_cannot_be`."""
-
-
-def job_of(*, frozen: bool) -> Job:
-    """Two towers of two layers and a join, in float64."""
-    small = graphpipe.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
-
-    def model() -> torch.nn.Module:
-        made = small.model().double()
-        if frozen:
-            made.towers[0].requires_grad_(False)
-        return made
-
-    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-        return {
-            name: t.double() if t.is_floating_point() else t for name, t in small.batch(seed, rows).items()
-        }
-
-    return Job(
-        model=model,
-        batch=batch,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        name="towers",
-    )
-
-
-JOBS = {frozen: job_of(frozen=frozen) for frozen in (False, True)}
-
-
-def plan_of(job: Job, features: tuple[str, ...]) -> Plan:
-    """A stage for each layer of each tower, and one for the join."""
-    captured = runs.capture_of(job)
-
-    def stage(module: str) -> int:
-        if not module.startswith("towers."):
-            return 4
-        _, tower, _, layer, *_ = module.split(".")
-        return 2 * int(tower) + int(layer)
-
-    stage_of = {op.name: stage(op.module) for op in captured.graph.ops if not op.cheap}
-    placement = (0, 1, 0, 1, 2) if "two stages on a rank" in features else (0, 1, 2, 3, 4)
-    split = "split backward" in features
-    name = "zb_h1" if "zb_h1" in features else "1f1b"
-    name += ":offload=1" if "copies in the schedule" in features else ""
-    plan = runs.plan_for(captured, stage_of, microbatches=MICROBATCHES, placement=placement)
-    stages = plan.stage_graph(captured.graph)
-    if "2bw" in features:
-        updates = Updates(policy="2bw", every=MICROBATCHES)
-        rows = str(build_steady(name, stages, placement, updates, split_backward=split))
-        plan = replace(plan, weights="2bw")
-    else:
-        rows = str(build(name, stages, placement, MICROBATCHES, split_backward=split))
-    plan = replace(plan, schedule=name, schedule_rows=tuple(rows.splitlines()))
-    copied = {"offload", "copies in the schedule"} & set(features)
-    ways = [*(["recompute"] if "recompute" in features else []), *(["offload"] if copied else [])]
-    plan = runs.treated_plan(job, plan, *ways) if ways else plan
-    return widened(plan, 2) if "width 2" in features else plan
 
 
 @pytest.mark.sampled("1f1b + copies in the schedule")
@@ -136,7 +74,7 @@ def test_pairs_that_cannot_be() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [MICROBATCHES, 3 * MICROBATCHES])
 def test_a_plan_in_a_searched_order_gives_the_numbers_of_one_process(microbatches: int) -> None:
-    job = job_of(frozen=False)
+    job = JOBS[False]
     graph, cluster = runs.capture_of(job, 2).graph, find_cluster("3 x a100-40")
     costs = PlanCosts(graph, estimate(graph, cluster), cluster)
     how = {"ranks": 3, "schedule": "1f1b", "microbatches": microbatches, "planner": "graphpipe"}

@@ -189,16 +189,28 @@ class NcclTransport:
 
 @dataclass
 class _Enqueued:
-    """A transfer on a communicator's stream."""
+    """A transfer on a communicator's stream.  ordered: whether the current stream has been told to wait."""
 
     lookout: StreamWatchdog
     work: dist.Work
     what: str
+    ordered: bool = False
 
     def done(self) -> bool:
-        return self.work.is_completed()
+        """What is done is also before all that the current stream gets from now on, as the next use of its
+        buffer."""
+        if not self.work.is_completed():
+            return False
+        with suppress(RuntimeError):  # it was aborted: the watch knows why
+            self._order()
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Let the current stream wait; returns at once, and the lookout has an eye on the time."""
-        self.work.wait()
+        self._order()
         self.lookout.add(self.work, self.what)
+
+    def _order(self) -> None:
+        if not self.ordered:
+            self.work.wait()
+            self.ordered = True

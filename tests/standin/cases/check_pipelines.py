@@ -4,14 +4,9 @@ that is taken out of the runtime is reported."""
 from __future__ import annotations
 
 import gc
-import json
-import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import mutations
-import processes
 import products
 import pytest
 import runs
@@ -25,7 +20,6 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 
 MICROBATCHES, ROWS = 4, 16
 JOB = products.job(64)
-HERE = Path(__file__).parent
 
 READS_ONCE = ["copy to the host batches.py"]
 """Waits of the host that a step has: it reads its losses at its end."""
@@ -85,36 +79,8 @@ def test_a_step_waits_once_and_leaves_nothing() -> None:
     assert torch.accelerator.memory_allocated() == before
 
 
-TIER = [name for name, (where, *_) in mutations.MUTATIONS.items() if where.__name__ != "_Enqueued"]
-
-
-@pytest.mark.parametrize("name", TIER)
-def test_a_wait_that_the_tier_lacks_is_reported(name: str) -> None:
-    expected = mutations.MUTATIONS[name][-1]
+@pytest.mark.parametrize("name", mutations.ONE_RANK)
+def test_what_one_rank_lacks_is_reported(name: str) -> None:
     with mutations.applied(name), standin.collecting() as found:
         train(plan_of("offload"), "standin", steps=2)
-    reports = [f"{report.kind}: {report.text.partition(': ')[2]}" for report in found]
-    if expected:
-        assert any(re.search(expected, report) for report in reports), reports
-    else:
-        assert not reports
-
-
-def two_ranks(device: str, mutation: str = "none") -> list[dict[str, Any]]:
-    words = (HERE / "rank_of_two.py", device, mutation)
-    env = {"PIPELOOM_COMPARE": "0", "STANDIN": "1"}
-    ends = processes.ends_of(*processes.start_ranks(2, *words, env=env))
-    for status, _, errors in ends:
-        assert status == 0, errors
-    return [json.loads(said.splitlines()[-1]) for _, said, _ in ends]
-
-
-def test_two_ranks_equal_the_cpu_to_the_bit() -> None:
-    for expected, found in zip(two_ranks("cpu"), two_ranks("standin"), strict=True):
-        assert found.pop("waits") == READS_ONCE and not expected.pop("waits")
-        assert found == expected and not found["reports"]
-
-
-def test_a_transfer_that_is_not_waited_for_is_reported() -> None:
-    for rank in two_ranks("standin", "a transfer is not waited for"):
-        assert any(re.search("race: .* (recv|send) ", report) for report in rank["reports"]), rank["reports"]
+    mutations.require(name, [f"{report.kind}: {report.text.partition(': ')[2]}" for report in found])

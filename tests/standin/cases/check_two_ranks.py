@@ -1,0 +1,62 @@
+"""What two ranks train on the stand-in: the CPU's numbers to the bit, no race, the waits that are listed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mutations
+import processes
+import pytest
+import two_ranks
+
+SCRIPT = Path(two_ranks.__file__)
+READS_LOSS = "copy to the host batches.py"
+FEW = ("chain, offload, recompute, keep", "towers")
+"""What `make test` trains."""
+
+
+@cache
+def lines(device: str, *words: str) -> tuple[list[dict[str, Any]], ...]:
+    """What each rank prints. words: as of `two_ranks.main`."""
+    env = {"PIPELOOM_COMPARE": "0", "STANDIN": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        ends = processes.ends_of(*processes.start_ranks(2, SCRIPT, device, folder, *words, env=env))
+    for status, _, errors in ends:
+        assert status == 0, errors
+    return tuple([json.loads(line) for line in said.splitlines()] for _, said, _ in ends)
+
+
+def compare(names: tuple[str, ...], name: str) -> None:
+    """One of several plans, all of which are trained at once: to start processes takes longest."""
+    words = [word for each in names for word in (each, "none")]
+    index, steady = names.index(name), "2bw" in name or name == "stash"
+    for expected, found in zip(lines("cpu", *words), lines("standin", *words), strict=True):
+        here, there = dict(expected[index]), dict(found[index])
+        assert not here.pop("waits")
+        assert there.pop("waits") == [READS_LOSS] * (2 if steady else 1)
+        assert not there["reports"]
+        assert there == here
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_plans(name: str) -> None:
+    compare(FEW, name)
+
+
+@pytest.mark.parametrize("name", two_ranks.CASES)
+def test_every_plan(name: str) -> None:
+    """Each schedule that trains, stages that form a DAG, versions of weights, replicas, treatments,
+    checkpoints; and an evaluation of each."""
+    compare(tuple(two_ranks.CASES), name)
+
+
+@pytest.mark.parametrize("name", mutations.TWO_RANKS)
+def test_what_two_ranks_lack_is_reported(name: str) -> None:
+    words = [word for each, it in mutations.TWO_RANKS.items() for word in (it.case, each)]
+    index = list(mutations.TWO_RANKS).index(name)
+    ranks = lines("standin", *words)
+    mutations.require(name, [report for rank in ranks for report in rank[index]["reports"]])
