@@ -89,7 +89,6 @@ def verify(
 
 
 def report(verification: Verification) -> list[str]:
-    """What is printed."""
     lines = [
         f"compared with {verification.reference}; largest relative differences:",
         f"  loss        {verification.loss:.2e}",

@@ -49,7 +49,7 @@ def _events(timeline: Timeline, first: int) -> list[dict[str, Any]]:
         for key, value in more.items():
             events.append({"ph": "M", "name": f"{part}_{key}", "pid": pid, "args": {key: value}, **tid})
 
-    def add_range(text: str, kind: str, one: Event, last: Event, args: dict[str, object]) -> None:
+    def add_range(text: str, kind: str, one: Event, last: Event, args: dict[str, Any]) -> None:
         events.append(
             {
                 "ph": "X",
