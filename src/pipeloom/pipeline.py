@@ -152,7 +152,6 @@ class Pipeline:
         return rank_stages
 
     def _make_weights(self, rank_stages: RankStages) -> None:
-        """Make the rank's weights and their optimizer, and foresee what a step holds."""
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
@@ -211,10 +210,7 @@ class Pipeline:
             scheduler.step()
 
     def forecast(self) -> Forecast:
-        """This rank's part in predicting a step, for who wants more of it than `predict` and `rehearse` show.
-
-        Raises: CaptureError if `Job.batch` gives no micro-batch of the plan's size.
-        """
+        """This rank's part in predicting a step."""
         batch = sample_batch(self.job, 0, self.plan.microbatch_size)
         return Forecast(
             plan=self.plan,
@@ -275,7 +271,7 @@ class Pipeline:
 
     @contextmanager
     def _call(self, what: str, *, heals: bool = False) -> Iterator[None]:
-        """Do what is not a step: nothing is in flight then. See `Run.call`."""
+        """Do what is not a step: nothing is in flight then."""
         self._run.drain()
         with self._run.call(what, heals=heals):
             yield
@@ -383,7 +379,7 @@ class Pipeline:
             return dict(state["user"])
 
     def _train_state(self, previous: dict[str, Tensor]) -> TrainState:
-        """This rank's part of a checkpoint. previous: version of the parameters before the newest."""
+        """previous: version of the parameters before the newest."""
         graph, weights = self.captured.graph, self.weights
         persistent = {b.name for b in graph.buffers if b.persistent}
         return TrainState(

@@ -26,7 +26,7 @@ from .runtime.watch import Watch
 
 
 def usable_device(name: str) -> torch.device:
-    """The device named as "cpu", "cuda" or "cuda:1". Raises: ConfigError if this machine has none such."""
+    """ "cpu", "cuda" or "cuda:1"."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -51,11 +51,7 @@ LOST_S = 60.0
 def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; its error too, since the others must not wait for a
     result. Every rank calls it. However long it takes: the others begin no operation that has a limit before
-    it is there.
-
-    Raises: CommunicationError on the others if `make` raised an error that is not pipeloom's, or if the store
-        is gone, as when rank 0 was killed that served it.
-    """
+    it is there."""
     store, rank = group.get_group_store(), group.rank()
     made = f"pipeloom/results/{group.group_name}/{store.add(f'pipeloom/results/{rank}', 1)}"
     message: list[Any] = [None, None]
@@ -97,10 +93,7 @@ def _await_key(group: dist.ProcessGroup, key: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class JoinedRanks:
-    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each.
-
-    timeout_s: limit of each wait for the others.
-    """
+    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each."""
 
     watch: Watch
     group: dist.ProcessGroup | None = None
@@ -108,7 +101,6 @@ class JoinedRanks:
     timeout_s: float = 300.0
 
     def channel(self, program: Program, device: torch.device, options: Options) -> Channel:
-        """This rank's channel to the others for the messages of a program."""
         if self.group is None:
             assert self.local is not None, "without a group there is a channel"
             return self.local
@@ -117,10 +109,7 @@ class JoinedRanks:
         )
 
     def require_same_plan(self, plan: Plan) -> None:
-        """Refuse, on all ranks, to start with different plans. Every rank calls it.
-
-        Raises: PlanError that names a rank with another plan than rank 0.
-        """
+        """Refuse, on all ranks, to start with different plans. Every rank calls it."""
         mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
         digests = self.watch.gather(mine, self.timeout_s)
         for rank, digest in enumerate(digests):
@@ -139,7 +128,7 @@ def join_ranks(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     channel: Channel | None = None,
 ) -> JoinedRanks:
-    """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
+    """A plan for one rank needs no others, unless the caller has a group."""
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
@@ -152,10 +141,7 @@ def join_ranks(
 
 def rank_device(options: Options) -> torch.device:
     """The device that this rank computes on, from now on the current one; called before anything that makes
-    one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that.
-
-    Raises: ConfigError if this machine has none such, or fewer than ranks.
-    """
+    one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that."""
     device = usable_device(options.device)
     if device.type != "cuda":
         return device
@@ -166,7 +152,7 @@ def rank_device(options: Options) -> torch.device:
 
 
 def _own_of_node(local_rank: int) -> int:
-    """local_rank: below 0 where no launcher has started this process, which then keeps its current device."""
+    """local_rank: below 0 if no launcher has started this process, which then keeps its current device."""
     if local_rank >= (count := torch.cuda.device_count()):
         seen = "1 device" if count == 1 else f"{count} devices"
         raise ConfigError(
@@ -178,10 +164,7 @@ def _own_of_node(local_rank: int) -> int:
 
 
 def checkpoint_step(directory: Path) -> int:
-    """Steps done in the newest checkpoint of a directory, whose files are looked at but not read.
-
-    Raises: CheckpointError if there is none, or it is not whole.
-    """
+    """Steps done in the newest checkpoint, whose files are looked at but not read."""
     path = newest(directory)
     index = read_index(path)
     verify_sizes(path, index)

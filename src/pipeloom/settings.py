@@ -19,11 +19,8 @@ LARGEST = 2**63 - 1
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A field of settings.
-
-    help: what it is.  more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a
-    text is one of them; `kind` of a path, "folder" or "file".
-    """
+    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a text is one of
+    them; `kind` of a path, "folder" or "file"."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -123,11 +120,7 @@ class PlanSettings:
             )
 
     def changed(self, **changes: Any) -> Self:
-        """The same with other values of some fields.
-
-        changes: field -> value.
-        Raises: ConfigError, also if there is no such field.
-        """
+        """The same with other values of some fields."""
         known = [one.name for one in fields(self)]
         for name in changes:
             if name not in known:
