@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
 from .ir.timeline import Timeline
 from .lowering.passes import lower
+from .lowering.steady import SteadyRows
 from .options import Options
 from .rank_stages import RankStages, StageVariants
-from .ranks import join_ranks, rank_device
+from .ranks import join_ranks, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
@@ -38,7 +39,7 @@ from .runtime.optimizer_bytes import optimizers_of
 from .runtime.rank import Rank
 from .runtime.recorder import CudaClock, HostClock, Recorder
 from .runtime.tier import Tier
-from .steady_run import SteadyRun, steady_rows
+from .steady_run import SteadyRun
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
 from .tracer.capture import capture
@@ -97,8 +98,9 @@ class Pipeline:
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
-        self.joined = join_ranks(self.plan, self.device, self.options, group=group, channel=channel)
-        self.watch = self.joined.watch
+        self.watch, self._open_channel = join_ranks(
+            self.plan, self.device, self.options, group=group, channel=channel
+        )
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.tier: Tier | None = None
         self.steps_done = 0
@@ -118,7 +120,7 @@ class Pipeline:
     def _cut_model(self, captured: Captured | None) -> RankStages:
         """Capture the model and cut it as planned, and open the channel to the other ranks."""
         job, plan, options = self.job, self.plan, self.options
-        self.joined.require_same_plan(plan)
+        require_same_plan(self.watch, plan, options.timeout_s)
         if len(set(plan.placement)) != self.ranks:
             raise PlanError(
                 f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
@@ -136,7 +138,7 @@ class Pipeline:
             updates=plan.updates,
             clips=options.clip_norm is not None,
         )
-        self.channel = self.joined.channel(self.program, self.device, options)
+        self.channel = self._open_channel(self.program)
         rank_stages = RankStages(
             job=job,
             plan=plan,
@@ -199,10 +201,25 @@ class Pipeline:
         self.record = StepRecord(
             channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
         )
-        rows = steady_rows(plan, plan.replicated(self.stages), options)
-        kind = partial(SteadyRun, rows=rows) if rows is not None else FlushedRun
-        run: Run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
-        self.channel.open_groups(run.groups(plan.replicated(self.stages), plan.placement))
+        stages = plan.replicated(self.stages)
+        kind: Callable[..., Run] = FlushedRun
+        if plan.steady is not None and plan.updates is not None:
+            if options.accumulate > 1:
+                raise ConfigError(
+                    f"gradients of {options.accumulate} rounds are to be accumulated, but with weights "
+                    f"{plan.weights} every round is followed by an update",
+                    hint="use more micro-batches per step instead, or --weights flush",
+                )
+            rows = SteadyRows(
+                step=plan.steady,
+                stages=stages,
+                updates=plan.updates,
+                policy=plan.memory,
+                clips=options.clip_norm is not None,
+            )
+            kind = partial(SteadyRun, rows=rows)
+        run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
+        self.channel.open_groups(run.groups(stages, plan.placement))
         return run
 
     def _step_schedulers(self) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,35 +90,6 @@ def _await_key(group: dist.ProcessGroup, key: str) -> None:
         ) from None
 
 
-@dataclass(frozen=True, eq=False)
-class JoinedRanks:
-    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each."""
-
-    watch: Watch
-    group: dist.ProcessGroup | None = None
-    local: Channel | None = None
-    timeout_s: float = 300.0
-
-    def channel(self, program: Program, device: torch.device, options: Options) -> Channel:
-        if self.group is None:
-            assert self.local is not None, "without a group there is a channel"
-            return self.local
-        return dist_channel(
-            self.group, self.watch, device=device, timeout_s=options.timeout_s, pairs=program.messages
-        )
-
-    def require_same_plan(self, plan: Plan) -> None:
-        """Refuse, on all ranks, to start with different plans. Every rank calls it."""
-        mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
-        digests = self.watch.gather(mine, self.timeout_s)
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise PlanError(
-                    f"rank {rank} has another plan ({digest}) than rank 0 ({digests[0]})",
-                    hint="give every rank the same plan.json",
-                )
-
-
 def join_ranks(
     plan: Plan,
     device: torch.device,
@@ -127,16 +97,33 @@ def join_ranks(
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     channel: Channel | None = None,
-) -> JoinedRanks:
-    """A plan for one rank needs no others, unless the caller has a group."""
+) -> tuple[Watch, Callable[[Program], Channel]]:
+    """Meet the other ranks. A plan for one rank needs no others, unless the caller has a group.
+
+    Returns: also what opens this rank's channel to the others for the messages of a program.
+    """
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
         close_at_exit(channel.watch)
-        return JoinedRanks(channel.watch, local=channel)
-    joined = connect(device, group=group, timeout_s=options.timeout_s)
-    lost_s = min(LOST_S, options.timeout_s)
-    return JoinedRanks(watch_ranks(joined, lost_s=lost_s), group=joined, timeout_s=options.timeout_s)
+        return channel.watch, lambda program: channel
+    timeout_s = options.timeout_s
+    joined = connect(device, group=group, timeout_s=timeout_s)
+    watch = watch_ranks(joined, lost_s=min(LOST_S, timeout_s))
+    return watch, lambda program: dist_channel(
+        joined, watch, device=device, timeout_s=timeout_s, pairs=program.messages
+    )
+
+
+def require_same_plan(watch: Watch, plan: Plan, timeout_s: float) -> None:
+    """Refuse, on all ranks, to start with different plans. Every rank calls it."""
+    digests = watch.gather(hashlib.sha256(to_json(plan).encode()).hexdigest()[:12], timeout_s)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise PlanError(
+                f"rank {rank} has another plan ({digest}) than rank 0 ({digests[0]})",
+                hint="give every rank the same plan.json",
+            )
 
 
 def rank_device(options: Options) -> torch.device:
@@ -146,21 +133,19 @@ def rank_device(options: Options) -> torch.device:
     if device.type != "cuda":
         return device
     if device.index is None:
-        device = torch.device("cuda", _own_of_node(int(os.environ.get("LOCAL_RANK", "-1"))))
+        local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        if local_rank >= (count := torch.cuda.device_count()):
+            seen = "1 device" if count == 1 else f"{count} devices"
+            raise ConfigError(
+                f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA "
+                "here",
+                hint=f"start at most {count} per node; or, if each rank is shown another device only, name "
+                'it: "cuda:0"',
+            )
+        # Without a launcher the process keeps its current device.
+        device = torch.device("cuda", local_rank if local_rank >= 0 else torch.cuda.current_device())
     torch.cuda.set_device(device)
     return device
-
-
-def _own_of_node(local_rank: int) -> int:
-    """local_rank: below 0 if no launcher has started this process, which then keeps its current device."""
-    if local_rank >= (count := torch.cuda.device_count()):
-        seen = "1 device" if count == 1 else f"{count} devices"
-        raise ConfigError(
-            f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA here",
-            hint=f"start at most {count} per node; or, if each rank is shown another device only, name it: "
-            '"cuda:0"',
-        )
-    return local_rank if local_rank >= 0 else torch.cuda.current_device()
 
 
 def checkpoint_step(directory: Path) -> int:

@@ -120,7 +120,11 @@ class PlanSettings:
             )
 
     def changed(self, **changes: Any) -> Self:
-        """The same with other values of some fields."""
+        """The same with other values of some fields.
+
+        changes: field -> value.
+        Raises: ConfigError, also if there is no such field.
+        """
         known = [one.name for one in fields(self)]
         for name in changes:
             if name not in known:

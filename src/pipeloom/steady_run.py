@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .ir.errors import BatchError, ConfigError
-from .ir.plan import Plan
+from .ir.errors import BatchError
 from .ir.stages import StageGraph
 from .lowering.steady import SteadyRow, SteadyRows
-from .options import Options
 from .runtime.batches import read_scalars, shapes_digest
 from .runtime.channel import PendingSum
 from .runtime.rank import Microbatch
@@ -185,22 +183,3 @@ class SteadyRun(Run):
             assert batch.pending is not None
             batch.pending.wait()
             self.reports.append(report_of(batch.figures, self.channel.ranks, batch.grad_norm))
-
-
-def steady_rows(plan: Plan, stages: StageGraph, options: Options) -> SteadyRows | None:
-    """What the ranks of a plan run without a flush; None if it has one. stages: of all replicas."""
-    if plan.steady is None or plan.updates is None:
-        return None
-    if options.accumulate > 1:
-        raise ConfigError(
-            f"gradients of {options.accumulate} rounds are to be accumulated, but with weights "
-            f"{plan.weights} every round is followed by an update",
-            hint="use more micro-batches per step instead, or --weights flush",
-        )
-    return SteadyRows(
-        step=plan.steady,
-        stages=stages,
-        updates=plan.updates,
-        policy=plan.memory,
-        clips=options.clip_norm is not None,
-    )
