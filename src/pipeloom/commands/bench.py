@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..ir.text import format_bytes
 from .common import MODEL_HELP, emit, job_of, json_option, model_argument, plan_options, settings_of
 
 FEWEST_STEPS = 6
@@ -58,7 +59,6 @@ def bench(
     rows_per_s, tokens_per_s = rows / step_s, None if tokens is None else tokens / step_s
 
     def screen() -> Iterator[str]:
-        from ..ir.text import format_bytes
         from ..train.progress import throughput
 
         yield from plan_request.times_of(plan)

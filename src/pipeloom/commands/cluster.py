@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..ir.text import as_plain
+from ..clusters.devices import BuiltIn, Figure, built_in_devices
+from ..clusters.files import save_cluster
+from ..clusters.names import find_cluster
+from ..ir.text import as_plain, format_bytes
+from ..viewer.table import Column, Table
 from .common import NEW_FILE, emit, json_option
 
 if TYPE_CHECKING:
-    from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
-    from ..viewer.tables import Table
 
 
 @click.group()
@@ -27,8 +29,6 @@ def cluster() -> None:
 @json_option
 def list_(*, as_json: bool) -> None:
     """List the devices that clusters can be made of."""
-    from ..clusters.devices import built_in_devices
-
     entries = list(built_in_devices().values())
     listed = [
         {
@@ -45,9 +45,6 @@ def list_(*, as_json: bool) -> None:
 
 
 def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
-    from ..ir.text import format_bytes
-    from ..viewer.tables import Column, Table
-
     columns = (
         Column("name", left=True),
         Column("also", left=True),
@@ -73,10 +70,6 @@ def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
 @json_option
 def show(*, name: str, output: Path | None, as_json: bool) -> None:
     """Show every figure of NAME with its source: a device, a cluster as "8 x a100-40", or a cluster file."""
-    from ..clusters.devices import built_in_devices
-    from ..clusters.files import save_cluster
-    from ..clusters.names import find_cluster
-
     described = find_cluster(name)
     if output is not None:
         save_cluster(described, output, note=f"{name}; for sources: pipeloom cluster show")
@@ -87,8 +80,6 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     }
 
     def screen() -> Iterator[Table | str]:
-        from ..viewer.tables import Column, Table
-
         yield from _cluster_screen(described)
         columns = (Column("figure", left=True), Column("value"), Column("source", left=True))
         for kind in kinds:
@@ -112,7 +103,6 @@ def detect(
     *, device: str, devices: int | None, directory: Path | None, output: Path | None, as_json: bool
 ) -> None:
     """Measure this machine, to plan, profile and simulate with --cluster FILE. Takes about half a minute."""
-    from ..clusters.files import save_cluster
     from ..machine import detect as measure
 
     def progress(what: str) -> None:
@@ -128,8 +118,6 @@ def detect(
         save_cluster(detected.cluster, output, note="\n".join([head, *rows]))
 
     def screen() -> Iterator[Table | str]:
-        from ..viewer.tables import Column, Table
-
         yield from _cluster_screen(detected.cluster)
         columns = (Column("figure", left=True), *map(Column, ("measured", "lowest", "highest")))
         rows = [
@@ -151,9 +139,6 @@ def _described(described: Cluster) -> dict[str, Any]:
 
 
 def _cluster_screen(described: Cluster) -> Iterator[Table | str]:
-    from ..ir.text import format_bytes
-    from ..viewer.tables import Column, Table
-
     columns = (
         *(Column("ranks"), Column("device", left=True), Column("node"), Column("memory", format_bytes)),
         *(Column("to host GB/s", _rate), Column("back GB/s", _rate), Column("host memory", format_bytes)),

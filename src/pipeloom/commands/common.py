@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
+from ..clusters.names import find_cluster
 from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import as_plain, load_noun
 from ..settings import PlanSettings
+from ..viewer.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from ..ir.cluster import Cluster
     from ..ir.profile import Profile
     from ..tracer.job import Job
-    from ..viewer.tables import Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -211,8 +212,6 @@ def job_of(model: str | None) -> Job:
 
 
 def cluster_of(given: Cluster | str | None) -> Cluster | None:
-    from ..clusters.names import find_cluster
-
     return find_cluster(given) if isinstance(given, str) else given
 
 
@@ -231,7 +230,6 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
     if as_json:
         click.echo(json.dumps(_finite(as_plain(result)), indent=1))
         return
-    from ..viewer.tables import Table
     from ..viewer.terminal import console
 
     out = console()

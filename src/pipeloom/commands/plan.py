@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
+from ..ir.text import format_bytes, show_time
+from ..viewer.table import Column, Table
 from .common import (
     FILE,
     MODEL_HELP,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
     from ..ir.plan import Plan
     from ..planner.plan_table import Change, PlannedStage
-    from ..viewer.tables import Table
 
 STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s")
 """Notes of a plan that are seconds of a step."""
@@ -283,9 +284,6 @@ def _ways(stages: Sequence[PlannedStage]) -> list[str]:
 
 
 def stages_table(stages: Sequence[PlannedStage]) -> Table:
-    from ..ir.text import format_bytes
-    from ..viewer.tables import Column, Table
-
     kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
     chain = all(s.reads in (None, (), (s.stage - 1,)) for s in stages)
     nodes = len({s.node for s in stages}) > 1
@@ -327,7 +325,6 @@ def _offloadable(stages: Sequence[tuple[int, int]]) -> str:
 
 def _list(*, as_json: bool) -> None:
     from ..planner.planners import PLANNERS
-    from ..viewer.tables import Column, Table
 
     keys = ("granularity", "optimises", "about", "source")
     rows = [{"name": name, **{key: getattr(p, key) for key in keys}} for name, p in PLANNERS.items()]
@@ -363,9 +360,6 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
         ]
 
         def shapes_screen() -> Iterator[Table | str]:
-            from ..ir.text import format_bytes, show_time
-            from ..viewer.tables import Column, Table
-
             columns = {
                 "width": Column("width"),
                 "depth": Column("depth"),

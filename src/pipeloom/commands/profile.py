@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from ..ir.text import save_noun, show_share
+from ..viewer.table import Column, Table
 from .common import (
     MODEL_HELP,
     NEW_FILE,
@@ -20,9 +22,6 @@ from .common import (
     model_argument,
     plan_options,
 )
-
-if TYPE_CHECKING:
-    from ..viewer.tables import Table
 
 
 @click.command(epilog=MODEL_HELP)
@@ -50,7 +49,6 @@ def profile(
     With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
-    from ..ir.text import save_noun
 
     exclusive(
         "cluster",
@@ -80,9 +78,6 @@ def profile(
     parameters = sum(prod(p.shape) for p in graph.parameters)
 
     def screen() -> Iterator[Table | str]:
-        from ..ir.text import show_share
-        from ..viewer.tables import Column, Table
-
         yield (
             f"{graph.name}: {len(graph.ops)} ops, {parameters:,} parameters, "
             f"{costs.source} on {costs.device} with {', '.join(costs.batch)}"

@@ -14,14 +14,15 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
+from ..ir.text import SizeUnit, format_bytes, show_share, write_whole
 from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..viewer.table import Column, Table
 from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ..schedules.scenario import Scenario, SimulatedSchedule
-    from ..viewer.tables import Table
 
 MOST_LINES = 60
 """A drawing goes on below itself up to so many lines, so that micro-batches have room for their numbers."""
@@ -322,7 +323,6 @@ def check(
 def _present(
     simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    from ..ir.text import SizeUnit, show_share
     from ..schedules import scenario
     from ..viewer.chrome import write_trace
     from ..viewer.html import write_report
@@ -396,8 +396,6 @@ def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 
 def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
-    from ..ir.text import format_bytes
-
     size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
     return f"{simulated.peak:.4g}{unit}{size}"
 
@@ -428,9 +426,6 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
     errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
 
     def screen() -> Iterator[Table]:
-        from ..ir.text import show_share
-        from ..viewer.tables import Column, Table
-
         columns = (
             Column("schedule", left=True),
             Column("step time", "{:.6g}".format),
@@ -459,7 +454,6 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ranks are idle, and print the critical path."""
     from ..ir.explanation import REASONS
-    from ..ir.text import show_share
     from ..schedules.scenario import explain as idle_reasons, simulate_schedule
     from ..viewer.path import fold
     from ..viewer.reasons import merged, sources
@@ -508,7 +502,6 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..ir.text import write_whole
     from ..schedules.scenario import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)
@@ -537,8 +530,6 @@ def diff(*, one: str, other: str, scenario: Scenario, as_json: bool) -> None:
     result = {"step_s": steps, "divergences": places, "idle": {reason: (a, b) for reason, a, b in idle}}
 
     def screen() -> Iterator[str | Table]:
-        from ..viewer.tables import Column, Table
-
         yield f"step {steps[0]:.6g} in {one}, {steps[1]:.6g} in {other}"
         if not places:
             yield "they run the same actions in the same order on every rank"
@@ -596,8 +587,6 @@ def sensitivity(*, name: str, scenario: Scenario, as_json: bool) -> None:
     changes, step_s = changes_of(simulated), simulated.summary.step_s
 
     def screen() -> Iterator[str | Table]:
-        from ..viewer.tables import Column, Table
-
         yield f"{name}: a step takes {step_s:.6g}; with 10 % less for"
         seconds = "{:.6g}".format
         columns = (

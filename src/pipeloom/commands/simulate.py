@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..clusters.names import cpu_cluster
 from ..ir.errors import ConfigError
+from ..ir.text import load_noun
 from .common import (
     FILE,
     MODEL_HELP,
@@ -53,7 +55,6 @@ def simulate(
     With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
     """
     from .. import planning, reports
-    from ..clusters.names import cpu_cluster
     from ..ir.plan import load_plan
     from ..simulator.summary import summarise
     from ..viewer import chrome, stage_graph, terminal
@@ -93,7 +94,6 @@ def _costs(
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
     from .. import planning
     from ..ir.graph import OpGraph
-    from ..ir.text import load_noun
     from ..plan_request import COMPILED
 
     exclusive("graph_file", "model")

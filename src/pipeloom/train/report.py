@@ -19,7 +19,8 @@ from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
 from ..viewer.html import write_report
 from ..viewer.stage_graph import stage_edges
-from ..viewer.tables import Comparison, Table, peak_of
+from ..viewer.table import Table
+from ..viewer.tables import Comparison, peak_of
 from ..viewer.terminal import report
 from .config import Config
 from .loop import TrainOutcome
