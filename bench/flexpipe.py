@@ -28,9 +28,9 @@ from machine import parser_of, run_parts
 
 # isort: split
 from random_problems import random_chain
-from search_shapes import TIMES, chain_of, problem
+from search_shapes import TIMES, chain_of, library_order, problem
 
-from pipeloom.schedules.search.library import fitting, library_order
+from pipeloom.schedules.search.library import fitting
 from pipeloom.schedules.search.problem import SearchProblem
 from pipeloom.schedules.search.search import SearchOptions, SearchResult, search_orders
 from pipeloom.schedules.search.search_schedule import prove_search

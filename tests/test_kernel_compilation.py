@@ -128,8 +128,8 @@ assert sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stag
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    bench = str(Path(__file__).parents[1] / "bench")
-    path = os.pathsep.join(filter(None, (bench, os.environ.get("PYTHONPATH"))))
+    support = str(Path(__file__).parent / "support")  # where `layered` is
+    path = os.pathsep.join(filter(None, (support, os.environ.get("PYTHONPATH"))))
     kept = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": path}
     return {**os.environ, **kept}
 

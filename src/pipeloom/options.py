@@ -12,15 +12,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .ir.errors import ConfigError
+from .tracer.autocast import Autocast
 
 
-def require_autocast(dtype: torch.dtype | None) -> None:
-    """Refuse what would give wrong gradients. Raises: ConfigError for all but bfloat16."""
+def mixed_precision(dtype: torch.dtype | None, device: str) -> Autocast | None:
+    """How a model is captured that trains with this `Options.autocast` on a device ("cuda:1").
+
+    Raises: ConfigError for all dtypes but bfloat16, which would give wrong gradients.
+    """
     if dtype not in (None, torch.bfloat16):
         raise ConfigError(
             f"autocast is {dtype}: mixed precision is bfloat16 only, as nothing scales the loss for float16",
             hint="use torch.bfloat16, which has the range of float32, or None",
         )
+    return None if dtype is None else Autocast(dtype, torch.device(device).type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,4 +66,4 @@ class Options:
     compare: bool = field(default_factory=lambda: os.environ.get("PIPELOOM_COMPARE") != "0")
 
     def __post_init__(self) -> None:
-        require_autocast(self.autocast)
+        mixed_precision(self.autocast, self.device)

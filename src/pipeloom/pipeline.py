@@ -24,7 +24,7 @@ from .ir.text import format_bytes
 from .ir.timeline import Timeline
 from .lowering.passes import lower
 from .lowering.steady import SteadyRows
-from .options import Options
+from .options import Options, mixed_precision
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
@@ -128,7 +128,9 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = captured or capture(job, plan.microbatch_size, autocast=options.autocast)
+        self.captured = captured or capture(
+            job, plan.microbatch_size, autocast=mixed_precision(options.autocast, options.device)
+        )
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(
@@ -156,7 +158,7 @@ class Pipeline:
     def _make_weights(self, rank_stages: RankStages) -> None:
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
-        self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
+        self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
         with out_of_memory_told(self.ledger, lambda: f"start-up, with {format_bytes(size)} of parameters"):

@@ -47,6 +47,7 @@ def capture(
     *,
     batch: Mapping[str, Tensor] | None = None,
     autocast: dtype | None = None,
+    device: str = "cpu",
     devices: Iterable[str] = (),
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
@@ -54,7 +55,7 @@ def capture(
     job: its model is built on fake tensors, which take no memory.
     microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
     whose first dimension is the micro-batch, by the names of the forward's arguments.
-    autocast: torch.bfloat16 for mixed precision; None for none.
+    autocast: torch.bfloat16 for mixed precision, as `torch.autocast` does it on `device`; None for none.
     devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
@@ -72,11 +73,10 @@ def capture(
     >>> [op.name for op in graph.ops][:3], [f"{p.name} {p.shape}" for p in graph.parameters][:2]
     (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
     """
-    from .options import require_autocast
+    from .options import mixed_precision
     from .tracer.capture import capture as trace
 
-    require_autocast(autocast)
-    captured = trace(job, microbatch_size, batch=batch, autocast=autocast)
+    captured = trace(job, microbatch_size, batch=batch, autocast=mixed_precision(autocast, device))
     return replace(captured, graph=with_updates(captured.graph, job, devices))
 
 

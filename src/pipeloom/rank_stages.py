@@ -153,7 +153,7 @@ class StageVariants:
         else:
             captured = rank.captured.evaluation
             if captured is None or signature_of(part) != rank.planned_signature:
-                captured = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
+                captured = capture_evaluation(rank.job, rank.captured, part, autocast=rank.captured.autocast)
             stages = cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
             agree_on_layouts(rank.channel, stages)
             variant = make_variant(captured, plan, stages, rank.indices, device=str(rank.device))
@@ -172,7 +172,7 @@ class StageVariants:
     def _capture(self, part: Mapping[str, Tensor]) -> tuple[Captured, StageGraph]:
         rank = self._rank
         captured = capture(
-            rank.job, rows_of(part), batch=part, autocast=rank.options.autocast, like=rank.captured
+            rank.job, rows_of(part), batch=part, autocast=rank.captured.autocast, like=rank.captured
         )
         return captured, self._cut(captured)
 

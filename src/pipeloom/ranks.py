@@ -25,18 +25,23 @@ from .runtime.watch import Watch
 
 
 def usable_device(name: str) -> torch.device:
-    """ "cpu", "cuda" or "cuda:1"."""
+    """name: as "cpu", "cuda" or "cuda:1"."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint='use "cpu" or "cuda"')
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        seen = f"only {count} with CUDA" if count else "none with CUDA"
+    accelerator = torch.accelerator.current_accelerator()
+    known = {"cpu", "cuda"} | ({accelerator.type} if accelerator else set())
+    if device is None or device.type not in known:
+        usable = " or ".join(f'"{each}"' for each in sorted(known))
+        raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint=f"use {usable}")
+    if device.type != "cpu" and (device.index or 0) >= (
+        count := torch.get_device_module(device).device_count()
+    ):
+        seen = f"only {count} of that type" if count else "none of that type"
         raise ConfigError(
             f"the device {name!r} was asked for, PyTorch sees {seen} here",
-            hint='use "cuda" or "cpu"' if count else 'use "cpu"',
+            hint=f'use "{device.type}" or "cpu"' if count else 'use "cpu"',
         )
     return device
 
@@ -130,21 +135,22 @@ def rank_device(options: Options) -> torch.device:
     """The device that this rank computes on, from now on the current one; called before anything that makes
     one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that."""
     device = usable_device(options.device)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
     if device.index is None:
+        module = torch.get_device_module(device)
         local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
-        if local_rank >= (count := torch.cuda.device_count()):
+        if local_rank >= (count := module.device_count()):
             seen = "1 device" if count == 1 else f"{count} devices"
             raise ConfigError(
-                f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA "
-                "here",
+                f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} of type "
+                f"{device.type} here",
                 hint=f"start at most {count} per node; or, if each rank is shown another device only, name "
-                'it: "cuda:0"',
+                f'it: "{device.type}:0"',
             )
         # Without a launcher the process keeps its current device.
-        device = torch.device("cuda", local_rank if local_rank >= 0 else torch.cuda.current_device())
-    torch.cuda.set_device(device)
+        device = torch.device(device.type, local_rank if local_rank >= 0 else int(module.current_device()))
+    torch.get_device_module(device).set_device(device)
     return device
 
 

@@ -129,7 +129,7 @@ class SteadyRun(Run):
         if self.fed:
             self.record.recorder.next_step(keep=SHOWN_ROWS)
         else:
-            self.record.recorder.begin()
+            self.record.recorder.next_step()
         start_s = time.perf_counter()
         self._open.append(_Batch(number=number, figures=torch.zeros(0)))
         self._run(self.rows.row(number, self.fed), drains=False)

@@ -188,14 +188,13 @@ class StepRecord:
         starts = self.channel.all_gather_object((platform.node(), self.recorder.started_s))
         one_machine = len({node for node, _ in starts}) == 1
         late_s = self.recorder.started_s - min(at for _, at in starts) if one_machine else 0.0
-        curves = (self.recorder.curve(late_s), *self.recorder.host_curves(late_s))
         starts_s = [late_s + start for start in self.recorder.step_starts_s]
         events = list(self.recorder.events(late_s))
         if steady is not None:
             events = numbered_on(events, steady, starts_s)
         # Seconds from one step to the next; the last start is that of the drain.
         row_s = (starts_s[-1] - starts_s[0]) / max(1, len(starts_s) - 1)
-        mine = (events, curves, (self.ledger.at_peak, self.ledger.residual_peak), row_s)
+        mine = (events, self.recorder.curves(late_s), (self.ledger.at_peak, self.ledger.residual_peak), row_s)
         parts = self.channel.all_gather_object(mine)
         return Timeline(
             source="measured",

@@ -191,7 +191,7 @@ class FlushedRun(Run):
             microbatches = self.batches.take(batch, step=number, training=True, agree=self._agree)
             self.record.ledger.set("batch", self.batches.held_bytes(batch))
         with self.call(what):
-            self.record.recorder.begin()
+            self.record.recorder.next_step()
             count = self.batches.plan.microbatches
             rounds = [microbatches[at : at + count] for at in range(0, len(microbatches), count)]
             losses = [(self.worker.run(part, update=part is rounds[-1]), part) for part in rounds]

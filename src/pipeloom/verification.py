@@ -38,6 +38,7 @@ from .profiler.measurement import usable_cores
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import loss_shares, split_batch
 from .runtime.channel import Channel, run_threads
+from .tracer.autocast import Autocast, autocast_region
 from .tracer.captured import Captured
 from .tracer.job import Job
 from .tracer.job_calls import scalar_loss
@@ -175,6 +176,7 @@ class StepNumbers:
     """What one step gave.
 
     gradients: before clipping.  initial, parameters: before and after the update.  buffers: afterwards.
+    autocast: the mixed precision that the model was captured in.
     draws: the random numbers that a pipeline of one rank has drawn, see `tracer.random`.
     random, python_random: whether a forward draws any, of PyTorch's or of Python's.
     """
@@ -184,6 +186,7 @@ class StepNumbers:
     initial: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    autocast: Autocast | None = None
     draws: list[tuple[str, Tensor]] = field(default_factory=list)
     random: bool = False
     python_random: bool = False
@@ -194,6 +197,7 @@ def plain_step(
     plan: Plan,
     options: Options,
     batch: Mapping[str, Tensor],
+    autocast: Autocast | None = None,
     draws: list[tuple[str, Tensor]] | None = None,
 ) -> StepNumbers:
     """Build the model, and run forward and backward of each micro-batch in plain PyTorch; no update.
@@ -203,7 +207,6 @@ def plain_step(
     """
     parts = split_batch(batch, plan.microbatches)
     shares = loss_shares(parts, job.weight)
-    dtype, mixed = options.autocast or torch.bfloat16, options.autocast is not None
     with torch.random.fork_rng(devices=[]), torch.enable_grad():  # whatever the caller has switched off
         torch.manual_seed(options.seed)
         model = job.model()
@@ -213,7 +216,7 @@ def plain_step(
         replay = DrawReplay(draws) if draws is not None else None
         with replay or nullcontext():
             for part, share in zip(parts, shares, strict=True):
-                with torch.autocast("cpu", dtype=dtype, enabled=mixed):
+                with autocast_region(autocast):
                     loss = scalar_loss(job, model(**part), part) * share
                 total += float(loss.detach())
                 torch.autograd.backward(loss)
@@ -257,6 +260,7 @@ def pipelined_step(
                 initial=initial,
                 buffers=dict(pipeline.weights.buffers),
                 parameters={n: p.detach() for n, p in pipeline.weights.params.items()},
+                autocast=pipeline.captured.autocast,
                 draws=recorder.draws if recorder is not None else [],
                 random=random,
                 python_random=python_random,
@@ -281,7 +285,7 @@ def _reference(
 ) -> tuple[StepNumbers, str]:
     """What one process gives, and what it ran."""
     if not pipelined.random and not pipelined.python_random:
-        return plain_step(job, plan, options, batch), EAGER
+        return plain_step(job, plan, options, batch, pipelined.autocast), EAGER
     uncut = pipelined
     if len(set(plan.placement)) > 1:
         ops = tuple(op for stage in plan.stages for op in stage.ops)
@@ -291,7 +295,7 @@ def _reference(
     try:
         if pipelined.python_random:
             raise OtherDraws("the forward draws Python's random numbers")
-        plain = plain_step(job, plan, options, batch, uncut.draws)
+        plain = plain_step(job, plan, options, batch, pipelined.autocast, uncut.draws)
         return plain, f"{EAGER}, with the same random numbers"
     except OtherDraws as other:
         return uncut, f"its own captured graph, uncut, since {other}"
@@ -532,7 +536,7 @@ def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
     model = captured.blueprint.model
     written = [*(type(module) for module in model.modules()), job.loss, job.model]
     files = {_file_of(thing) for thing in written if thing is not None}
-    run = (captured.graph.fingerprint, len(plan.stages), options.autocast, options.seed)
+    run = (captured.graph.fingerprint, len(plan.stages), captured.autocast, options.seed)
     return cache_key(*run, __version__, torch.__version__, *map(_digest, sorted(files)))
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from math import inf
+from types import FrameType
 
 import pytest
 from branching_graphs import plan_of, random_graph, request_for, step_s
+from machine import next_tokens
+from model import Layer
+from torch import Tensor, nn
+from torch.nn import functional
 
+from pipeloom import Job, capture, plan
 from pipeloom.ir.action import F
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.planner.notes import planners_asked
@@ -15,6 +22,7 @@ from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import limits
 from pipeloom.planner.planners import PLANNERS, FastestPlan, by_cuts
 from pipeloom.planner.searched_order import with_searched_order
+from pipeloom.schedules import registry
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
@@ -72,3 +80,42 @@ def test_orders_of_plans_without_a_flush_are_left_as_they_are() -> None:
     how = request_for(graph, profile, 2)
     plan = plan_of(replace(how, options=replace(how.options, weights="2bw")), "exact")
     assert with_searched_order(plan, PlanCosts(graph, profile, how.cluster)) is None
+
+
+MOST_BUILDS = 163
+"""A quarter of what `auto` built for such a model at f15020f, with plans and cuts that cannot win."""
+
+
+class Words(nn.Module):
+    """Four Transformer layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.Sequential(*(Layer(32, 4, 128, causal=True) for _ in range(4)))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.head(self.layers(self.embed(tokens)))
+        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.slow
+def test_auto_builds_few_schedules() -> None:
+    """On devices whose caps hardly bind."""
+    job = Job(name="words", model=Words, batch=next_tokens(50, 16))
+    captured = capture(job, 2)
+    how = {"ranks": 4, "microbatches": 8, "microbatch_size": 2, "cluster": "4 x a100-40", "memory": "2MiB"}
+    builds = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal builds
+        builds += event == "call" and frame.f_code is registry.build.__code__
+
+    sys.setprofile(count)
+    try:
+        made = plan(job, captured=captured, planner="auto", **how)
+    finally:
+        sys.setprofile(None)
+    print(f"{len(captured.graph.ops)} ops: {builds} schedules built, a step of {made.predicted_step_s} s")
+    assert 0 < builds <= MOST_BUILDS

@@ -12,7 +12,7 @@ from random_stages import random_model
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.choose_schedule import schedule_names
-from pipeloom.planner.planners import PLANNERS, ByCuts, OneSchedule, evened, make_plan, searched, under_less
+from pipeloom.planner.planners import PLANNERS, ByCuts, OneSchedule, evened, make_plan, searched
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.strategies.dawnpiper import dawnpiper
@@ -143,7 +143,7 @@ def test_no_cut_is_sought_where_one_with_more_memory_was_not_found(monkeypatch: 
         asked.append(search)
         return dawnpiper(search)
 
-    plan = OneSchedule(under_less(evened(searched(ByCuts(find)))))
+    plan = OneSchedule(evened(searched(ByCuts(find))))
     monkeypatch.setitem(PLANNERS, "dawnpiper-alone", replace(PLANNERS["dawnpiper-alone"], plan=plan))
     with pytest.raises(InfeasibleError):
         plans(5, 0.7)("zb_v", "dawnpiper-alone")

@@ -248,7 +248,7 @@ def test_without_a_gradient_to_return_all_of_a_backward_is_its_w(seed: int, end:
     model = random_model(seed, 16)
     residuals, _, backward = model.sweep.of_stage(range(end))
     carried, input_grad, weight_grad = model.split_backward(range(end))
-    peak, gives = max(residuals + input_grad, carried + weight_grad), model.sweep.tensors.gives
+    peak, gives = max(residuals + input_grad, carried + weight_grad), model.sweep.tensors.backward.gives
     assert peak == backward if np.diff(gives.first[: end + 1]).all() else peak <= backward
 
 

@@ -15,7 +15,7 @@ from random_stages import chain_model, random_model
 from pipeloom.ir.stages import cut
 from pipeloom.planner.stage_cost import recompute_liveness
 from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import peak_terms
+from pipeloom.planner.stage_cost.peak_memory import peak_sums
 from pipeloom.planner.stage_cost.recompute_liveness import (
     KEEP,
     OFFLOAD,
@@ -53,7 +53,7 @@ def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> R
         start=start,
         end=end,
         residuals=residuals,
-        terms=peak_terms(footprint, model.options, in_flight),
+        kept_sums=peak_sums(footprint, model.options, in_flight),
     )
 
 

@@ -13,8 +13,8 @@ from random_ops import layered_search
 
 from pipeloom.planner.search.problem import Problem
 from pipeloom.planner.strategies.dawnpiper import binary_partition
+from pipeloom.planner.strategies.pipedream import move_layers
 from pipeloom.planner.strategies.probe import parametric_search
-from pipeloom.planner.strategies.vpipe import move_layers
 
 NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
 

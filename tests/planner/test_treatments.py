@@ -246,8 +246,8 @@ def test_the_simulator_needs_no_more(seed, schedule, ahead):
     assert any(found) and ("RECOMPUTE" in str(program)) == (ahead and drops)
     peaks = simulate(program, stages, costs, model.cluster).peaks
     for estimate, peak, q in zip(estimates, peaks, in_flight, strict=True):
-        scratch = estimate.treated.ahead if ahead and estimate.treated else None
-        each_moment = moments(estimate.footprint, model.options, q, scratch)
+        scratch = estimate.treated.ahead if ahead else None
+        each_moment = moments(estimate.treated.footprint, model.options, q, scratch)
         most = max(moment.residuals + moment.transient for moment in each_moment)
         assert peak["residuals"] + peak["transient"] <= most
 

@@ -97,7 +97,7 @@ def _all_to_all(channel: Channel) -> None:
         for m in incoming:
             channel.release(m)
         channel.end()
-        assert channel.used_bytes == channel.sending_bytes == 0
+        assert channel.held_bytes == 0
 
 
 def _sums_and_objects(channel: Channel) -> None:

@@ -258,10 +258,11 @@ def test_what_is_no_circle(states: list[RankStatus | None]) -> None:
     assert ("(silent for 15 s)" in table) == any(state and state.silent_s for state in states)
 
 
-class Transfer:
+class Transfer(dist.Work):
     """One that a device's stream waits for: no thread is blocked, so somebody must look at the time."""
 
     def __init__(self, ends: bool) -> None:
+        super().__init__()
         self._ends = ends
 
     def is_completed(self) -> bool:

@@ -85,7 +85,7 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
                 assert all((t == 10.0 * step + k).all() for t in got[message.key])
                 channel.release(message)
             channel.end()
-        assert channel.used_bytes == 0
+        assert channel.held_bytes == 0
 
     all_well(local_channels(3, ahead=ahead), body)
 
@@ -94,13 +94,13 @@ def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
     messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
 
     def receive(channel: Channel) -> None:
-        assert channel.used_bytes == 2 * 16, "two receives are posted ahead"
+        assert channel.held_bytes == 2 * 16, "two receives are posted ahead"
         for message in messages:
             channel.receive(message)
             channel.release(message)
-        assert channel.idle_bytes == 3 * 16, "two posted and one in use were enough"
+        assert channel._pool.idle_bytes == 3 * 16, "two posted and one in use were enough"
 
-        assert channel.used_bytes == 0
+        assert channel.held_bytes == 0
 
     all_well(local_channels(2), one_way(messages, receive))
 
@@ -122,7 +122,7 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int
     def receive(channel: Channel) -> None:
         assert len(sources) == ahead
         channel.receive(messages[0])
-        assert channel.used_bytes == (1 + ahead) * 16
+        assert channel.held_bytes == (1 + ahead) * 16
         assert len(sources) == opened
         channel.receive(messages[1])
         assert len(sources) == min(opened + 1, 5)
@@ -181,7 +181,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
             channel.send(plain, [torch.ones(rows, columns)])
             channel.send(strided, [turned])
             channel.send(two, [torch.ones(rows, columns), torch.ones(columns)])
-            until(lambda: (channel.used_bytes, channel.sending_bytes) == (two.bytes, 0))
+            until(lambda: channel.held_bytes == two.bytes)
         channel.all_gather_object(None)
         if channel.rank == 1:
             for message in (plain, strided, two):
@@ -190,7 +190,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
                     assert torch.equal(found, turned)
                 channel.release(message)
         channel.end()
-        assert channel.used_bytes == channel.sending_bytes == 0
+        assert channel.held_bytes == 0
 
     all_well(local_channels(2), body)
 
@@ -207,10 +207,10 @@ def test_sends_are_finished_in_their_order_when_asked() -> None:
             for message in messages:
                 channel.send(message, [torch.ones(v.shape) for v in message.values])
             turns = 0
-            while channel.used_bytes + channel.sending_bytes:
+            while channel.held_bytes:
                 assert channel.finish_send()
                 turns += 1
-                assert channel.used_bytes + channel.sending_bytes <= sum(left[turns])
+                assert channel.held_bytes <= sum(left[turns])
             assert not channel.finish_send()
         else:
             for message in messages:
@@ -226,9 +226,9 @@ def test_what_a_receive_opens_is_known_before_it() -> None:
 
     def receive(channel: Channel) -> None:
         for message in messages:
-            before, opened = channel.used_bytes, channel.opening_bytes(message)
+            before, opened = channel.held_bytes, channel.opening_bytes(message)
             channel.receive(message)
-            assert channel.used_bytes == before + opened
+            assert channel.held_bytes == before + opened
             channel.release(message)
 
     all_well(local_channels(2), one_way(messages, receive))

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from pipeloom.runtime import cuda_tier
 from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime.recorder import CudaClock
 from pipeloom.tracer.stage.functions import Slot
 
 
-class Anything:
+class Anything(nullcontext[None]):
     """A stream or event whose work is done at once."""
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def wait_stream(self, other: object) -> None: ...
 
@@ -28,12 +32,10 @@ class Anything:
 def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: real(*size, **how))
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", Anything)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Anything)
     monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
-    monkeypatch.setattr(cuda_tier, "_stream", Anything)
-    monkeypatch.setattr(cuda_tier, "_mark", Anything)
-    monkeypatch.setattr(cuda_tier, "_reached", lambda event: True)
+    monkeypatch.setattr(torch, "Stream", Anything)
+    monkeypatch.setattr(CudaClock, "mark", Anything)
     return CudaTier(0)
 
 

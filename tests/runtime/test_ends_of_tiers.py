@@ -121,7 +121,7 @@ def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> N
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(cuda_tier, "_stream", Broken)
+    monkeypatch.setattr(torch.cuda, "Stream", Broken)
     tier = CudaTier(0)
     tier._reloading.add(cuda_tier.CudaCopy(tier, ()))
     tier._idle_chunks.append(torch.empty(1))

@@ -337,4 +337,4 @@ def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: p
                     pipeline.step(job.batch(1, 8))
             pipeline.step(job.batch(2, 8))
             assert tier.used_bytes == pipeline.ledger.host == 0
-        assert tier._allocator._free == [(tier._allocator.end, 0)]
+        assert tier._allocator._free == [(0, tier._allocator.end)]

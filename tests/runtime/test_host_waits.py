@@ -152,7 +152,7 @@ class PretendedCuda(TorchFunctionMode):
 
 
 class Event:
-    """Stands in for torch.cuda.Event."""
+    """Stands in for torch.Event."""
 
     device: PretendedCuda
 
@@ -191,7 +191,7 @@ def pretended_cuda() -> Iterator[PretendedCuda]:
         patch.object(torch.cuda, "device_count", lambda: 1),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch.object(torch.cuda, "set_device", lambda index: None),
-        patch.object(torch.cuda, "Event", Event),
+        patch.object(torch, "Event", Event),
         patch.object(Event, "device", device, create=True),
         device,
     ):

@@ -68,7 +68,7 @@ def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
             limits.append(options._timeout)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
-    nccl_group(dist.HashStore(), LIMIT_S, "tied", 0, 2)
+    nccl_group(dist.HashStore(), LIMIT_S, torch.device("cuda"), "tied", 0, 2)
     assert min(limits) >= 3 * timedelta(seconds=LIMIT_S)
 
 
@@ -78,7 +78,8 @@ def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch, launched: boo
         raise NotStarted(backend, timeout)
 
     module = import_module("pipeloom.runtime.connect")  # the room has a function of this name
-    monkeypatch.setattr(module, "_launcher_store", lambda _: dist.HashStore() if launched else None)
+    monkeypatch.setattr(module, "TCPStore", lambda *_, **__: dist.HashStore())
+    monkeypatch.setattr(module, "LAUNCHER_STORE", "RANK" if launched else "no such variable")
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     for name, text in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():

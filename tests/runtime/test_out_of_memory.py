@@ -48,9 +48,9 @@ def fails_in_step(pipeline: Pipeline) -> None:
 def test_an_action_ends_all_ranks(
     monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Pipeline], None], action: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 3 << 30)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 5 << 30)
 
     def work(pipeline: Pipeline) -> tuple[BaseException, int]:
         if pipeline.rank == 1:

@@ -35,7 +35,7 @@ class Ticking:
 
 
 class FarEvent:
-    """Stands in for torch.cuda.Event: CUDA gives the time between two events in float32, as milliseconds."""
+    """Stands in for torch.Event: CUDA gives the time between two events in float32, as milliseconds."""
 
     now_s = 0.0
 
@@ -53,11 +53,11 @@ class FarEvent:
 
 @pytest.mark.parametrize("days", [1, 100])
 def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", FarEvent)
+    monkeypatch.setattr(torch, "Event", FarEvent)
     monkeypatch.setattr(FarEvent, "now_s", 0.0)
     recorder = Recorder(0, CudaClock())
     FarEvent.now_s = days * 86_400.0
-    recorder.begin()
+    recorder.next_step()
     for step in range(4):  # the last ones of a pipeline that does not drain
         if step:
             recorder.next_step(keep=3)
@@ -70,7 +70,7 @@ def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPa
     assert [e.duration_s for e in events] == pytest.approx([0.001] * 3, rel=0.01)
     assert [e.start_s - 0.5 for e in events] == pytest.approx([0.002, 0.005, 0.008], rel=0.01)
     assert recorder.step_starts_s == pytest.approx([0.0, 0.003, 0.006], rel=0.01)
-    assert recorder.curve().times_s == pytest.approx([0.003, 0.006, 0.009], rel=0.01)
+    assert recorder.curves()[0].times_s == pytest.approx([0.003, 0.006, 0.009], rel=0.01)
     assert recorder.totals_s() == pytest.approx((0.003, 0.001, 0.0), rel=0.01)
 
 
@@ -87,7 +87,7 @@ def test_bytes_go_when_their_copy_ends() -> None:
     recorder.freed(40, 4.0)  # in the middle of the action
     recorder.freed(20, 5.0)
     recorder.level(70)
-    curve = recorder.curve()
+    curve = recorder.curves()[0]
     assert list(zip(curve.times_s, curve.sizes, strict=True)) == [
         (0.0, 100),
         (2.0, 150),
@@ -145,3 +145,11 @@ def test_a_step_of_one_stage() -> None:
         finally:
             sys.setprofile(None)
     assert 0 < calls.total() <= MOST_CALLS, calls.most_common(30)
+
+
+def test_a_profiler_sees_actions_by_name() -> None:
+    plan = runs.even_plan(TANH, 1, microbatches=2, microbatch_size=ROWS)
+    with Pipeline(TANH, plan) as pipeline, torch.profiler.profile() as profiler:
+        pipeline.step(TANH.batch(0, 2 * ROWS))
+    names = {event.name for event in profiler.events()}
+    assert {"0F0", "0B1", "0STEP"} <= names

@@ -72,7 +72,7 @@ SIZES = [
 
 
 def bubble(made: ScheduledRecipe, s: Shape) -> float:
-    return (made.outcome.step_s - s.microbatches * s.period_s) / s.chunks
+    return (made.step_s - s.microbatches * s.period_s) / s.chunks
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -80,7 +80,7 @@ def bubble(made: ScheduledRecipe, s: Shape) -> float:
 def test_bubble_and_peak(figure: Figure, p: int, m: int) -> None:
     s = shape(figure.name, p, m, figure.chunks)
     made = made_for(figure.name, s)
-    assert max(made.outcome.peak) <= figure.peak(p) + 1e-9
+    assert max(made.peak) <= figure.peak(p) + 1e-9
     assert bubble(made, s) <= figure.bubble(p) + 1e-9
     assert not figure.exact or bubble(made, s) == pytest.approx(figure.bubble(p), abs=1e-9)
 
@@ -90,7 +90,7 @@ def test_bubble_and_peak(figure: Figure, p: int, m: int) -> None:
 def test_no_rank_idles_between_its_first_and_last_action(name: str, p: int, m: int) -> None:
     """The other definition of a bubble, for optimizers that are validated afterwards."""
     s = shape(name, p, m)
-    assert made_for(name, s).outcome.span_s == pytest.approx(m * s.period_s, abs=1e-9)
+    assert made_for(name, s).span_s == pytest.approx(m * s.period_s, abs=1e-9)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 16), (8, 16), (8, 5)])
@@ -107,8 +107,7 @@ def test_eager_1f1b_hides_transfers() -> None:
     """With transfers of half a forward, the steady state of 1F1B waits for both ways of each of them."""
     p, m = 4, 32
     eager, plain = (
-        made_for(name, shape(name, p, m, transfer_s=0.5)).outcome.step_s
-        for name in ("eager_1f1b", "async_1f1b")
+        made_for(name, shape(name, p, m, transfer_s=0.5)).step_s for name in ("eager_1f1b", "async_1f1b")
     )
     assert eager == 3 * (m + p - 1) + 2 * (p - 1) * 0.5
     assert plain > eager + m / 2 * 0.5
@@ -120,7 +119,7 @@ def test_seq1f1b_holds_slices_and_its_bubble_is_theirs(p: int, m: int, k: int) -
     """p + k - 1 slices of a k-th; the bubble is that of 1F1B over k."""
     name = f"seq1f1b:slices={k}"
     assert registry.in_flight(built(name, p, m * k)) == tuple(min(p - r + k - 1, m * k) for r in range(p))
-    outcome = made_for(name, shape(name, p, m * k, times=(1 / k, 1 / k, 1 / k))).outcome
+    outcome = made_for(name, shape(name, p, m * k, times=(1 / k, 1 / k, 1 / k)))
     assert outcome.step_s == pytest.approx(3 * m + 3 * (p - 1) / k)
 
 
@@ -129,7 +128,7 @@ def test_chimera_holds_two_replicas_and_as_much_on_every_rank(p: int) -> None:
     _, placement = registry.default_placement("chimera", p)
     assert all(placement.count(rank) == 2 for rank in range(p))
     assert placement[:p] == placement[p:][::-1]
-    outcome = made_for("chimera", shape("chimera", p, p // 2)).outcome
+    outcome = made_for("chimera", shape("chimera", p, p // 2))
     assert max(outcome.peak) <= p / 2 and min(outcome.peak) >= p // 2 / 2
     assert outcome.step_s - p * 3 < 3 * (p - 1)  # of 1F1B
 
@@ -140,7 +139,7 @@ def test_more_waves_mean_a_smaller_bubble(p: int) -> None:
     for chunks in (2, 4):
         s = shape("hanayo", p, 2 * p, chunks)
         made = made_for("hanayo", s)
-        assert max(made.outcome.peak) <= p and bubble(made, s) < bubbles[-1]
+        assert max(made.peak) <= p and bubble(made, s) < bubbles[-1]
         bubbles.append(bubble(made, s))
 
 
@@ -153,7 +152,7 @@ def test_gis_in_groups(g: int, v: int) -> None:
     for how, m in ((f"{name},join=1", 4 * g), (name, 4 * g), (name, 16), (name, 32)):
         s = shape(how, p, m, v)
         made = made_for(how, s)
-        assert max(made.outcome.peak) <= (g * (v - 1) + p) / v
+        assert max(made.peak) <= (g * (v - 1) + p) / v
         assert bubble(made, s) <= (2 * (p - 1) + (p - g) * (v - 1)) / v + 1e-9
 
 
@@ -161,7 +160,7 @@ def test_gis_in_groups(g: int, v: int) -> None:
 def test_gis_with_a_few_micro_batches_too_many_or_too_few(m: int) -> None:
     """The rows for whole groups without some micro-batches still run, never longer."""
     whole = 8 * -(-m // 8)
-    steps = [made_for("gis", shape("gis:join=1", 8, count, 2)).outcome.step_s for count in (m, whole)]
+    steps = [made_for("gis", shape("gis:join=1", 8, count, 2)).step_s for count in (m, whole)]
     assert steps[0] <= steps[1]
 
 

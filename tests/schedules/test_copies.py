@@ -22,7 +22,7 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.formats import parse_schedule
 from pipeloom.schedules.language import uplinks
 from pipeloom.schedules.language.placements import spread
-from pipeloom.schedules.language.row_times import row_times
+from pipeloom.schedules.list_scheduler.choose import row_times
 from pipeloom.schedules.registry import build, build_steady
 from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, csv_text, simulate_schedule
 from pipeloom.simulator.memory_limit import check_memory_limit

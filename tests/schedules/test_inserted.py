@@ -45,7 +45,7 @@ def zb_h1(s: Shape, *insert: Operation) -> Recipe:
 
 
 def schedule_of(s: Shape, recipe: Recipe) -> Schedule:
-    outcome = make(s, recipe).outcome
+    outcome = make(s, recipe)
     rows, pairs = outcome.rows, outcome.pairs
     made = Schedule(name="", microbatches=s.microbatches, placement=s.placement, rows=rows, pairs=pairs)
     check(made, s.stages)
@@ -61,9 +61,7 @@ def test_an_operation_goes_right_after_its_anchor() -> None:
     made = str(schedule_of(s, one_f_one_b(s, op(seconds=0.5))))
     assert made == "0F0 0F1 0B0 0OP0 0B1 0OP1\n1F0 1B0 1OP0 1F1 1B1 1OP1"
     rows = parse_rows(("0F0 0F1 0B0 0B1 0OP0 0OP1",))  # or where the rows have it
-    assert (
-        make(shape_of(1, microbatches=2), Recipe(rows=rows, insert=(op(seconds=0.5),))).outcome.rows == rows
-    )
+    assert make(shape_of(1, microbatches=2), Recipe(rows=rows, insert=(op(seconds=0.5),))).rows == rows
 
 
 @pytest.mark.parametrize("anchor", [F, B, W])
@@ -72,7 +70,7 @@ def test_the_list_scheduler_knows_its_time(anchor: Kind, split: bool) -> None:
     s, added = shape_of(3, microbatches=5), op(after=anchor, share=0.5)
     recipe = zb_h1(s, added) if split else one_f_one_b(s, added)
     step_s = timed(schedule_of(s, recipe), s).step_s
-    assert step_s == make(s, recipe).outcome.step_s
+    assert step_s == make(s, recipe).step_s
     assert step_s > timed(schedule_of(s, replace(recipe, insert=())), s).step_s
 
 

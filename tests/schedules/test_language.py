@@ -133,14 +133,12 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
     assert len(inspect.getsource(recipe).splitlines()) <= lines
     stages, placement = registry.default_placement(name, ranks)
     s = replace(shape(placement, 2 * ranks), stages=stages)
-    made = choose.best(s, recipe(s)).outcome  # type: ignore[operator]
+    made = choose.best(s, recipe(s))  # type: ignore[operator]
     built = registry.build(name, stages, placement, 2 * ranks, costs=s.costs)
     found = {a.kind for row in built.rows for a in row}
     kinds = "".join(kind for kind in "FBIW" if kind in found)
     pairs = {*built.pairs}
-    library = make(
-        s, Recipe(kinds=kinds, rows=built.rows, fill="", together=lambda a, b: (a, b) in pairs)
-    ).outcome
+    library = make(s, Recipe(kinds=kinds, rows=built.rows, fill="", together=lambda a, b: (a, b) in pairs))
     assert made.pairs or not pairs
     assert max(made.peak) <= max(library.peak)
     assert made.step_s == pytest.approx(library.step_s, rel=0.0 if lines == 5 else 0.02)
@@ -157,7 +155,7 @@ def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
     make(s, Recipe(kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3))
     for memory in (2, 2.5, 3, 4):
         clock = path_clock(s)
-        assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).outcome.peak) <= memory
+        assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).peak) <= memory
 
 
 def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
@@ -174,7 +172,7 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
         )
         recipe = registry.entry("zb_v").recipe
         assert recipe is not None
-        steps = make(s, greedy).outcome.step_s, choose.best(s, recipe(s)).outcome.step_s
+        steps = make(s, greedy).step_s, choose.best(s, recipe(s)).step_s
         greed, ours = (1 - 32 * s.period_s / step_s for step_s in steps)
         return greed, ours
 
@@ -191,8 +189,8 @@ def test_a_filler_waits_for_what_is_on_its_way() -> None:
     )
     s = replace(shape((0, 1, 2), 2), costs=costs)
     rows = phases(s, warm_up=lambda rank: 2 - rank, repeat="FI")
-    waits = make(s, Recipe(kinds="FIW", rows=rows)).outcome
-    hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0)).outcome
+    waits = make(s, Recipe(kinds="FIW", rows=rows))
+    hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0))
     kinds = ["".join(a.kind for a in o.rows[1]) for o in (waits, hurries)]
     assert kinds == ["FFIIWW", "FFIWIW"]
     # Nobody waits for the last I of rank 0, so there W goes first.
@@ -209,13 +207,13 @@ def test_before_predicates() -> None:
     """GPipe as one predicate: no backward before any forward of its rank."""
     s = registry.shape_of(3, microbatches=4)
     made = make(s, Recipe(priority=lambda a: a.microbatch, before=lambda a, b: (a.kind, b.kind) == (F, B)))
-    assert made.outcome.rows == registry.build("gpipe", s.stages, s.placement, 4).rows
+    assert made.rows == registry.build("gpipe", s.stages, s.placement, 4).rows
 
 
 def test_rows_as_given_and_what_they_lack() -> None:
     s = registry.shape_of(1, microbatches=1)
     row = (Action(0, F, 0), Action(0, B, 0))
-    assert make(s, Recipe(rows=[row])).outcome.rows == (row,)
+    assert make(s, Recipe(rows=[row])).rows == (row,)
     with pytest.raises(ScheduleError, match="the rows never run 0B0"):
         make(s, Recipe(rows=[row[:1]]))
 
@@ -226,7 +224,7 @@ def test_kinds_per_stage() -> None:
     recipe = Recipe(
         kinds=lambda stage: "FIW" if stage else "FB", priority=lambda a: (a.kind == F, a.microbatch)
     )
-    assert {a.kind for a in make(s, recipe).outcome.rows[0]} == {F, B}
+    assert {a.kind for a in make(s, recipe).rows[0]} == {F, B}
     with pytest.raises(ScheduleError, match="use F, FB, FIW or, with rows=, FBIW"):
         make(s, Recipe(kinds="FX", priority=str))
 
@@ -279,4 +277,4 @@ def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
     s, recipe = replace(shape(placement, 8), costs=costs), registry.entry(name).recipe
     assert recipe is not None
     made = built(name, 4, 8, costs=costs)
-    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).outcome.step_s
+    assert simulated(made, costs).step_s == choose.best(s, recipe(s)).step_s

@@ -16,8 +16,7 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import engine, loop
-from pipeloom.schedules.list_scheduler.choose import make, simulated_cost
-from pipeloom.schedules.list_scheduler.stretch import stretched
+from pipeloom.schedules.list_scheduler.choose import make, simulated_cost, stretched
 from pipeloom.schedules.list_scheduler.tables import as_lists, tables_of
 from pipeloom.simulator.summary import summarise
 
@@ -70,10 +69,10 @@ def test_a_schedule_made_longer_by_repeating_its_steady_state_is_the_one_that_is
         except DeadlockError:
             continue
         if made is not None:
-            rows = made.outcome.rows
+            rows = made.rows
             check(Schedule(name=name, microbatches=31, placement=few.placement, rows=rows), few.stages)
-            anew = make(many, recipe).outcome
-            assert made.outcome.step_s == pytest.approx(anew.step_s) and made.outcome.peak == anew.peak
+            anew = make(many, recipe)
+            assert made.step_s == pytest.approx(anew.step_s) and made.peak == anew.peak
             compared += 1
     assert compared
 
@@ -89,8 +88,8 @@ def test_any_clock_that_repeats_gives_rows_that_can_run_in_the_time_it_says(data
     made = stretched(make(s, recipe), s, recipe, 40)
     if made is not None:
         longer = replace(s, microbatches=40)
-        again = make(longer, Recipe(kinds="FIW", rows=made.outcome.rows, fill="")).outcome
-        assert again.step_s <= made.outcome.step_s + 1e-6
+        again = make(longer, Recipe(kinds="FIW", rows=made.rows, fill=""))
+        assert again.step_s <= made.step_s + 1e-6
         assert max(again.peak) <= s.ranks
 
 
@@ -101,7 +100,7 @@ def test_what_is_not_the_same_for_all_micro_batches_is_not_repeated() -> None:
         Recipe(kinds="FIW", clock=lambda stage, kind, b, m=m: clock(stage, kind, b) + (b >= m), memory=4)
         for m in (21, 31)
     )
-    rows = Recipe(kinds="FIW", rows=make(s, late).outcome.rows, memory=4)
+    rows = Recipe(kinds="FIW", rows=make(s, late).rows, memory=4)
     for recipe in (late, last, rows, replace(late, clock=clock, before=lambda a, b: False)):
         assert stretched(make(s, recipe), s, recipe, 32) is None
     tight = Recipe(kinds="FIW", clock=clock, memory=3)
@@ -120,7 +119,7 @@ def test_orders_are_compared_by_what_the_simulator_says(
 ) -> None:
     s = shape(name, ranks, rounds * ranks, times=times, transfer_s=transfer_s)
     scheduled = make(s, recipes_of(name, s)[0])
-    cost, rows = simulated_cost(s, scheduled), scheduled.outcome.rows
+    cost, rows = simulated_cost(s, scheduled), scheduled.rows
     made = Schedule(name="", microbatches=rounds * ranks, placement=s.placement, rows=rows)
     timeline = simulated(made, s.costs, s.stages, alike(ranks, latency_s=transfer_s))
     assert cost is not None and cost[0] == pytest.approx(timeline.step_s, rel=1e-8)

@@ -167,12 +167,12 @@ def test_the_list_scheduler_and_the_simulator_agree(
 ) -> None:
     cost = replace(equal_costs(1)[0], pair_factor=0.75)
     s = replace(shape_of(4, microbatches=12), costs=(cost,) * 4, transfer_s=lambda source, target: transfer_s)
-    made = make(s, order(s)).outcome
+    made = make(s, order(s))
     schedule = Schedule(name="", microbatches=12, placement=s.placement, rows=made.rows, pairs=made.pairs)
     check(schedule, s.stages)
     step_s = simulated(schedule, s.costs, s.stages, alike(4, latency_s=transfer_s)).step_s
     assert len(made.pairs) > 8 and step_s == pytest.approx(made.step_s)
-    assert not make(s, replace(order(s), together=None)).outcome.pairs
+    assert not make(s, replace(order(s), together=None)).pairs
 
 
 def test_a_v_with_pairs_is_faster_where_they_gain() -> None:
@@ -182,7 +182,7 @@ def test_a_v_with_pairs_is_faster_where_they_gain() -> None:
     s = replace(s, stages=chain(8), costs=(cost,) * 8)
     apart = Recipe(clock=shape.path_clock(s, kinds="FB"), memory=s.ranks)
     paired = replace(apart, together=lambda a, b: f_with_b(a, b) and s.chunk[a.stage] != s.chunk[b.stage])
-    assert make(s, paired).outcome.step_s < make(s, apart).outcome.step_s
+    assert make(s, paired).step_s < make(s, apart).step_s
 
 
 @pytest.mark.parametrize(("factor", "step_s"), [("1", 12), ("2", 15)])

@@ -39,7 +39,7 @@ ROUNDED = 0.0005
 
 
 def idle(made: ScheduledRecipe, s: Shape, *, span: bool = False) -> float:
-    took = made.outcome.span_s if span else made.outcome.step_s
+    took = made.span_s if span else made.step_s
     return 1 - s.microbatches * s.period_s / took
 
 
@@ -62,7 +62,7 @@ def keeps(
     s = shape(name, p, m, chunks, **times)  # type: ignore[arg-type]
     made = made_for(name, s)
     assert idle(made, s) <= bar and idle(made, s, span=True) <= span
-    assert max(made.outcome.peak) <= peak
+    assert max(made.peak) <= peak
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float)
     cost = replace(s.costs[0], residual_bytes=held, carried_bytes=32 * hidden)
     s = replace(s, costs=(cost,) * p, limit_bytes=limit * p * held)
     made = made_for("zb_2p", s)
-    assert max(made.outcome.peak) <= limit * p * held
+    assert max(made.peak) <= limit * p * held
     assert idle(made, s) <= step + ROUNDED / 10
     assert idle(made, s, span=True) <= span + ROUNDED / 10
 
@@ -144,7 +144,7 @@ def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float)
 def test_never_worse_than_1f1b_with_its_memory(name: str, times: tuple[float, float, float]) -> None:
     p, m = 4, 16
     s = shape(name, p, m, times=times)
-    assert made_for(name, s).outcome.step_s <= (m + p - 1) * sum(times) * s.chunks
+    assert made_for(name, s).step_s <= (m + p - 1) * sum(times) * s.chunks
 
 
 @pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
@@ -161,7 +161,7 @@ def test_never_worse_than_1f1b_at_as_little_memory(
     """
     p, m = 8, 32
     s = shape(name, p, m, times=times)
-    made = made_for(name, s).outcome
+    made = made_for(name, s)
     round_trip = p * sum(times) * s.chunks
     assert max(made.peak) <= peak
     assert made.step_s <= m * round_trip / peak
@@ -173,7 +173,7 @@ def test_uneven_stages_are_timed_too(name: str) -> None:
     s = shape(name, 4, 16)
     slow = equal_costs(1, forward_s=2.0, input_grad_s=2.0, weight_grad_s=2.0)
     s = replace(s, costs=s.costs[:2] + slow + s.costs[3:])
-    made = made_for(name, s).outcome
+    made = made_for(name, s)
     assert made.step_s >= s.microbatches * s.period_s
     assert made.step_s <= 1.5 * s.microbatches * s.period_s
 
@@ -240,7 +240,7 @@ def test_messages_of_a_link_follow_each_other() -> None:
     s = shape_of(2, microbatches=8, placement=loop(2, 4), costs=costs, transfer_s=0.6)
     recipe = entry("looped_bfs").recipe
     assert recipe is not None
-    expected = fastest(s, recipe).outcome.step_s
+    expected = fastest(s, recipe).step_s
     made = shown("looped_bfs:v=4", 2, 8, (1.0, 1.0, 1.0, 0.6))
     assert made.summary.step_s == pytest.approx(expected)
 

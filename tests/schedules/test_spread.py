@@ -51,7 +51,7 @@ def shape(costs: tuple[StageCost, ...], m: int = 4) -> Shape:
 
 def one_f_one_b(s: Shape) -> Schedule:
     recipe = Recipe(priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: (4, 3, 2, 2, 1)[r])
-    rows = make(s, recipe).outcome.rows
+    rows = make(s, recipe).rows
     return Schedule(name="mine", microbatches=s.microbatches, placement=s.placement, rows=rows)
 
 
@@ -168,7 +168,7 @@ def wide(m: int = 6, *, limit: float | tuple[float, ...]) -> tuple[StageGraph, S
 def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -> None:
     limits = (4.0, 4.0, 3.0, 2.0)
     stages, made = wide(limit=limits)
-    outcome = make(made, recipe).outcome
+    outcome = make(made, recipe)
     check(Schedule(name="", microbatches=6, placement=made.placement, rows=outcome.rows), stages)
     begun: dict[tuple[object, ...], set[float]] = defaultdict(set)
     for row, starts in zip(outcome.rows, outcome.starts, strict=True):
@@ -181,7 +181,7 @@ def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -
 
 def test_an_order_by_a_clock_holds_all_ranks_of_a_stage_together() -> None:
     stages, made = wide(limit=4.0)
-    rows = make(made, Recipe(clock=path_clock(made, kinds="FB"))).outcome.rows
+    rows = make(made, Recipe(clock=path_clock(made, kinds="FB"))).rows
     check(Schedule(name="", microbatches=6, placement=made.placement, rows=rows), stages)
 
 

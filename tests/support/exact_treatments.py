@@ -110,13 +110,13 @@ class _Programme:
         offloads = list(range(count, 2 * count))
         self.rows.add([self.first - 1, *offloads], [1.0, *-size], least=-task.hidden)
         self.rows.add(offloads, [*size], most=task.most)
-        kept, away = moments.terms.others_kept, moments.terms.others_offloaded
+        kept, away = moments.kept_sums[OTHERS:]
         self.others = kept * size, (kept - away) * size
         self.implied = self._implied()
 
     def _implied(self) -> list[set[int]]:
         """Of each residual those that its chain reads or makes: dropped ones are then there as well."""
-        tensors, start = self.moments.sweep.tensors, self.moments.start
+        tensors, start = self.moments.sweep.tensors.forward, self.moments.start
         number = {int(s): k for k, s in enumerate(self.residuals.storage)}
         found = []
         for k in range(self.count):
@@ -204,7 +204,7 @@ class _Programme:
             return
         place = op + self.moments.start
         if side == 0:
-            sent = self.moments.sweep.tensors.last[self.residuals.storage] >= self.moments.end
+            sent = self.moments.sweep.tensors.forward.last[self.residuals.storage] >= self.moments.end
             gone = (made < place) & (last_in < place) & ~sent
             self.rows.add(columns, [*(per_x + size * gone), *per_o], least=found[0, op] - self.task.allowance)
             return

@@ -180,7 +180,7 @@ class PacedRank:
     def step(self) -> Timeline:
         """Run one step; returns what all ranks did, in seconds since the first of them began."""
         self.channel.all_reduce(torch.zeros(1))  # so that they begin together
-        self.recorder.begin()
+        self.recorder.next_step()
         self.worker.run(self.microbatches)
         begun = self.recorder.started_s
         seen = self.channel.all_gather_object((begun, self.recorder.events()))

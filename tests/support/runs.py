@@ -20,6 +20,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
+from pipeloom.options import mixed_precision
 from pipeloom.runtime.batches import rows_of, signature_of, split_batch
 from pipeloom.runtime.channel import Channel, run_threads as threads
 from pipeloom.schedules import registry
@@ -97,6 +98,7 @@ def _room_for_one_more(entries: dict[Any, Any]) -> None:
 
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
     """A capture that is made once per job."""
+    how["autocast"] = mixed_precision(how.pop("autocast", None), how.pop("device", "cpu"))
     return _remembered(capture, job, microbatch_size, **how)
 
 

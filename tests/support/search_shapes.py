@@ -11,6 +11,8 @@ from dataclasses import replace
 from math import inf
 
 from pipeloom.schedules.registry import default_placement
+from pipeloom.schedules.search.library import LARGE, within_limits, without_limits
+from pipeloom.schedules.search.orders import OrderCandidate, fits
 from pipeloom.schedules.search.problem import SearchProblem, SearchStage
 
 
@@ -115,3 +117,19 @@ def chain_of(schedule: str, ranks: int, chunks: int, times: str, cap: float = in
         transfer_s=transfer,
         caps=(cap,) * ranks if cap < inf else (),
     )
+
+
+def library_order(problem: SearchProblem, name: str) -> OrderCandidate | None:
+    """A schedule of the library as an order; None if it does not run so, or breaks a limit.
+
+    The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
+    """
+    free = without_limits(replace(problem, caps=()), name)
+    if free is None or not problem.caps:
+        return free
+    free = free if fits(free, problem.arrays.cap) else None
+    if free is not None and problem.entries > LARGE:
+        return free
+    limited = within_limits(problem, name)
+    known = [one for one in (free, limited) if one is not None]
+    return min(known, key=lambda one: one.cost_s, default=None)

@@ -21,7 +21,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.connect import connect
 from pipeloom.schedules import registry
-from pipeloom.schedules.formats import program_text, read_schedule, write_schedule
+from pipeloom.schedules.formats import program_text, read_schedule, schedule_text
 
 BLOCKS, WIDTH, CLASSES = 8, 6, 5
 
@@ -75,7 +75,7 @@ def ours_in_torch(names: list[str], microbatches: int, folder: Path) -> None:
         file = folder / f"{name}.csv"
         for form in ("compute_only", "compute_comms"):
             if rank == 0 and form == "compute_only":
-                write_schedule(made, file)
+                file.write_text(schedule_text(made))
             elif rank == 0:
                 file.write_text(program_text(lower(made, stages)))
             dist.barrier()

@@ -66,7 +66,7 @@ def test_residuals_are_what_autograd_saves_each_storage_once() -> None:
 
     with saved_tensors_hooks(pack, lambda t: t):
         kept = model.blocks[1](model.blocks[0](model.embed(batch["ids"])))
-    assert functions[0].task.last == 2 and kept.requires_grad
+    assert functions[0].task.stop.last == 2 and kept.requires_grad
     assert activation_bytes(first) == sum(saved.values())
     assert sum(functions[0].residual_bytes.values()) == activation_bytes(first)  # known before the first step
 

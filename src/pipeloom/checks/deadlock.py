@@ -26,14 +26,11 @@ from ..ir.kernels import kernel
 _FREE, _PASSED = -1, -2
 
 SHOWN = 16
-"""Ranks that a message lists before it only counts them."""
 
 
 class Needs(NamedTuple):
-    """What each entry of some rows needs: entry e needs `entries[first[e] : first[e + 1]]`, on any rank.
-
-    offsets: the row of rank r is entries `offsets[r]` up to `offsets[r + 1]`.
-    """
+    """Entry e needs `entries[first[e] : first[e + 1]]`, on any rank; rank r has entries `offsets[r]` up to
+    `offsets[r + 1]`."""
 
     offsets: Longs
     first: Ints
@@ -77,9 +74,9 @@ def prove_progress(
 ) -> None:
     """Walk all ranks, each entry only after the entries that it needs.
 
-    name: the text of an entry.  name_need: of a need, from the entry that has it and the needed one.
-    ready: for the message, from an entry that a rank lacks and what tells whether an entry was reached, the
-        entry on the way to it that could run now; the lacking one itself unless given.
+    name_need: of the entry that has a need, and the needed one.
+    ready: from a lacking entry and what tells whether an entry was reached, the entry on the way to it that
+        could run now, for the hint.
     Raises: DeadlockError with the circle of those that wait for each other.
     """
     offsets, ranks = needs.offsets, len(needs.offsets) - 1
@@ -124,7 +121,6 @@ def prove_progress(
 
 @kernel
 def _walk(needs: Needs, walk: _Walk) -> None:
-    """Let every rank go on until its end or until it lacks an entry."""
     ranks = len(needs.offsets) - 1
     stack, ready = walk.stack, ranks
     while ready:
@@ -161,8 +157,7 @@ def deadlock(
 ) -> DeadlockError:
     """The error that prints the circle of waiting ranks first, then all others that wait behind it.
 
-    ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs;
-        the needed action itself unless given.
+    ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs.
 
     >>> print(deadlock([Stuck(rank=0, at="0B0", needs="1B0", holder=1),
     ...                 Stuck(rank=1, at="1F1", needs="0F1", holder=0)]))
@@ -170,7 +165,14 @@ def deadlock(
     hint: they wait in a circle, rank 0 -> 1 -> 0: on rank 1 move 1B0 in front of 1F1, or reorder the others
     """
     by_rank = {s.rank: s for s in stuck}
-    circle = _circle(by_rank)
+    # From any stuck rank to the one that it waits for, until one comes again: every holder is stuck too.
+    way, rank = [], next(iter(by_rank))
+    while rank not in way:
+        way.append(rank)
+        rank = by_rank[rank].holder
+    circle = way[way.index(rank) :]
+    lowest = circle.index(min(circle))
+    circle = circle[lowest:] + circle[:lowest]
     others = [s for s in stuck if s.rank not in set(circle)]
     listed = [by_rank[rank] for rank in circle] + others
     text = "; ".join(f"rank {s.rank} at {s.at} needs {s.needs}" for s in listed[:SHOWN])
@@ -184,15 +186,3 @@ def deadlock(
         advice = f"on rank {holder} let {at} begin alone, without the action that it is paired with"
     loop = " -> ".join(map(str, [*circle, circle[0]]))
     return DeadlockError(f"no rank can move: {text}", hint=f"they wait in a circle, rank {loop}: {advice}")
-
-
-def _circle(by_rank: dict[int, Stuck]) -> list[int]:
-    """Ranks that wait for each other, from the lowest. There is one, as every holder is stuck too."""
-    seen: dict[int, int] = {}
-    rank = next(iter(by_rank))
-    while rank not in seen:
-        seen[rank] = len(seen)
-        rank = by_rank[rank].holder
-    circle = [r for r, position in seen.items() if position >= seen[rank]]
-    start = circle.index(min(circle))
-    return circle[start:] + circle[:start]

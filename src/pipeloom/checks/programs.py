@@ -6,7 +6,7 @@ not its steps one by one, and take time linear in their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -57,25 +57,16 @@ def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     at = wrong[0]
     who, step = program.locate(int(entries[at]))
     if strange[at]:
-        raise ScheduleError(
-            f"rank {who} runs {step}, but does not hold stage {step.stage}",
-            hint="move it to the rank of that stage, or drop it",
-        )
-    if astray[at]:
+        why, hint = f"does not hold stage {step.stage}", "move it to the rank of that stage, or drop it"
+    elif astray[at]:
         what = "gradients" if step.kind in (SEND_B, RECV_B) else "values"
-        raise ScheduleError(
-            f"rank {who} runs {step}, but no {what} pass that way from stage to stage",
-            hint="drop it and its other end",
-        )
-    if local[at]:
-        raise ScheduleError(
-            f"rank {who} runs {step}, but holds both stages",
-            hint="drop it and its other end: stages on one rank share memory",
-        )
-    raise ScheduleError(
-        f"rank {who} runs {step}, but the micro-batches are 0 to {program.microbatches - 1}",
-        hint="correct the micro-batch, or drop it and its other end",
-    )
+        why, hint = f"no {what} pass that way from stage to stage", "drop it and its other end"
+    elif local[at]:
+        why, hint = "holds both stages", "drop it and its other end: stages on one rank share memory"
+    else:
+        why = f"the micro-batches are 0 to {program.microbatches - 1}"
+        hint = "correct the micro-batch, or drop it and its other end"
+    raise ScheduleError(f"rank {who} runs {step}, but {why}", hint=hint)
 
 
 def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
@@ -83,7 +74,7 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
     messages = program.message_index(flow)
     has = [table >= 0 for table in (messages.sent, messages.received)]
     if sum(map(np.count_nonzero, has)) < np.count_nonzero(program.columns.is_transfer):
-        raise _repeated(program)
+        raise repeated(program.rows)
     lonely = has[0] != has[1]
     if lonely.any():
         alone = np.where(has[0], messages.sent, messages.received)[lonely]
@@ -96,12 +87,11 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
         )
 
 
-def _repeated(program: Program) -> ScheduleError:
-    """Of a program in which a transfer stands twice."""
+def repeated(rows: Sequence[Sequence[Instruction]]) -> ScheduleError:
     seen: set[Instruction] = set()
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(rows):
         for step in row:
-            if isinstance(step, Transfer) and step in seen:
+            if step in seen:
                 return ScheduleError(f"rank {rank} runs {step} twice", hint="remove one of them")
             seen.add(step)
     raise AssertionError("nothing stands twice")
@@ -245,46 +235,31 @@ def _meeting_actions(program: Program, flow: Flow) -> dict[int, list[int]]:
 
 
 def _meeting_reductions(program: Program, stages: StageGraph) -> dict[int, list[int]]:
-    """Entry of each REDUCE -> the entries in front of those that it meets.
-
-    It begins all its sums and waits for them, so it meets those that share something with its rank. In a
-    program of several updates a REDUCE only begins its sums: there the STEP needs the REDUCEs of the others.
-    """
+    """Entry of each REDUCE -> the entries in front of those that it meets: it begins all its sums and waits
+    for them. In a program of several updates a REDUCE only begins its sums; there the STEP needs the REDUCEs
+    of the others."""
     columns = program.columns
-    if program.every is not None:
-        return _awaited_reductions(program, stages)
-    sums = reductions(stages, program.placement)
-    met = {rank: {other for reduction in row for other in reduction.ranks} for rank, row in enumerate(sums)}
-    entry_of = {columns.rank_of(entry): entry for entry in np.flatnonzero(columns.kind == REDUCE_).tolist()}
-    return {
-        entry: [
-            entry_of[other] - 1
-            for other in sorted(met.get(rank, ()))
-            if other != rank and other in entry_of and entry_of[other] > columns.offsets[other]
-        ]
-        for rank, entry in entry_of.items()
-    }
-
-
-def _awaited_reductions(program: Program, stages: StageGraph) -> dict[int, list[int]]:
-    """Entry of each STEP -> the REDUCEs of other ranks that its sums need."""
-    columns = program.columns
-    partners: dict[int, set[int]] = {}
+    together: dict[int, set[int]] = {}
     for rank, row in enumerate(reductions(stages, program.placement)):
-        partners[rank] = {other for reduction in row for other in reduction.ranks}
-    if program.clips:
-        partners = dict.fromkeys(range(columns.ranks), set(range(columns.ranks)))
-    reduce_of = {
-        (columns.rank_of(entry), int(columns.microbatch[entry])): entry
-        for entry in np.flatnonzero(columns.kind == REDUCE_).tolist()
-    }
-    awaited = {}
-    for entry in np.flatnonzero(columns.kind == STEP_).tolist():
-        rank, update = columns.rank_of(entry), int(columns.microbatch[entry])
-        others = sorted(partners.get(rank, set()) - {rank})
-        if needed := [reduce_of[other, update] for other in others if (other, update) in reduce_of]:
-            awaited[entry] = needed
-    return awaited
+        together[rank] = {other for reduction in row for other in reduction.ranks}
+    if program.clips and program.every is not None:
+        together = dict.fromkeys(range(columns.ranks), set(range(columns.ranks)))
+
+    def entries(code: int) -> dict[tuple[int, int], int]:
+        """(rank, update) -> entry."""
+        at = np.flatnonzero(columns.kind == code).tolist()
+        return {(columns.rank_of(entry), int(columns.microbatch[entry])): entry for entry in at}
+
+    sums = entries(REDUCE_)
+    needs: dict[int, list[int]] = {}
+    for (rank, update), entry in (sums if program.every is None else entries(STEP_)).items():
+        others = sorted(together.get(rank, set()) - {rank})
+        met = [(other, sums[other, update]) for other in others if (other, update) in sums]
+        if program.every is None:
+            needs[entry] = [at - 1 for other, at in met if at > columns.offsets[other]]
+        elif met:
+            needs[entry] = [at for _, at in met]
+    return needs
 
 
 RULES: tuple[Rule, ...] = (ends, pairing, data_in_place, optimizer, progress)

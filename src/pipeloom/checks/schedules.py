@@ -1,7 +1,7 @@
 """Checks that a schedule can run: one function per rule, and a message that names rank, action and remedy.
 
 Rules read the columns of a schedule, not its actions one by one, and take time linear in their number. A rule
-may rely on those before it in `RULES`.
+may rely on those before it in `RULES`. A replica is a stage of its own, with its own rank.
 
 Residuals between forward and backward go one way in one row, so no rank waits for another there:
 
@@ -11,11 +11,12 @@ Residuals between forward and backward go one way in one row, so no rank waits f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import KINDS, Action, ActionKind, B, F, I, Kind, W
+from ..ir.action import KINDS, OFFLOAD, RELOAD, Action, B, F, I, Kind, W
 from ..ir.columns import (
     AWAIT_,
     B_,
@@ -28,7 +29,6 @@ from ..ir.columns import (
     TREATING,
     W_,
     Bools,
-    Ints,
     Rows,
     starts_of,
 )
@@ -40,28 +40,115 @@ from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from . import programs
 from .deadlock import Needs, prove_progress
-from .placement import first_true, placement, ranks, shards
+
+
+def placement(schedule: Schedule, flow: Flow) -> None:
+    """Every stage has a rank, and every action stands in the row of its stage's rank."""
+    if schedule.stages != len(flow.order):
+        raise ScheduleError(
+            f"the placement names {schedule.stages} stages, the stage graph has {len(flow.order)}",
+            hint="give one rank per stage",
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.ranks:
+            raise ScheduleError(
+                f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.ranks - 1}",
+                hint="place it on one of them, or add a row",
+            )
+    columns = schedule.columns
+    homes = np.array(schedule.placement, np.int32)
+    own = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(columns.offsets))
+    out = (columns.stage < 0) | (columns.stage >= schedule.stages)
+    entry = first_true(out | (homes[np.clip(columns.stage, 0, schedule.stages - 1)] != own))
+    if entry is None:
+        return
+    rank, action = schedule.locate(entry)
+    if out[entry]:
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but the stages are 0 to {schedule.stages - 1}",
+            hint="correct the stage, or drop the action",
+        )
+    home = schedule.placement[action.stage]
+    raise ScheduleError(
+        f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {home}",
+        hint=f"move {action} to the row of rank {home}",
+    )
+
+
+def ranks(schedule: Schedule, flow: Flow) -> None:
+    """No rank is without a stage.
+
+    >>> from pipeloom.ir.flow import flow_of
+    >>> from pipeloom.ir.schedule import parse_rows
+    >>> from pipeloom.ir.stages import chain
+    >>> idle = Schedule(name="", microbatches=1, placement=(0,), rows=parse_rows(("0F0 0B0", "")))
+    >>> ranks(idle, flow_of(chain(1)))
+    Traceback (most recent call last):
+    pipeloom.ir.errors.ScheduleError: rank 1 has no stage: the stages are on rank 0
+    hint: place a stage there, or drop the row
+    """
+    used = set(schedule.placement)
+    idle = [rank for rank in range(schedule.ranks) if rank not in used]
+    if not idle:
+        return
+    who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {_listed(idle)} have"
+    where = sorted(used)
+    on = f"rank {where[0]}" if len(where) == 1 else f"ranks {_listed(where)}"
+    raise ScheduleError(
+        f"{who} no stage: the stages are on {on}",
+        hint="place a stage there, or drop the row"
+        if len(idle) == 1
+        else "place stages there, or drop the rows",
+    )
+
+
+def _listed(ranks: list[int], shown: int = 8) -> str:
+    text = ", ".join(map(str, ranks[:shown]))
+    return text if len(ranks) <= shown else f"{text} and {len(ranks) - shown} more"
+
+
+def shards(schedule: Schedule, flow: Flow) -> None:
+    """No rank has two shards of a stage, and all split a micro-batch's backward or none does."""
+    for stage, others in flow.shards.items():
+        rank = schedule.placement[stage]
+        for other in others:
+            if schedule.placement[other] == rank:
+                raise ScheduleError(
+                    f"rank {rank} has the stages {stage} and {other}, which are one stage on several ranks",
+                    hint="place them on different ranks, or keep one of them",
+                )
+    for stage, others in flow.shards.items():
+        whole = schedule.action_index.of(B_) >= 0
+        for other in others:
+            if (microbatch := first_true(whole[stage] & ~whole[other])) is not None:
+                parts = " and ".join(str(Action(other, kind, microbatch)) for kind in (I, W))
+                raise ScheduleError(
+                    f"rank {schedule.placement[stage]} runs {Action(stage, B, microbatch)}, but rank "
+                    f"{schedule.placement[other]}, which has the same stage, runs {parts}",
+                    hint="split the backward on all ranks of a stage, or on none",
+                )
+
+
+def first_true(wrong: Bools) -> int | None:
+    entry = int(np.argmax(wrong)) if wrong.size else 0
+    return entry if wrong.size and wrong[entry] else None
+
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
 
 
 def check(schedule: Schedule, stages: StageGraph) -> None:
-    """Prove that every rank of `schedule` reaches its end with everything computed once.
-
-    A schedule without any backward action is for evaluation: only the forwards must be complete.
-
-    Raises: ScheduleError by the first rule that is broken; DeadlockError if no rank can move.
-    """
+    """Prove that every rank reaches its end with everything computed once; without backwards (evaluation)
+    only forwards must be complete. Raises: ScheduleError by the first rule that is broken; DeadlockError if
+    no rank can move."""
     flow = flow_of(stages)
     for rule in RULES:
         rule(schedule, flow)
 
 
 def check_shape(program: Program, stages: StageGraph) -> None:
-    """Prove that everything a program names is there: stages, ranks, micro-batches, both ends of messages.
-
-    Raises: ScheduleError by the first rule that is broken.
-    """
+    """Prove that the stages, ranks, micro-batches and both ends of messages that a program names are
+    there."""
     flow = flow_of(stages)
     if program.message_index(flow).checked:
         return
@@ -74,7 +161,6 @@ def check_shape(program: Program, stages: StageGraph) -> None:
 
 
 def _computing(program: Program) -> Schedule:
-    """The actions of a program, in its order: all but transfers and what is done once a step."""
     return Schedule(
         name="program",
         microbatches=program.microbatches,
@@ -85,12 +171,8 @@ def _computing(program: Program) -> Schedule:
 
 
 def check_program(program: Program, stages: StageGraph) -> None:
-    """Prove the same for a program, its transfers, reductions and optimizer steps included.
-
-    Sends are taken to be asynchronous and messages between two ranks to arrive in the order sent.
-
-    Raises: ScheduleError by the first rule that is broken; DeadlockError if no rank can move.
-    """
+    """Prove the same for a program, its transfers, reductions and optimizer steps included. Sends are
+    asynchronous; messages between two ranks arrive in the order sent."""
     flow = flow_of(stages)
     compute = _computing(program)
     for rule in PROGRAM_RULES:
@@ -100,22 +182,12 @@ def check_program(program: Program, stages: StageGraph) -> None:
     program.message_index(flow).checked = True
 
 
-def kinds(schedule: Schedule, flow: Flow) -> None:
-    """Only compute actions of known kinds, on micro-batches that exist."""
-    _known_kinds(schedule, lambda row: row.in_schedule)
-
-
-def kinds_of_program(schedule: Schedule, flow: Flow) -> None:
-    """The same for a program, which may also recompute."""
-    _known_kinds(schedule, lambda row: row.on_microbatch)
-
-
-def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> None:
+def kinds(schedule: Schedule, flow: Flow, *, in_program: bool = False) -> None:
+    """Only compute actions of known kinds, on micro-batches that exist; in a program RECOMPUTE is one."""
     columns = schedule.columns
-    of_its_type = [CODE.get(kind, code) == code for code, kind in enumerate(columns.kinds)]  # no Transfer F
-    rows = [KINDS.get(kind) for kind in columns.kinds]
-    both = zip(of_its_type, rows, strict=True)
-    known = np.array([own and row is not None and allowed(row) for own, row in both])
+    allowed = {k for k, row in KINDS.items() if (row.on_microbatch if in_program else row.in_schedule)}
+    # A kind that is built in has its own code: there is no Transfer F.
+    known = np.array([k in allowed and CODE.get(k, code) == code for code, k in enumerate(columns.kinds)])
     out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
     entry = first_true(~known[columns.kind] | out)
     if entry is None:
@@ -134,6 +206,9 @@ def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> N
     )
 
 
+kinds_of_program = partial(kinds, in_program=True)
+
+
 def completeness(schedule: Schedule, flow: Flow) -> None:
     """Each stage runs each micro-batch once: one F, and either one B or one I and one W."""
     if schedule.stages * schedule.microbatches > len(schedule.columns):
@@ -141,7 +216,7 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
     columns, index = schedule.columns, schedule.action_index
     for code in np.flatnonzero(np.bincount(columns.kind, minlength=W_ + 1)).tolist():
         if np.count_nonzero(index.of(code) >= 0) < index.counted[code]:
-            raise _repeated(schedule)
+            raise programs.repeated(schedule.rows)
     f, b, i, w = (index.of(code) >= 0 for code in (F_, B_, I_, W_))
     wrong = ~f
     if columns.trains:
@@ -156,7 +231,6 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
 
 
 def _wrong(schedule: Schedule, stage: int, microbatch: int, has: set[Action]) -> ScheduleError:
-    """What a stage lacks on a micro-batch, or runs too much."""
     forward, back, grad, weight = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
     rank = schedule.placement[stage]
     if forward not in has:
@@ -172,10 +246,9 @@ def _wrong(schedule: Schedule, stage: int, microbatch: int, has: set[Action]) ->
 
 
 def _too_few(schedule: Schedule) -> ScheduleError:
-    """Of a schedule with fewer actions than forwards that it should have."""
     seen = {action for row in schedule.rows for action in row}
     if len(seen) < len(schedule.columns):
-        return _repeated(schedule)
+        return programs.repeated(schedule.rows)
     good = ({F, B}, {F, I, W}) if schedule.columns.trains else ({F},)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
@@ -183,17 +256,6 @@ def _too_few(schedule: Schedule) -> ScheduleError:
             if {action.kind for action in has} not in good:
                 return _wrong(schedule, stage, microbatch, has)
     raise AssertionError("there is an action for every stage and micro-batch")
-
-
-def _repeated(schedule: Schedule) -> ScheduleError:
-    """Of a schedule in which something stands twice."""
-    seen: set[Action] = set()
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if action in seen:
-                return ScheduleError(f"rank {rank} runs {action} twice", hint="remove one of them")
-            seen.add(action)
-    raise AssertionError("nothing stands twice")
 
 
 def order_on_rank(schedule: Schedule, flow: Flow) -> None:
@@ -270,13 +332,6 @@ def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:
     """A stage that updates a buffer runs its micro-batches in order, as one process does.
 
     updates: stage -> a buffer that its forward updates.
-
-    >>> from pipeloom.ir.schedule import parse_rows
-    >>> made = Schedule(name="", microbatches=2, placement=(0,), rows=parse_rows(("0F1 0F0 0B0 0B1",)))
-    >>> forwards_in_order(made, {0: "norm.running_mean"})
-    Traceback (most recent call last):
-    pipeloom.ir.errors.ScheduleError: rank 0 runs 0F0 after 0F1, but stage 0 updates norm.running_mean in each
-    hint: run the forwards of stage 0 in the order of their micro-batches
     """
     latest: dict[int, int] = {}
     for rank, row in enumerate(schedule.rows if updates else ()):
@@ -312,19 +367,20 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
     """What is offloaded is reloaded, and only that; and only that is waited for."""
     if not schedule.columns.treats_residuals:
         return
-    away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
-    if (entry := _first((away >= 0) & (back < 0), away)) is not None:
-        rank, action = schedule.locate(entry)
-        reload, reader = _named(schedule, entry, RELOAD_), _backward(schedule, entry)
+    index = schedule.action_index
+    away, back, awaited = index.of(OFFLOAD_), index.of(RELOAD_), index.of(AWAIT_)
+    if (lost := away[(away >= 0) & (back < 0)]).size:
+        rank, action = schedule.locate(int(lost.min()))
+        reader = schedule.locate(int(index.gradients()[action.stage, action.microbatch]))[1]
+        reload = Action(action.stage, RELOAD, action.microbatch)
         raise ScheduleError(
             f"rank {rank} runs {action} and never {reload}",
             hint=f"add {reload} between {action} and {reader}",
         )
-    awaited = schedule.action_index.of(AWAIT_)
     lonely = np.where(awaited >= 0, awaited, back)
-    if (entry := _first((lonely >= 0) & (away < 0), lonely)) is not None:
-        rank, action = schedule.locate(entry)
-        made, offload = _named(schedule, entry, F_), _named(schedule, entry, OFFLOAD_)
+    if (lonely := lonely[(lonely >= 0) & (away < 0)]).size:
+        rank, action = schedule.locate(int(lonely.min()))
+        made, offload = (Action(action.stage, kind, action.microbatch) for kind in (F, OFFLOAD))
         raise ScheduleError(
             f"rank {rank} runs {action}, but nothing of it was offloaded",
             hint=f"add {offload} between {made} and {action}, or drop {action}",
@@ -353,23 +409,6 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
             hint=f"move {other} in front of {action}: the order is F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, "
             "B (or I)",
         )
-
-
-def _first(wrong: Bools, entries: Ints) -> int | None:
-    """The first of the entries that are wrong."""
-    return int(entries[wrong].min()) if wrong.any() else None
-
-
-def _named(schedule: Schedule, entry: int, code: int) -> Action:
-    """The action of another kind on the micro-batch of an entry."""
-    _, action = schedule.locate(entry)
-    return Action(action.stage, schedule.columns.kinds[code], action.microbatch)
-
-
-def _backward(schedule: Schedule, entry: int) -> Action:
-    """The B or I that reads the residuals of an entry."""
-    _, action = schedule.locate(entry)
-    return schedule.locate(int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
 
 
 def pairs(schedule: Schedule, flow: Flow) -> None:
@@ -412,8 +451,13 @@ def anchors(schedule: Schedule, flow: Flow) -> None:
                 if operation.stands_at(anchor.kind):
                     _check_anchored(rank, place, operation, anchor)
         for action in row:
-            if action.kind in present:
-                _check_declared(rank, present[action.kind], action)
+            if action.kind in present and not present[action.kind].runs(
+                action.stage, rank, action.microbatch
+            ):
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but {action.kind} is not declared for it",
+                    hint="drop it, or change stages=, ranks= or every= of the operation",
+                )
 
 
 def _check_anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:
@@ -431,14 +475,6 @@ def _check_anchored(rank: int, place: Mapping[Action, int], operation: Operation
         )
 
 
-def _check_declared(rank: int, operation: Operation, action: Action) -> None:
-    if not operation.runs(action.stage, rank, action.microbatch):
-        raise ScheduleError(
-            f"rank {rank} runs {action}, but {operation.kind} is not declared for it",
-            hint="drop it, or change stages=, ranks= or every= of the operation",
-        )
-
-
 def meetings(schedule: Schedule, flow: Flow) -> None:
     """No pair, no operation that meets others, and no stage on several ranks waits for what can never happen.
 
@@ -451,14 +487,17 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
     present = {k: o for k, o in _operations(schedule).items() if o.meets is not None}
     if not present and not schedule.pairs and not flow.shards:
         return
-    _refuse_strangers(schedule, present, flow)
+    meeting = {action for row in schedule.rows for action in row if action.kind in present}
+    for action in sorted(meeting):
+        for other in meeting_actions(action, flow):
+            if other not in meeting or action not in meeting_actions(other, flow):
+                raise ScheduleError(
+                    f"{action} meets {other}, which no rank runs or which does not meet it",
+                    hint="let meets= name stages that have the operation, both ways",
+                )
     second = dict(schedule.pairs)
     columns, index = schedule.columns, schedule.action_index
     reached_by = (index.of(F_), index.gradients())  # per phase of a milestone
-
-    def reaching(milestone: Milestone) -> int:
-        stage, microbatch, phase = milestone
-        return int(reached_by[phase][stage, microbatch])
 
     def entry_of(action: Action) -> int:
         return int(index.of(columns.kinds.index(action.kind))[action.stage, action.microbatch])
@@ -467,7 +506,8 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
     for row in schedule.rows:
         for action in row:
             members = (action, second[action]) if action in second else (action,)
-            needed += [2 * reaching(need) + 1 for member in members for need in needs(member, flow)]
+            reached = (reached_by[p][s, b] for member in members for s, b, p in needs(member, flow))
+            needed += [2 * int(entry) + 1 for entry in reached]
             first.append(len(needed))
             needed += [2 * entry_of(other) for other in meeting_actions(action, flow)]
             first.append(len(needed))
@@ -478,19 +518,7 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
 
 
 def meeting_actions(action: Action, flow: Flow) -> Sequence[Action]:
-    """The actions on other ranks that begin together with an action."""
     return [Action(s, action.kind, action.microbatch) for s in meets(action.stage, action.kind, flow)]
-
-
-def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation], flow: Flow) -> None:
-    meeting = {action for row in schedule.rows for action in row if action.kind in present}
-    for action in sorted(meeting):
-        for other in meeting_actions(action, flow):
-            if other not in meeting or action not in meeting_actions(other, flow):
-                raise ScheduleError(
-                    f"{action} meets {other}, which no rank runs or which does not meet it",
-                    hint="let meets= name stages that have the operation, both ways",
-                )
 
 
 def _operations(schedule: Schedule) -> dict[Kind, Operation]:
@@ -502,8 +530,7 @@ def _operations(schedule: Schedule) -> dict[Kind, Operation]:
 
 
 ADDED_RULES: tuple[Rule, ...] = (used, both_ways, in_order, pairs, anchors, meetings)
-"""For what a schedule may have besides F, B, I and W: copies and recomputing, pairs, operations. A schedule
-with none of them costs nothing here."""
+"""For what a schedule may have besides F, B, I and W; without them these rules cost nothing."""
 PROGRAM_RULES: tuple[Rule, ...] = (
     placement,
     kinds_of_program,
@@ -512,7 +539,6 @@ PROGRAM_RULES: tuple[Rule, ...] = (
     order_on_rank,
     *ADDED_RULES,
 )
-"""For the actions of a program."""
 RULES: tuple[Rule, ...] = (
     placement,
     ranks,

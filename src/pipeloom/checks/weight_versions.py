@@ -7,7 +7,6 @@ it has made version t.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..ir.action import Action, B, F, I, W
@@ -21,9 +20,8 @@ from ..ir.weights import Updates
 class StageVersions:
     """What one stage does with its weights.
 
-    used: micro-batch -> the version that its forward and backward use.  needed: most versions that are kept
-    at once.  staleness: per update, by how many updates the oldest gradient in it is late: version t + 1 is
-    made from gradients at version t - staleness.
+    used: micro-batch -> the version that its forward and backward use.  needed: most versions kept at once.
+    staleness: per update t, version t + 1 is made from gradients at version t - staleness.
     """
 
     stage: int
@@ -66,8 +64,7 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
 def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
     """Forward and backward of every micro-batch find the same version, and no stage keeps too many.
 
-    Raises: ScheduleError that names rank, action and versions. Tied parameters that are updated at different
-    times on different stages are refused too.
+    Raises: ScheduleError, also for tied parameters that their stages update at different times.
     """
     stages_versions = versions(schedule, updates)
     for name, readers in stages.tied.items():
@@ -98,8 +95,6 @@ class _Weights:
     group: dict[int, int] = field(default_factory=dict)
     """Update -> micro-batches of it that are done."""
     staleness: list[int] = field(default_factory=list)
-    oldest: int = 0
-    """No micro-batch that still runs uses a version below it."""
 
     def run(self, action: Action) -> None:
         if action.kind not in (F, B, I, W):
@@ -123,7 +118,7 @@ class _Weights:
             raise ScheduleError(
                 f"rank {self.rank} runs {action} with weight version {version}, but the newest there is "
                 f"{self.newest}: version {version} needs {self._late(version)}, which comes later",
-                hint=self._larger(action),
+                hint=self._larger(),
             )
         return version
 
@@ -136,8 +131,7 @@ class _Weights:
         whole = Action(self.stage, B, last)
         return str(whole if whole in self.schedule.rows[self.rank] else Action(self.stage, W, last))
 
-    def _larger(self, action: Action) -> str:
-        """How many micro-batches per update are enough for the row of this rank."""
+    def _larger(self) -> str:
         count = self.schedule.microbatches // self.schedule.slices
         for every in range(self.updates.every + 1, count + 1):
             trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every))
@@ -183,9 +177,3 @@ class _Weights:
         return StageVersions(
             stage=self.stage, rank=self.rank, used=used, needed=self.needed, staleness=tuple(self.staleness)
         )
-
-
-def by_rank(stages: Sequence[StageVersions]) -> tuple[int, ...]:
-    """Most versions that a stage of each rank keeps."""
-    ranks = 1 + max(stage.rank for stage in stages)
-    return tuple(max((s.needed for s in stages if s.rank == rank), default=0) for rank in range(ranks))

@@ -18,7 +18,7 @@ Links that devices share have a `size`: so many neighbours in rank order share i
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -49,7 +49,6 @@ class Figure:
 
     @property
     def size(self) -> int:
-        """How many devices share the link."""
         return int(self.table["size"])
 
     @property
@@ -77,27 +76,23 @@ class BuiltIn:
         return float(self.figures[name].value) if name in self.figures else default
 
     def bytes(self, name: str) -> int:
-        """A size in bytes; 0 if there is no such figure."""
         return parse_bytes(self.figures[name].value) if name in self.figures else 0
 
     def link(self, name: str) -> Link | None:
         return self.figures[name].link if name in self.figures else None
 
     def numbers(self, prefix: str) -> dict[str, float]:
-        """The figures below a dotted prefix, by the rest of their names."""
-        start = f"{prefix}."
-        return {n.removeprefix(start): self.number(n) for n in self.figures if n.startswith(start)}
+        return {n.removeprefix(prefix): self.number(n) for n in self.figures if n.startswith(prefix)}
 
-    def device(self, *, memory_bytes: int, node: int = 0) -> Device:
-        """One such device with so much memory for plans; without a group or a switch."""
+    def device(self, *, memory_bytes: int) -> Device:
+        """One such device with so much memory for plans; without a node, a group or a switch."""
         return Device(
             name=self.name,
             memory_bytes=memory_bytes,
-            flops_per_s=self.numbers("flops_per_s"),
+            flops_per_s=self.numbers("flops_per_s."),
             memory_bytes_per_s=self.number("memory_bytes_per_s"),
-            efficiency=self.numbers("efficiency"),
+            efficiency=self.numbers("efficiency."),
             launch_s=self.number("launch_s"),
-            node=node,
             host_link=self.link("host_link"),
             host_link_back=self.link("host_link_back"),
             host_memory_bytes=self.bytes("host_memory"),
@@ -132,36 +127,31 @@ def built_in(name: str) -> BuiltIn:
 
 
 def _built_in(tables: Mapping[str, dict[str, Any]], name: str) -> BuiltIn:
-    table = tables[name]
+    line = [tables[name]]  # behind the devices that it is like
+    while "like" in line[0]:
+        line.insert(0, tables[line[0]["like"]])
     sources: dict[str, str] = {}
     figures: dict[str, dict[str, Any]] = {}
-    for ancestor in _line(tables, name):
-        sources |= ancestor.get("sources", {})
-        for dropped in ancestor.get("without", []):
+    for table in line:
+        sources |= table.get("sources", {})
+        for dropped in table.get("without", []):
             del figures[dropped]
-        figures |= dict(_flat(ancestor["figures"]))
+        figures |= dict(_flat(table["figures"]))
+    rows = {
+        key: ({k: v for k, v in row.items() if k != "source"}, row["source"]) for key, row in figures.items()
+    }
     return BuiltIn(
         name=name,
-        about=table["about"],
-        aliases=tuple(table.get("aliases", ())),
-        figures={
-            key: Figure(
-                name=key, table={k: v for k, v in row.items() if k != "source"}, source=sources[row["source"]]
-            )
-            for key, row in figures.items()
-        },
+        about=tables[name]["about"],
+        aliases=tuple(tables[name].get("aliases", ())),
+        figures={key: Figure(name=key, table=row, source=sources[by]) for key, (row, by) in rows.items()},
     )
 
 
-def _line(tables: Mapping[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The device's table behind those that it is like."""
-    table = tables[name]
-    return [*(_line(tables, table["like"]) if "like" in table else []), table]
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Tables with a source by their dotted names."""
-    rows: list[tuple[str, dict[str, Any]]] = []
     for key, row in table.items():
-        rows += [(prefix + key, row)] if "source" in row else _flat(row, f"{prefix}{key}.")
-    return rows
+        if "source" in row:
+            yield prefix + key, row
+        else:
+            yield from _flat(row, f"{prefix}{key}.")

@@ -46,23 +46,9 @@ from ..ir.text import LARGEST, parse_bytes, parse_toml, refuse_unknown, shortene
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")
 _LINK = ("bandwidth", "latency_s", "overhead_s", "overhead_s_per_byte")
-_DEVICE = (
-    "name",
-    "count",
-    "memory",
-    "flops_per_s",
-    "memory_bytes_per_s",
-    "efficiency",
-    "launch_s",
-    "node",
-    "group",
-    "switch",
-    "host_link",
-    "host_link_back",
-    "host_memory",
-)
-
-_AMOUNT = "write a number that is at least 0 and below 1e30"
+_AS_FIELDS = ("flops_per_s", "memory_bytes_per_s", "efficiency", "launch_s", "node", "group", "switch")
+_HOST_LINKS = ("host_link", "host_link_back")
+_DEVICE = ("name", "count", "memory", *_AS_FIELDS, *_HOST_LINKS, "host_memory")
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -110,7 +96,6 @@ def _cluster(table: Mapping[str, Any]) -> Cluster:
 
 
 def _links(table: Mapping[str, Any], key: str) -> dict[str, Link]:
-    """Links by name."""
     rows = table.get(key, {})
     if not isinstance(rows, dict):
         raise ConfigError(f"{key} is not a table", hint=f'write [{key}] and name = {{ bandwidth = "12GB" }}')
@@ -122,7 +107,6 @@ def _optional(table: Mapping[str, Any], key: str, where: str = "") -> Link | Non
 
 
 def _kind(row: Mapping[str, Any], where: str) -> tuple[Device, int]:
-    """The devices of a table: what each of them is, and how many there are."""
     refuse_unknown(row, _DEVICE, where)
     for key in ("name", "memory"):
         if key not in row:
@@ -137,17 +121,13 @@ def _kind(row: Mapping[str, Any], where: str) -> tuple[Device, int]:
         node=_whole(row, "node", where, default=0),
         group=_name(row, "group", where),
         switch=_name(row, "switch", where),
-        host_link=_optional(row, "host_link", f" of {where}"),
-        host_link_back=_optional(row, "host_link_back", f" of {where}"),
+        **{key: _optional(row, key, f" of {where}") for key in _HOST_LINKS},
         host_memory_bytes=_bytes(row, "host_memory", where) if "host_memory" in row else 0,
     )
     count = _whole(row, "count", where, default=1, below=inf)
-    if count < 1:
-        raise ConfigError(f"{where} has count {count}", hint="use at least 1, or drop the table")
-    if count > MOST_DEVICES:
-        raise ConfigError(
-            f"{where} has count {shown(count)}", hint=f"describe at most {MOST_DEVICES} devices"
-        )
+    if not 1 <= count <= MOST_DEVICES:
+        hint = f"use at least 1 and at most {MOST_DEVICES}, or drop the table"
+        raise ConfigError(f"{where} has count {shown(count)}", hint=hint)
     return device, count
 
 
@@ -188,7 +168,8 @@ def _is_number(value: Any) -> bool:
 def _number(row: Mapping[str, Any], key: str, where: str) -> float:
     value = row.get(key, 0.0)
     if not _is_number(value):
-        raise ConfigError(f"{where}: {key} is {shown(value)}", hint=_AMOUNT)
+        hint = "write a number that is at least 0 and below 1e30"
+        raise ConfigError(f"{where}: {key} is {shown(value)}", hint=hint)
     return float(value)
 
 
@@ -229,12 +210,12 @@ def save_cluster(cluster: Cluster, path: Path, *, note: str = "") -> None:
 
 
 def _row(device: Device, count: int) -> dict[str, Any]:
-    """A device's table; what is at its default is left out."""
+    """What is at its default is left out."""
     row: dict[str, Any] = {"name": device.name, "count": count, "memory": device.memory_bytes}
-    for key in ("flops_per_s", "memory_bytes_per_s", "efficiency", "launch_s", "node", "group", "switch"):
+    for key in _AS_FIELDS:
         if value := getattr(device, key):
             row[key] = dict(value) if isinstance(value, Mapping) else value
-    for key in ("host_link", "host_link_back"):
+    for key in _HOST_LINKS:
         if (link := getattr(device, key)) is not None:
             row[key] = _link_row(link)
     if device.host_memory_bytes:

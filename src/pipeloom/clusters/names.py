@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,9 +43,7 @@ def find_cluster(text: str) -> Cluster:
     path = Path(text)
     if path.suffix == ".toml" or os.sep in text or os.path.isfile(text):  # False for a name that is too long
         return load_cluster(path)
-    parts = [_part(part) for part in text.split("+")]
-    total = sum(part.nodes * part.count for part in parts)
-    return _Layout(parts, total).cluster()
+    return _cluster([_part(part) for part in text.split("+")])
 
 
 def cpu_cluster(devices: int, *, memory: str | int | None = None) -> Cluster:
@@ -55,7 +54,7 @@ def cpu_cluster(devices: int, *, memory: str | int | None = None) -> Cluster:
     if devices < 1:
         raise ConfigError(f"a cluster of {shown(devices)} devices", hint="use at least 1")
     size = None if memory is None else parse_bytes(memory)
-    return _Layout([_Part(1, devices, built_in("cpu"), size)], devices).cluster()
+    return _cluster([_Part(1, devices, built_in("cpu"), size)])
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,18 @@ class _Part:
     @property
     def node_wide(self) -> Link:
         """The link of the devices of one node, of which the slowest counts."""
-        wide = self.kind.link("group") if self.even else None
-        return wide or self._needed("within_node")
+        return self.kind.figures[
+            "group" if self.even and "group" in self.kind.figures else "within_node"
+        ].link
 
-    @property
-    def between_nodes(self) -> Link:
-        return self._needed("between_nodes")
-
-    def _needed(self, name: str) -> Link:
-        link = self.kind.link(name)
-        assert link is not None, f"built-in device {self.kind.name} has no {name}"
-        return link
+    def shared(self, figure: str, node: int, index: int, links: dict[str, Link]) -> str | None:
+        """The name of the group or switch of a node's device, and its link among `links`; None without."""
+        found = self.kind.figures.get(figure)
+        if found is None or self.count == 1 or (figure == "group" and self.even):
+            return None
+        name = f"{figure}-{node}-{index // found.size}"
+        links[name] = found.link
+        return name
 
 
 def _part(text: str) -> _Part:
@@ -111,64 +111,43 @@ def _count(digits: str) -> int:
     return int(digits)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Ranks in the order of the parts.
-
-    total: devices of all parts, among which this machine's memory is divided.
-    """
-
-    parts: list[_Part]
-    total: int
-
-    def cluster(self) -> Cluster:
-        """One link within nodes if all parts have the same, else each node's as that of a group."""
-        refuse_too_many(self.total)
-        devices: list[Device] = []
-        groups: dict[str, Link] = {}
-        switches: dict[str, Link] = {}
-        one = len({part.node_wide for part in self.parts}) == 1
-        node = 0
-        for part in self.parts:
-            device = part.kind.device(memory_bytes=self._memory(part))
-            for _ in range(part.nodes):
-                for index in range(part.count):
-                    group = self._shared(part, "group", node, index, groups)
-                    if group is None and not one:
-                        group = f"node-{node}"
-                        groups[group] = part.node_wide
-                    switch = self._shared(part, "switch", node, index, switches)
-                    devices.append(replace(device, node=node, group=group, switch=switch))
-                node += 1
-        return Cluster(
-            devices=tuple(devices),
-            groups=groups,
-            switches=switches,
-            within_node=_slowest([part.node_wide for part in self.parts]),
-            between_nodes=None if node == 1 else _slowest([part.between_nodes for part in self.parts]),
-            node_link=None if node == 1 else self._node_link(),
-        )
-
-    def _shared(self, part: _Part, figure: str, node: int, index: int, links: dict[str, Link]) -> str | None:
-        """The name of the group or switch of a node's device, and its link among `links`; None without."""
-        found = part.kind.figures.get(figure)
-        if found is None or part.count == 1 or (figure == "group" and part.even):
-            return None
-        name = f"{figure}-{node}-{index // found.size}"
-        links[name] = found.link
-        return name
-
-    def _node_link(self) -> Link | None:
-        links = [link for part in self.parts if (link := part.kind.link("node_link"))]
-        return _slowest(links) if links else None
-
-    def _memory(self, part: _Part) -> int:
-        if part.memory_bytes is not None:
-            return part.memory_bytes
-        kind = part.kind
-        if "memory" in kind.figures:
-            return kind.bytes("memory") - kind.bytes("reserved")
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.total
+def _cluster(parts: Sequence[_Part]) -> Cluster:
+    """Ranks in the order of the parts; one link within nodes if all parts have the same, else each node's as
+    that of a group."""
+    total = sum(part.nodes * part.count for part in parts)
+    refuse_too_many(total)
+    devices: list[Device] = []
+    groups: dict[str, Link] = {}
+    switches: dict[str, Link] = {}
+    one = len({part.node_wide for part in parts}) == 1
+    node = 0
+    for part in parts:
+        kind, memory = part.kind, part.memory_bytes
+        if memory is None and "memory" in kind.figures:
+            memory = kind.bytes("memory") - kind.bytes("reserved")
+        if memory is None:  # a share of this machine's
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // total
+        device = kind.device(memory_bytes=memory)
+        for _ in range(part.nodes):
+            for index in range(part.count):
+                group = part.shared("group", node, index, groups)
+                if group is None and not one:
+                    group = f"node-{node}"
+                    groups[group] = part.node_wide
+                switch = part.shared("switch", node, index, switches)
+                devices.append(replace(device, node=node, group=group, switch=switch))
+            node += 1
+    links = [link for part in parts if (link := part.kind.link("node_link"))]
+    return Cluster(
+        devices=tuple(devices),
+        groups=groups,
+        switches=switches,
+        within_node=_slowest([part.node_wide for part in parts]),
+        between_nodes=_slowest([part.kind.figures["between_nodes"].link for part in parts])
+        if node > 1
+        else None,
+        node_link=_slowest(links) if links and node > 1 else None,
+    )
 
 
 def _slowest(links: list[Link]) -> Link:

@@ -37,7 +37,7 @@ def list_(*, as_json: bool) -> None:
             "about": entry.about,
             "memory_bytes": entry.bytes("memory"),
             "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
-            "flops_per_s": entry.numbers("flops_per_s"),
+            "flops_per_s": entry.numbers("flops_per_s."),
         }
         for entry in entries
     ]
@@ -55,7 +55,7 @@ def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
     )
     rows = []
     for entry in entries:
-        rates = entry.numbers("flops_per_s")
+        rates = entry.numbers("flops_per_s.")
         half = max(rates.get("bfloat16", 0.0), rates.get("float16", 0.0))
         figures = (half / 1e12, rates["float32"] / 1e12, entry.number("memory_bytes_per_s") / 1e9)
         size = entry.bytes("memory") or "a share"

@@ -145,11 +145,6 @@ TREATMENTS = (*COPYING, RECOMPUTE)
 
 
 def schedule_kinds() -> tuple[Kind, ...]:
-    """The kinds that a schedule may contain.
-
-    >>> schedule_kinds()[:7]
-    ('F', 'B', 'I', 'W', 'OFFLOAD', 'AWAIT', 'RELOAD')
-    """
     return tuple(kind for kind, row in KINDS.items() if row.in_schedule)
 
 
@@ -251,8 +246,6 @@ def parse_action(text: str) -> Action:
 
     >>> parse_action("2F5")
     Action(stage=2, kind='F', microbatch=5)
-
-    Raises: ScheduleError unless the whole text is one action of a known kind.
     """
     match = _COMPUTE.fullmatch(text)
     row = None if match is None else KINDS.get(Kind(match[2]))
@@ -266,8 +259,6 @@ def parse_actions(word: str) -> tuple[Action, ...]:
 
     >>> [str(action) for action in parse_actions("2F5&1B3")]
     ['2F5', '1B3']
-
-    Raises: ScheduleError unless the whole word is one action or one pair.
     """
     if word.count("&") > 1:
         raise ScheduleError(f"cannot read {shown(word)}", hint="a pair joins two actions: write 2F5&1B3")
@@ -288,7 +279,6 @@ def shown(text: str) -> str:
 
 
 def _advice(text: str) -> str:
-    """What to write instead of a text that is no compute action."""
     in_schedules = schedule_kinds()
     kinds = ", ".join(in_schedules)
     usual = f"write stage, kind, micro-batch, as in 2F5; the kinds are {kinds}"
@@ -320,10 +310,7 @@ def _advice(text: str) -> str:
 
 
 def parse_instruction(text: str) -> Instruction:
-    """Read anything that may stand in a program: `2F5`, `2SEND_F5>3`, `3RECV_F5<2`, `2STEP`.
-
-    Raises: ScheduleError unless the whole text is one instruction.
-    """
+    """Read anything that may stand in a program: `2F5`, `2SEND_F5>3`, `3RECV_F5<2`, `2STEP`."""
     if match := _TRANSFER.fullmatch(text):
         transfer = Transfer(int(match[1]), Kind(match[2]), int(match[3]), int(match[5]))
         if transfer.sends == (match[4] == ">"):

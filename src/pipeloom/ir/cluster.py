@@ -151,17 +151,14 @@ class Device:
                     f"device {self.name} has flops_per_s[{dtype}] = 0",
                     hint="give a rate above 0; leave out what it cannot compute in",
                 )
-        for name, amount in self._amounts():
+        names = ("memory_bytes_per_s", "launch_s", "host_memory_bytes", "node")
+        rates = [(f"flops_per_s[{dtype}]", rate) for dtype, rate in self.flops_per_s.items()]
+        for name, amount in [(name, getattr(self, name)) for name in names] + rates:
             if not _amount(amount):
                 raise ConfigError(
                     f"device {self.name} has {name} = {shown(amount)}",
                     hint="rates, times and sizes are at least 0, and below 1e30",
                 )
-
-    def _amounts(self) -> list[tuple[str, float]]:
-        names = ("memory_bytes_per_s", "launch_s", "host_memory_bytes", "node")
-        rates = [(f"flops_per_s[{dtype}]", rate) for dtype, rate in self.flops_per_s.items()]
-        return [(name, getattr(self, name)) for name in names] + rates
 
     @property
     def reload_link(self) -> Link | None:
@@ -228,7 +225,7 @@ class Cluster:
 
 
 def refuse_too_many(devices: int) -> None:
-    """Raises: ConfigError if a cluster of so many is refused: to be asked before they are made."""
+    """To be asked before so many are made."""
     if devices > MOST_DEVICES:
         raise ConfigError(
             f"the cluster has {shown(devices)} devices", hint=f"describe at most {MOST_DEVICES}"
@@ -241,7 +238,6 @@ def _amount(value: float) -> bool:
 
 
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:
-    """Refuse a name that a device uses and the cluster gives no link for."""
     for name in names:
         if name is not None and name not in links:
             near = get_close_matches(name, links, n=1)

@@ -110,17 +110,14 @@ class Columns:
 
     @cached_property
     def splits(self) -> bool:
-        """Whether any backward is split."""
         return bool((self.kind == W_).any())
 
     @cached_property
     def copies(self) -> bool:
-        """Whether anything is copied to the host."""
         return bool(self.among((OFFLOAD_, AWAIT_, RELOAD_)).any())
 
     @cached_property
     def treats_residuals(self) -> bool:
-        """Whether anything is offloaded or recomputed."""
         return bool(self.among(TREATING).any())
 
     def among(self, codes: Iterable[int]) -> Bools:
@@ -136,7 +133,6 @@ class Columns:
         return int(np.searchsorted(self.offsets, entry, side="right")) - 1
 
     def at(self, entry: int) -> Instruction:
-        """One entry as an object."""
         return next(self._objects(entry, entry + 1))
 
     def row(self, rank: int) -> tuple[Instruction, ...]:
@@ -187,7 +183,6 @@ class Columns:
         return [fronts[i] + ends[j] for i, j in zip(which.tolist(), number.tolist(), strict=True)]
 
     def where(self, keep: Bools) -> Columns:
-        """Only the entries that `keep` is true for."""
         low, high = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
         counts = [np.count_nonzero(keep[a:b]) for a, b in zip(low, high, strict=True)]
         return Columns(
@@ -236,7 +231,6 @@ class Columns:
         )
 
     def same(self, other: Columns) -> bool:
-        """Whether both say the same."""
         if not np.array_equal(self.offsets, other.offsets):
             return False
         names = ("kind", "stage", "microbatch", "peer")

@@ -36,8 +36,6 @@ class Flow:
 def flow_of(stages: StageGraph) -> Flow:
     """Derive the neighbours, once for each graph.
 
-    Raises: ScheduleError if the stages need each other's values in a circle.
-
     >>> flow = flow_of(dag(3, [(0, 1), (0, 2), (1, 2)], no_gradient=[(0, 2)]))
     >>> flow.read_by[0], flow.gradients_from[0]
     ((1, 2), (1,))

@@ -254,6 +254,10 @@ def viewed(op: Op) -> str | None:
     return op.inputs[0] if op.view and op.inputs else None
 
 
+CAST = "aten._to_copy.default"
+"""`Op.target` of a change of dtype."""
+
+
 def storages(graph: OpGraph) -> dict[str, str]:
     """Value -> the value whose storage it shares in the end: itself, unless a view made it."""
     base = {value.name: value.name for value in graph.inputs}
@@ -264,8 +268,12 @@ def storages(graph: OpGraph) -> dict[str, str]:
     return base
 
 
-def views_of_state(graph: OpGraph) -> frozenset[str]:
-    """Values whose storage is a parameter's or a buffer's."""
+def made_of_state(graph: OpGraph) -> frozenset[str]:
+    """Values that are views or casts of parameters and buffers: a backward makes them anew of these."""
     held = storages(graph)
-    roots = {v.name for op in graph.ops if op.view and not op.inputs for v in op.outputs}
+    updated = {fqn for op in graph.ops for fqn in op.updates}
+    casts = {op.name for op in graph.ops if op.target == CAST and not updated.intersection(op.buffers)}
+    roots = {
+        v.name for op in graph.ops if not op.inputs and (op.view or op.name in casts) for v in op.outputs
+    }
     return frozenset(name for name, base in held.items() if base in roots)

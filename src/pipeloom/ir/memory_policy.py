@@ -51,8 +51,6 @@ class MemoryPolicy:
     backward, each residual in front of the first op that reads it.
     at_once: micro-batches of a stage that may have their offloaded residuals on the device at the same time;
     where the schedule says when they are copied, it decides.
-
-    Raises: PlanError if a treatment is none of `Treatment`, or `ahead` names what cannot be a stage.
     """
 
     stages: tuple[Mapping[str, Treatment], ...] = field(default=())
@@ -79,7 +77,6 @@ class MemoryPolicy:
                 raise PlanError(f"stage {stage} is to recompute ahead", hint="stages count from 0")
 
     def require_stages(self, count: int) -> None:
-        """Raises: PlanError if the policy says something about a stage that a cut into so many lacks."""
         last = max(len(self.stages) - 1, *self.ahead, -1)
         if last >= count:
             what = "recompute ahead in" if last in self.ahead else "treat residuals of"
@@ -88,19 +85,11 @@ class MemoryPolicy:
                 hint=f"stages count from 0: leave out what it says about stages from {count} on",
             )
 
-    def treatment(self, stage: int, residual: str) -> Treatment:
-        """
-        >>> MemoryPolicy(stages=({"relu": "recompute"},)).treatment(0, "relu")
-        'recompute'
-        """
-        return self.of_stage(stage).get(residual, "keep")
-
     def of_stage(self, stage: int) -> Mapping[str, Treatment]:
         return self.stages[stage] if stage < len(self.stages) else {}
 
     @property
     def offloads(self) -> bool:
-        """Whether any residual of any stage leaves its device."""
         return any("offload" in stage.values() for stage in self.stages)
 
     def treated(self, stage: int, treatment: Treatment) -> frozenset[str]:

@@ -40,8 +40,7 @@ class Routes:
 
 
 def routes_of(flow: Flow) -> Routes:
-    """The routes that values and gradients can take.
-
+    """
     >>> from .flow import dag, flow_of
     >>> routes = routes_of(flow_of(dag(3, [(0, 1), (0, 2), (1, 2)], no_gradient=[(0, 2)])))
     >>> list(zip(routes.sender.tolist(), routes.receiver.tolist()))

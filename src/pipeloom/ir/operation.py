@@ -127,8 +127,6 @@ OPERATIONS: dict[Kind, Operation] = {}
 def declare(operation: Operation) -> Operation:
     """Make an operation known. Declaring it again, as a file loaded twice does, replaces it.
 
-    Raises: ScheduleError if the letters are not capitals, or stand for something else already.
-
     >>> declare(Operation(letters="EXAMPLE", meaning="an example", after=B)).kind in OPERATIONS
     True
     """

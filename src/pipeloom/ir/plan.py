@@ -48,15 +48,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.buffers
-            + self.residuals
-            + self.boundary
-            + self.transient
-        )
+        return sum(getattr(self, kind.name) for kind in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)

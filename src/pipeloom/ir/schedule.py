@@ -58,7 +58,6 @@ class Schedule:
 
     @cached_property
     def columns(self) -> Columns:
-        """The rows as arrays."""
         return columns_of(self.rows)
 
     @cached_property
@@ -72,7 +71,6 @@ class Schedule:
         return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
 
     def __str__(self) -> str:
-        """One line per rank, actions separated by blanks, a pair joined by `&`."""
         return _text(self.rows, self.pairs)
 
 
@@ -143,7 +141,6 @@ class Program:
 
     @cached_property
     def columns(self) -> Columns:
-        """The rows as arrays."""
         return columns_of(self.rows)
 
     @cached_property
@@ -176,7 +173,6 @@ class Program:
 
 
 def parse_program(microbatches: int, placement: tuple[int, ...], lines: tuple[str, ...]) -> Program:
-    """Read a program as `str(program)` prints it."""
     rows = tuple(
         tuple(
             step

@@ -100,7 +100,6 @@ class Updates:
     policy: its name.  every: micro-batches per update; one that flushes has all of the schedule, whatever
         stands here.
     kept: versions that each stage keeps, the newest and those before it; None for the policy's own number.
-    Raises: ScheduleError if there is no such policy, or a number is not positive.
     """
 
     policy: str = FLUSH

@@ -39,7 +39,6 @@ from ..ir.columns import (
     SEND_B_,
     SEND_F_,
     W_,
-    Bools,
     Ints,
     Rows,
 )
@@ -57,9 +56,12 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
     count = len(program.placement)
     origins = [stages.origin(stage) for stage in range(count)]
     away = np.array([bool(policy.treated(origin, "offload")) for origin in origins])
-    if policy.stages:
-        program = _without_empty_copies(program, away)
     old = program.columns
+    if policy.stages:
+        empty = old.among((OFFLOAD_, AWAIT_, RELOAD_)) & ~away[old.stage]
+        if empty.any():
+            program = replace(program, rows=Rows(old.where(~empty)))
+            old = program.columns
     away &= ~(program.action_index.of(OFFLOAD_) >= 0).any(axis=1)
     again = np.array([o in policy.ahead and bool(policy.treated(o, "recompute")) for o in origins])
     if not old.trains or not (away | again).any():
@@ -92,15 +94,9 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
     return replace(program, rows=Rows(old.insert(place[sequence], *(column[sequence] for column in what))))
 
 
-def _without_empty_copies(program: Program, away: Bools) -> Program:
-    """The program without copies of stages that offload nothing. away: per stage, whether it does."""
-    columns = program.columns
-    empty = columns.among((OFFLOAD_, AWAIT_, RELOAD_)) & ~away[columns.stage]
-    return replace(program, rows=Rows(columns.where(~empty))) if empty.any() else program
-
-
 def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tuple[int, int]]:
     """What a stage waits for so that no more than `most` micro-batches have all their residuals on the
+
     device: the micro-batch of an OFFLOAD, and the entry in front of which that is awaited.
 
     entries: per micro-batch that of F, and of B or I; that in front of which RELOAD stands, -1 for what is
@@ -128,15 +124,19 @@ def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tupl
 class _Units:
     """Compute actions of a program with the messages around them; a pair is one unit.
 
-    number: unit of each entry that is a compute action.  Per unit, begin: entry of its first RECV.  head: of
-    its (first) action.  end: of what follows its last SEND.
+    number: unit of each compute entry.  Per unit, begin: its first RECV.  head: its (first) action.  end:
+    behind its last SEND.
     """
 
     def __init__(self, program: Program) -> None:
         columns = program.columns
         entries = np.arange(len(columns))
         is_main = columns.among((F_, B_, I_, W_))
-        heads = is_main & ~_seconds(program)
+        heads = is_main.copy()
+        for _, second in program.pairs:
+            heads[
+                program.action_index.of(columns.kinds.index(second.kind))[second.stage, second.microbatch]
+            ] = False
         self.number = np.cumsum(heads) - 1
         self.head = np.flatnonzero(heads)
         last = np.flatnonzero(is_main & ~np.append((is_main & ~heads)[1:], False))
@@ -148,13 +148,3 @@ class _Units:
         self.begin = np.maximum(np.where(self.head > 0, other[self.head - 1] + 1, 0), starts)
         after = np.minimum.accumulate(np.where(sends, len(columns), entries)[::-1])[::-1]
         self.end = np.minimum(np.append(after, len(columns))[last + 1], stops)
-
-
-def _seconds(program: Program) -> Bools:
-    """Which entries are the second action of a pair."""
-    second_of_pair = np.zeros(len(program.columns), bool)
-    kinds = program.columns.kinds
-    for _, second in program.pairs:
-        entries = program.action_index.of(kinds.index(second.kind))
-        second_of_pair[entries[second.stage, second.microbatch]] = True
-    return second_of_pair

@@ -25,18 +25,14 @@ from ..ir.stages import StageGraph
 from ..ir.weights import Updates
 
 
-def add_optimizer(
-    program: Program, stages: StageGraph, *, updates: Updates | None = None, clips: bool = False
-) -> Program:
-    """Insert `sREDUCE`, if the rank sums something (s: the lowest of its stages that does), and the `STEP`s.
-
-    updates: of a program with several of them.  clips: each of those awaits the norm over all ranks.
-    """
+def add_optimizer(program: Program, stages: StageGraph, *, updates: Updates | None = None) -> Program:
+    """Insert a REDUCE on the rank's lowest stage that shares parameters (on each rank where updates await the
+    norm of all gradients), and the STEPs. updates: of a program with several of them."""
     old = program.columns
     if not old.trains:
         return program
     summed = {stage for readers in stages.tied.values() for stage in readers}
-    if clips and updates is not None:
+    if program.clips:
         summed = set(range(len(program.placement)))
     inserted: list[tuple[int, int, int, int]] = []  # entry, kind, stage, update
     for rank in range(old.ranks):
@@ -54,8 +50,7 @@ def add_optimizer(
 
 
 def _completed(program: Program, rank: int) -> list[int]:
-    """Where a rank has all gradients of each update: the entry behind the last B or W of its micro-batches,
-    and behind what that sends."""
+    """The entry behind the last B or W of each update, and behind what that sends."""
     columns = program.columns
     low, high = columns.offsets[rank : rank + 2].tolist()
     if program.every is None:
@@ -80,7 +75,6 @@ def _before_first_use(program: Program, rank: int, update: int, complete: int, u
 
 
 def _skip(chosen: Bools, entry: int, end: int, *, step: int) -> int:
-    """The first entry from one on that is not chosen; at most `end`."""
     while entry != end and chosen[entry]:
         entry += step
     return entry

@@ -35,12 +35,9 @@ def lower(
 ) -> Program:
     """Make everything besides computing explicit, and prove that no rank can block.
 
-    Takes time linear in the number of actions, but for sorting what a policy inserts.
-
-    policy: what becomes of residuals; by the stage of the first replica; copies that the
-        schedule has stay, and stages that have none get their own, see `add_memory`.
+    policy: what becomes of residuals, by the stage of the first replica.
     updates: of a schedule with several of them (see `ir.steady`); None for one at its end.
-    clips: such an update awaits a sum over all ranks, of the gradients' norm.
+    clips: such an update awaits the norm of all gradients.
     Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks; PlanError if the
         policy names a stage that there is not.
 
@@ -62,7 +59,7 @@ def lower(
         every=None if updates is None else updates.every,
         clips=clips and updates is not None,
     )
-    for make in passes(policy, partial(add_optimizer, updates=updates, clips=clips)):
+    for make in passes(policy, partial(add_optimizer, updates=updates)):
         program = make(program, stages)
     check_program(program, stages)
     return program

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..ir.action import Action, Instruction, StageAction, Transfer
 from ..ir.errors import ScheduleError
@@ -31,11 +32,8 @@ Cut = tuple[tuple[Instruction, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyRow:
-    """One row of every rank.
-
-    program: its instructions, numbered modulo the window.  incoming: rank -> the SENDs of the messages that
-        it receives in this row, per sender in the order sent.
-    """
+    """One row of every rank, numbered modulo the window. incoming: rank -> the SENDs that it receives in this
+    row, per sender in the order sent."""
 
     program: Program
     incoming: Mapping[int, tuple[Transfer, ...]]
@@ -59,14 +57,10 @@ class SteadyRows:
 
     @property
     def full_from(self) -> int:
-        """The number of batches after which a row is full."""
         return 2 * self.step.window
 
     def row(self, batch: int, fed: int) -> SteadyRow:
-        """What runs when a batch is fed.
-
-        batch: its number in training.  fed: batches since the pipeline was last empty, without this one.
-        """
+        """What runs when batch number `batch` is fed, and `fed` were since the pipeline was last empty."""
         at = min(fed, self.full_from)
         key = batch % self.step.window, at, False
         if key not in self._rows:
@@ -75,10 +69,7 @@ class SteadyRows:
         return self._rows[key]
 
     def drain(self, batch: int, fed: int) -> SteadyRow:
-        """What is left to run once no further batch comes.
-
-        batch: the last one that was fed.  fed: batches since the pipeline was last empty.
-        """
+        """What is left to run once no batch comes after `batch`."""
         count = min(fed, self.full_from + 1)
         key = batch % self.step.window, count, True
         if key not in self._rows:
@@ -92,7 +83,6 @@ class SteadyRows:
         return self._rows[key]
 
     def _cut(self, steps: int) -> tuple[Program, list[Cut]]:
-        """So many steps, lowered, and per rank its row cut at the ends of its steps."""
         if steps not in self._programs:
             schedule = self.step.unroll(steps)
             program = lower(schedule, self.stages, policy=self.policy, updates=self.updates, clips=self.clips)
@@ -120,15 +110,12 @@ class SteadyRows:
                 self._refuse_overtaking(rank, incoming[rank], cut[rank][at + 1 :], order)
         window, every = self.step.window, self.step.microbatches
 
-        def numbered(step: Instruction) -> Instruction:
+        def numbered(step: Any) -> Any:
             if isinstance(step, StageAction):
                 return replace(step, update=(step.update + shift) % window)
             return replace(step, microbatch=(step.microbatch + shift * every) % (window * every))
 
-        renamed = {
-            rank: tuple(send for send in map(numbered, sends) if isinstance(send, Transfer))
-            for rank, sends in incoming.items()
-        }
+        renamed = {rank: tuple(map(numbered, sends)) for rank, sends in incoming.items()}
         program = Program(
             microbatches=window * every,
             placement=self.step.placement,
@@ -180,7 +167,5 @@ def _computes(step: Instruction) -> bool:
 
 
 def _belongs_before(step: Instruction) -> bool:
-    """Whether it belongs to what stands before it: a send, an offload, an update."""
-    if isinstance(step, Transfer):
-        return step.sends
-    return isinstance(step, StageAction) or step.kind in ("OFFLOAD", "AWAIT")
+    ends = step.sends if isinstance(step, Transfer) else isinstance(step, StageAction)
+    return ends or step.kind in ("OFFLOAD", "AWAIT")

@@ -38,7 +38,6 @@ from ..ir.stages import StageGraph
 
 
 def add_transfers(program: Program, stages: StageGraph) -> Program:
-    """Put each compute action between the messages it needs and those it makes."""
     old = program.columns
     around = _around(flow_of(stages), program.placement)
     count = len(program.placement)
@@ -87,7 +86,6 @@ def _insert(
     made: tuple[Codes, Ints, Ints, Ints],
     made_offsets: Longs,
 ) -> None:
-    """Fill in the new columns and offsets; peers are -1 before."""
     kind, stage, microbatch = old
     first_before, before, first_after, after = around
     made_kind, made_stage, made_microbatch, made_peer = made
@@ -124,24 +122,17 @@ def join_pairs(program: Program, stages: StageGraph) -> Program:
     """
     if not program.pairs:
         return program
-    second = dict(program.pairs)
-    return replace(program, rows=tuple(_closed_up(row, second) for row in program.rows))
-
-
-def _closed_up(row: tuple[Instruction, ...], second: dict[Action, Action]) -> tuple[Instruction, ...]:
-    made: list[Instruction] = []
-    at = 0
-    while at < len(row):
-        step = row[at]
-        partner = second.get(step) if isinstance(step, Action) else None
-        if partner is None:
-            made.append(step)
-            at += 1
-            continue
-        end = row.index(partner, at)
-        between = [t for t in row[at + 1 : end] if isinstance(t, Transfer)]
-        made += [t for t in between if not t.sends]
-        made += [step, partner]
-        made += [t for t in between if t.sends]
-        at = end + 1
-    return tuple(made)
+    second: dict[Instruction, Action] = dict(program.pairs)
+    rows = []
+    for row in program.rows:
+        made: list[Instruction] = []
+        at = 0
+        while at < len(row):
+            end = row.index(second[row[at]], at) if row[at] in second else at
+            between = [t for t in row[at + 1 : end] if isinstance(t, Transfer)]
+            made += [t for t in between if not t.sends]
+            made += [row[at], row[end]] if end > at else [row[at]]
+            made += [t for t in between if t.sends]
+            at = end + 1
+        rows.append(tuple(made))
+    return replace(program, rows=tuple(rows))

@@ -61,12 +61,7 @@ Term: TypeAlias = OpBlock | Series | Parallel
 
 
 def decompose(ops: int, edges: Iterable[Edge]) -> Term:
-    """The tree of a graph of ops 0 .. ops-1 in a topological order.
-
-    >>> decompose(5, [(0, 2), (1, 3), (2, 4), (3, 4)])  # doctest: +NORMALIZE_WHITESPACE
-    Series(terms=(Parallel(terms=(Series(terms=(OpBlock(ops=(0,)), OpBlock(ops=(2,)))),
-                                  Series(terms=(OpBlock(ops=(1,)), OpBlock(ops=(3,)))))), OpBlock(ops=(4,))))
-    """
+    """The tree of a graph of ops 0 .. ops-1 in a topological order."""
     assert ops > 0, "a graph has ops"
     return _term(range(ops), sorted(set(edges)))
 
@@ -173,14 +168,6 @@ def branch_orders(
 
     edges: of the graph, for the last ones.  seconds: of each op.  least_s: branches stay in the order of the
         forward where all but the heaviest together take less: the projections of an attention are no towers.
-
-    >>> import numpy as np
-    >>> towers = decompose(5, [(0, 2), (1, 3), (2, 4), (3, 4)])
-    >>> branch_orders(towers, np.ones(5), 1.0, 2)  # doctest: +NORMALIZE_WHITESPACE
-    [BranchOrdered(ops=(0, 2, 1, 3, 4), borders=(0, 2, 4)),
-     BranchOrdered(ops=(1, 3, 0, 2, 4), borders=(0, 2, 4))]
-    >>> branch_orders(towers, np.ones(5), 3.0, 1)
-    [BranchOrdered(ops=(0, 1, 2, 3, 4), borders=())]
     """
 
     def heaviest_first(branches: Branches, weights: Sequence[float]) -> Branches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,17 +24,13 @@ from ..simulator.shared_links import transfer_s
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a schedule's stages on so many ranks; made by `layout_of`.
-
-    placement: the rank of each stage, of one replica after another.
-    """
+    """placement: the rank of each stage of a schedule, of one replica after another."""
 
     placement: tuple[int, ...]
     replicas: int = 1
 
     @property
     def stages(self) -> int:
-        """Into how many stages the model is cut."""
         return len(self.placement) // self.replicas
 
     @property
@@ -43,9 +40,8 @@ class Layout:
     @property
     def most_replicas(self) -> int:
         """Of how many replicas a rank has stages, at most."""
-        count = self.stages
-        homes = {(rank, index // count) for index, rank in enumerate(self.placement)}
-        return max(sum(home == rank for home, _ in homes) for rank in range(self.ranks))
+        homes = {(rank, index // self.stages) for index, rank in enumerate(self.placement)}
+        return max(Counter(rank for rank, _ in homes).values())
 
     @property
     def in_line(self) -> bool:
@@ -53,20 +49,12 @@ class Layout:
         return self.placement == tuple(range(len(self.placement)))
 
     def homes(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a stage: as many as there are replicas.
-
-        >>> Layout((0, 1, 1, 0), 2).homes(0)
-        (0, 1)
-        """
+        """The ranks that hold a stage: as many as there are replicas."""
         return self.placement[stage :: self.stages]
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank the stages that it holds, one as often as it holds replicas of it.
-
-        >>> Layout((0, 1, 1, 0)).held
-        ((0, 3), (1, 2))
-        """
+        """Per rank the stages that it holds, one as often as it holds replicas of it."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for index, rank in enumerate(self.placement):
             held[rank].append(index % self.stages)
@@ -114,13 +102,10 @@ def place(
     graph: OpGraph,
     schedule: str,
     ranks: int,
-    *,
-    split_backward: bool = False,
     **given: Any,
 ) -> Plan:
     """The same stages on `ranks` ranks, in the usual placement of another schedule.
 
-    split_backward: also where the schedule does not by itself.
     given: see `registry.build`.
     Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
     """
@@ -134,19 +119,12 @@ def place(
     placed = replace(plan, placement=layout.placement, caps=())
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // layout.replicas
+    rows: Schedule | SteadyStep
     if plan.updates is not None:
-        rows: Schedule | SteadyStep = registry.build_steady(
-            schedule,
-            stages,
-            layout.placement,
-            replace(plan.updates, every=count),
-            split_backward=split_backward,
-            **given,
-        )
+        updates = replace(plan.updates, every=count)
+        rows = registry.build_steady(schedule, stages, layout.placement, updates, **given)
     else:
-        rows = registry.build(
-            schedule, stages, layout.placement, count, split_backward=split_backward, **given
-        )
+        rows = registry.build(schedule, stages, layout.placement, count, **given)
     return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))
 
 
@@ -176,12 +154,10 @@ def uplinks_of(costs: Sequence[StageCost], placement: tuple[int, ...], cluster: 
         of_rank.append(names.setdefault(rank if switch is None else switch, len(names)))
     seconds = []
     for cost, rank in zip(costs, placement, strict=True):
-        switch = cluster.devices[rank].switch
-        alone = max(cost.offload_s, cost.reload_s)
-        shared = 0.0
-        if switch is not None:
-            shared = cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
-        seconds.append(alone if switch is None else shared)
+        if (switch := cluster.devices[rank].switch) is None:
+            seconds.append(max(cost.offload_s, cost.reload_s))
+        else:
+            seconds.append(cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s)
     return uplinks.Uplinks(of_rank=tuple(of_rank), seconds=tuple(seconds))
 
 

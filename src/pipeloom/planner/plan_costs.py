@@ -72,7 +72,6 @@ class PlanCosts:
         )
 
     def simulate(self, plan: Plan) -> Timeline:
-        """One step of a plan, predicted."""
         stages = plan.replicated(plan.stage_graph(self.graph))
         program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
         return simulate(program, stages, self.stages(plan), self.cluster, caps=plan.caps)

@@ -74,10 +74,9 @@ from .strategies.graph_chains import (
     piper_ops,
 )
 from .strategies.graphpipe import shallow_cuts
-from .strategies.pipedream import pipedream, pipedream_repo
+from .strategies.pipedream import pipedream, pipedream_repo, vpipe
 from .strategies.probe import probe
 from .strategies.simple import balanced, equal, exact
-from .strategies.vpipe import vpipe
 
 ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
@@ -535,14 +534,11 @@ class FastestPlan:
         if not options.fastest:
             return best
         costs = PlanCosts(request.graph, request.profile, request.cluster)
-        different: list[Plan] = []
-        for plan in plans.values():
-            bare = replace(plan, planner="", notes={})
-            if all(bare != replace(other, planner="", notes={}) for other in different):
-                different.append(plan)
-        orders = (with_searched_order(plan, costs) for plan in different)
-        ordered = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
-        if ordered is None or ordered.predicted_step_s >= best.predicted_step_s:
+        ordered: Plan | None = None
+        for plan in sorted(plans.values(), key=lambda plan: plan.predicted_step_s):
+            below_s = (ordered or best).predicted_step_s
+            ordered = with_searched_order(plan, costs, below_s=below_s) or ordered
+        if ordered is None:
             return best
         return fastest_named({**plans, SEARCHED: ordered}, refusals, options.planner)
 

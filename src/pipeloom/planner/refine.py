@@ -160,6 +160,8 @@ class _Climb:
             search.evaluate(i, j, s).fits for s, (i, j) in enumerate(pairwise(cuts))
         ):
             return False
+        if least_step_s(self.best.request, search, cuts) >= self.best.timeline.step_s:
+            return False
         found = fit_caps(self.best.request, search, cuts)
         if (
             not found.fits
@@ -169,6 +171,18 @@ class _Climb:
             return False
         self.best = found
         return True
+
+
+def least_step_s(request: Request, search: Search, cuts: Cuts) -> float:
+    """No step is shorter, in whatever order: the busiest rank computes its stages for all micro-batches."""
+    model, layout = search.model, request.layout
+    if layout.replicas > 1:  # which divide the micro-batches
+        return 0.0
+    busy = [0.0] * layout.ranks
+    for stage, (start, end) in enumerate(pairwise(cuts)):
+        seconds = model.prefix_s[model.kind[stage]]
+        busy[layout.placement[stage]] += request.microbatches * float(seconds[end] - seconds[start])
+    return max(busy)
 
 
 def _moves(found: Candidate, places: Sequence[int]) -> Iterator[Cuts]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError, ScheduleError
@@ -21,6 +22,7 @@ from ..ir.timeline import Timeline
 from ..ir.weights import WEIGHT_POLICIES
 from ..schedules import registry
 from ..schedules.search import search
+from ..schedules.search.orders import lower_bound
 from ..schedules.search.problem import SearchProblem, SearchStage
 from .candidate import EQUAL_TIMES
 from .placement import message_seconds
@@ -38,11 +40,14 @@ LARGEST = 4000
 FASTER = 1 - 1e-6
 
 
-def with_searched_order(plan: Plan, costs: PlanCosts, *, effort: float = 0.5) -> Plan | None:
+def with_searched_order(
+    plan: Plan, costs: PlanCosts, *, below_s: float = inf, effort: float = 0.5
+) -> Plan | None:
     """The plan in the fastest order that is found; None if none is faster.
 
     Plans are left as they are whose weights are not flushed, that have replicas, that copy residuals, or
     whose step has more than `LARGEST` actions.
+    below_s: seconds of a step that it has to be faster than, too.
     effort: of the search, see `SearchOptions`. The same for the same plan.
     """
     if not _may_be_searched(plan):
@@ -50,6 +55,9 @@ def with_searched_order(plan: Plan, costs: PlanCosts, *, effort: float = 0.5) ->
     stages = plan.stage_graph(costs.graph)
     best: Plan | None = None
     for problem in _problems(plan, stages, costs):
+        most_s = min(below_s, (best or plan).predicted_step_s) * FASTER
+        if lower_bound(problem).seconds >= most_s:
+            continue
         try:
             result = search.search_orders(problem, search.SearchOptions(effort=effort))
         except PlanError:
@@ -57,7 +65,7 @@ def with_searched_order(plan: Plan, costs: PlanCosts, *, effort: float = 0.5) ->
         rows = problem.rows([int(entry) for entry in result.best.order])
         order = Schedule(name=SEARCHED, microbatches=plan.microbatches, placement=plan.placement, rows=rows)
         found = _simulated(plan, order, costs)
-        if found is not None and found.predicted_step_s < (best or plan).predicted_step_s * FASTER:
+        if found is not None and found.predicted_step_s < most_s:
             best = found
     return best
 

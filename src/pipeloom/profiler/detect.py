@@ -13,6 +13,7 @@ from time import perf_counter, thread_time
 import torch
 
 from ..ir.cluster import Device, MiB
+from ..tracer.autocast import Autocast
 from .efficiency import ON_CPU, ON_GPU, measure_efficiency
 from .measure_op import Timer, torch_threads
 from .measurement import Measurement, summarise_runs
@@ -47,7 +48,7 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measurement]]:
         memory_bytes_per_s=bandwidth.value,
         launch_s=launch.value,
     )
-    autocast = (BF16 if has_bf16 else torch.float16) if cuda else None
+    autocast = Autocast(BF16 if has_bf16 else torch.float16, "cuda") if cuda else None
     classes = measure_efficiency(
         device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S
     )

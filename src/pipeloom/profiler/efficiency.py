@@ -22,6 +22,7 @@ from torch.nn import functional
 from ..ir.cluster import Device
 from ..ir.graph import Op
 from ..ir.profile import OpCost
+from ..tracer.autocast import Autocast
 from ..tracer.capture import capture
 from ..tracer.job import Job
 from .measure_ops import measure
@@ -84,7 +85,7 @@ def measure_efficiency(
     where: torch.device,
     *,
     sizes: ReferenceSizes,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     budget_s: float,
 ) -> list[Measurement]:
     """The share per class of ops, named by class, with the lowest and highest of single ops.
@@ -123,15 +124,14 @@ def efficiency_by_class(
     sums: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for op in ops:
         kind = RULES.get(base_name(op.target), UNKNOWN).kind
-        fast, slow = _parts(ideal[op.name]), _parts(real[op.name])
+        fast, slow = (
+            (cost.forward_s, cost.input_grad_s, cost.weight_grad_s)
+            for cost in (ideal[op.name], real[op.name])
+        )
         kernels = [(a, max(b - launch_s, 0.1 * b)) for a, b in zip(fast, slow, strict=True) if a > 0 < b]
         if kind != "free" and not op.view and kernels:
             sums[kind].append((sum(a for a, _ in kernels), sum(b for _, b in kernels)))
     return [_share(kind, pairs) for kind, pairs in sorted(sums.items())]
-
-
-def _parts(cost: OpCost) -> tuple[float, float, float]:
-    return cost.forward_s, cost.input_grad_s, cost.weight_grad_s
 
 
 def _share(kind: str, pairs: list[tuple[float, float]]) -> Measurement:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..ir.graph import Op, OpGraph, views_of_state
+from ..ir.graph import Op, OpGraph, made_of_state
 from ..ir.profile import OpCost, Profile, batch_text
 from ..tracer.captured import Captured
 from ..tracer.tensors import LiveBytes, tensors_of
@@ -191,10 +191,7 @@ def measure_op(
 
 
 class _Gradients(NamedTuple):
-    """What an op's backward took.
-
-    passed: of each value, then of each weight, whether its gradient is the output's own.
-    """
+    """passed: of each value, then of each weight, whether its gradient is the output's own."""
 
     of_values_s: float
     of_all_s: float
@@ -287,7 +284,7 @@ class OpArguments:
         self.captured = captured
         self.device = device
         self.batch = batch
-        self.state = views_of_state(captured.graph)
+        self.state = made_of_state(captured.graph)
         self.values: dict[fx.Node, Any] = {}
         self.random = torch.Generator().manual_seed(0)
 

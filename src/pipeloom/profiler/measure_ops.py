@@ -62,12 +62,7 @@ def measure(
             error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
             raise
 
-    with (
-        torch_threads(threads),
-        torch.autocast(
-            where.type, dtype=captured.autocast or torch.bfloat16, enabled=captured.autocast is not None
-        ),
-    ):
+    with torch_threads(threads):
         overhead_s = autograd_overhead_s(timer)
         found = each_once(captured.graph.ops, signatures, budget_s, measured)
     base = storages(captured.graph)

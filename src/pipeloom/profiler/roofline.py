@@ -23,7 +23,7 @@ from math import prod
 
 from ..ir.cluster import Device, is_cpu
 from ..ir.errors import ConfigError
-from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, storages, tensor_bytes, views_of_state
+from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, made_of_state, storages, tensor_bytes
 from ..ir.profile import OpCost, Profile, batch_text
 from .gradient_order import AT_ONCE, attention_scores, gradient_order
 from .rules import RULES, UNKNOWN, VIEW, Rule, attention_flops, base_name, convolution_flops, matmul_flops
@@ -112,7 +112,7 @@ class _Estimate:
 
     @cached_property
     def state(self) -> frozenset[str]:
-        return views_of_state(self.graph)
+        return made_of_state(self.graph)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,11 +70,6 @@ class MessageSource:
     posted: int = 0
     received: int = 0
     waiting_for: dict[str, int] = field(default_factory=dict)
-
-
-class PostedReceive(NamedTuple):
-    buffer: Tensor
-    transfer: PendingTransfer
 
 
 @dataclass
@@ -135,7 +130,7 @@ class Channel:
         self._sources: dict[int, MessageSource] = {}
         # Receive buffers by the message's key: not posted yet, posted, and received but not released.
         self._unposted: dict[str, Tensor] = {}
-        self._receives: dict[str, PostedReceive] = {}
+        self._receives: dict[str, tuple[Tensor, PendingTransfer]] = {}
         self._in_use: dict[str, Tensor] = {}
         self._sends: list[PostedSend] = []
         self._small_sends: list[PostedSend] = []
@@ -146,30 +141,11 @@ class Channel:
 
     @property
     def held_bytes(self) -> int:
-        """`used_bytes` and `sending_bytes`."""
+        """Bytes of receive buffers (open, or received and not released), of packed send buffers, and of the
+        caller's tensors that unfinished sends keep alive."""
         if self._sends:
             self._free_finished_sends()
         return self._pool.used_bytes + self._sending_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of receive buffers (open, or received and not released) and of packed send buffers.
-
-        One value that lies as it is to be sent is sent from the caller's own tensor: see `sending_bytes`.
-        """
-        self._free_finished_sends()
-        return self._pool.used_bytes
-
-    @property
-    def sending_bytes(self) -> int:
-        """Bytes of the caller's tensors that unfinished sends keep alive."""
-        self._free_finished_sends()
-        return self._sending_bytes
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of buffers kept for reuse."""
-        return self._pool.idle_bytes
 
     def begin(self, incoming: Sequence[Message]) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them.
@@ -384,7 +360,7 @@ class Channel:
                 if message.bytes:
                     index = source.earlier + source.posted
                     transfer = self._transport.receive(buffer, message.source, index)
-                self._receives[message.key] = PostedReceive(buffer, transfer)
+                self._receives[message.key] = buffer, transfer
                 source.posted += 1
 
     def _wait_for_sum(self, group: SumGroup, transfer: PendingTransfer) -> None:
@@ -402,7 +378,6 @@ class Channel:
         self.watch.wait(what, (rank,), lambda: transfer.wait(self._timeout_s))
 
     def _free_finished_sends(self) -> None:
-        """Free what finished sends held."""
         if self._sends:
             self._sends = self._unfinished(self._sends)
 
@@ -450,7 +425,7 @@ def dist_channel(
         transport = NcclTransport(
             group,
             watch,
-            make=partial(nccl_group, store, timeout_s),
+            make=partial(nccl_group, store, timeout_s, device),
             make_control=make,
             device=device,
             timeout_s=timeout_s,

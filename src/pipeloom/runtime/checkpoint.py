@@ -95,7 +95,7 @@ def save(
     index = Index(schema=SCHEMA, step=step, model={})
     partial = directory / (files.name_of(step) + ".partial")
     try:
-        tensors, index = _flatten(state, step=step, extra=_as_json(extra))
+        tensors, index = _flatten(state, step=step, extra=extra)
         if rank == 0:
             files.prepare(directory, step)
     except CheckpointError as error:
@@ -153,10 +153,26 @@ def load(directory: Path, state: TrainState, *, channel: Channel | None = None) 
         problem = error
     seen = _agree((problem, (path.name, list(state.model))), channel, _LOAD)
     assert index is not None and saved is not None
-    _require_same_checkpoint(directory, seen)
-    _require_all_loaded(path, index, {name for _, names in seen for name in names})
+    for other, (name, _) in enumerate(seen):
+        if name != seen[0][0]:
+            raise CheckpointError(
+                f"in {directory} rank 0 finds {seen[0][0]} and rank {other} finds {name}",
+                hint="put checkpoints in a directory that all machines share",
+            )
+    leftover = sorted(set(index.model) - {name for _, names in seen for name in names})
+    if leftover:
+        more = f" and {len(leftover) - 1} more" if len(leftover) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {path} holds {leftover[0]}{more}, which the model does not have",
+            hint="load a checkpoint of this model",
+        )
     try:
-        _fill(state, index, saved)
+        for name, tensor in state.model.items():
+            tensor.copy_(saved.read(f"model.{name}"))
+        for name, parameter in state.parameters.items() if state.keeps_previous else ():
+            if (key := f"previous.{name}") in index.tensors:
+                state.previous[name] = torch.empty_like(parameter.detach()).copy_(saved.read(key))
+        _restore_optimizers(state, index, saved)
     except CheckpointError as error:
         problem = error
     _agree((problem, None), channel, _LOAD)
@@ -213,7 +229,6 @@ class SavedTensors:
                 raise self._corrupt(file, f"{shown(key)} is {list(actual)}, and not {shown(list(shape))}")
 
     def read(self, key: str) -> Tensor:
-        """Raises: CheckpointError if it cannot be read."""
         name = self._index.tensors[key]
         try:
             tensor: Tensor = self._files[name].get_tensor(key)
@@ -222,8 +237,8 @@ class SavedTensors:
             raise self._corrupt(name, f"{shown(key)}: {error}") from None
 
     def _corrupt(self, name: str, why: str) -> CheckpointError:
-        why = why.partition("\n")[0]
-        return CheckpointError(f"checkpoint {self._path} is corrupt: {name}: {why}", hint=files.ELSEWHERE)
+        first, *_ = why.split("\n")
+        return files.corrupt(self._path, f"{name}: {first}")
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -269,35 +284,6 @@ def _merge(parts: list[tuple[Index, list[str]]], written: list[dict[str, tuple[i
     )
 
 
-def _require_same_checkpoint(directory: Path, seen: list[tuple[str, list[str]]]) -> None:
-    for rank, (name, _) in enumerate(seen):
-        if name != seen[0][0]:
-            raise CheckpointError(
-                f"in {directory} rank 0 finds {seen[0][0]} and rank {rank} finds {name}",
-                hint="put checkpoints in a directory that all machines share",
-            )
-
-
-def _require_all_loaded(path: Path, index: Index, model_names: set[str]) -> None:
-    leftover = sorted(set(index.model) - model_names)
-    if leftover:
-        more = f" and {len(leftover) - 1} more" if len(leftover) > 1 else ""
-        raise CheckpointError(
-            f"checkpoint {path} holds {leftover[0]}{more}, which the model does not have",
-            hint="load a checkpoint of this model",
-        )
-
-
-def _as_json(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
-        ) from None
-    return dict(extra)
-
-
 def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what: str) -> list[T]:
     """What every rank brings, in rank order: one all-gather, which every rank must reach.
 
@@ -315,10 +301,13 @@ def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what
 
 
 def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:
-    """This rank's tensors by checkpoint key, and its part of the index.
-
-    Raises: CheckpointError if the optimizer keeps something that is neither a tensor nor a plain value.
-    """
+    """This rank's tensors by checkpoint key, and its part of the index."""
+    try:
+        json.dumps(dict(extra))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
+        ) from None
     model = state.model
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     tensors |= {f"previous.{name}": tensor.detach() for name, tensor in state.previous.items()}
@@ -342,7 +331,7 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
     return tensors, Index(
         schema=SCHEMA,
         step=step,
-        extra=extra,
+        extra=dict(extra),
         aliases=state.aliases,
         model={name: (tuple(t.shape), _dtype_name(t)) for name, t in model.items()},
         optimizers=kinds,
@@ -353,7 +342,6 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
 
 
 def _require_fits(state: TrainState, index: Index) -> None:
-    """Raises: CheckpointError if the checkpoint does not fit this rank's part of the model."""
     for name, tensor in state.model.items():
         _refuse_mismatch(name, tensor, index)
     for optimizer, _, names in state.optimized():
@@ -367,16 +355,6 @@ def _require_fits(state: TrainState, index: Index) -> None:
                 )
         if names:
             _common_hyper(names, index)
-
-
-def _fill(state: TrainState, index: Index, saved: SavedTensors) -> None:
-    """Overwrite this rank's part of the model, and give its optimizers their state."""
-    for name, tensor in state.model.items():
-        tensor.copy_(saved.read(f"model.{name}"))
-    for name, parameter in state.parameters.items() if state.keeps_previous else ():
-        if (key := f"previous.{name}") in index.tensors:
-            state.previous[name] = torch.empty_like(parameter.detach()).copy_(saved.read(key))
-    _restore_optimizers(state, index, saved)
 
 
 def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) -> None:
@@ -415,10 +393,6 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    """
-    >>> _dtype_name(torch.zeros(1))
-    'float32'
-    """
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -120,10 +120,7 @@ def newest(directory: Path) -> Path:
 
 
 def prepare(directory: Path, step: int) -> Path:
-    """An empty folder to write into, after clearing what crashes have left.
-
-    Raises: CheckpointError if the directory cannot be written.
-    """
+    """An empty folder to write into, after clearing what crashes have left."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob("step-*.old"):
@@ -138,10 +135,7 @@ def prepare(directory: Path, step: int) -> Path:
 
 
 def publish(partial: Path, index: Index, *, keep: int) -> Path:
-    """Make a written folder the newest checkpoint, then drop old ones so that `keep` remain.
-
-    Raises: CheckpointError if the disk refuses.
-    """
+    """Make a written folder the newest checkpoint, then drop old ones so that `keep` remain."""
     directory, final = partial.parent, partial.with_suffix("")
     try:
         write_new(partial / INDEX, json.dumps(asdict(index)))
@@ -162,7 +156,6 @@ def publish(partial: Path, index: Index, *, keep: int) -> Path:
 
 
 def read_index(path: Path) -> Index:
-    """Raises: CheckpointError if it is missing, not readable, or of another schema."""
     try:
         plain = json.loads(read(path / INDEX))
         schema = plain["schema"]
@@ -186,7 +179,7 @@ def read_index(path: Path) -> Index:
             f"cannot read checkpoint {path}: {error.strerror}", hint="check the path"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:  # of msgspec and json
-        raise CheckpointError(f"checkpoint {path} is corrupt: {INDEX}: {error}", hint=ELSEWHERE) from None
+        raise corrupt(path, f"{INDEX}: {error}") from None
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -202,7 +195,6 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def verify_sizes(path: Path, index: Index) -> None:
-    """Check that every file is there in full size. Raises: CheckpointError naming the first that is not."""
     for name, (size, _) in sorted(index.files.items()):
         try:
             found = (path / name).lstat()
@@ -211,22 +203,14 @@ def verify_sizes(path: Path, index: Index) -> None:
                 f"checkpoint {path} is incomplete: {name}: {error.strerror}", hint=ELSEWHERE
             ) from None
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(
-                f"checkpoint {path} is corrupt: {name} is no file but a {_kind(found.st_mode)}",
-                hint="put the file itself there, or name another checkpoint",
-            )
-        actual = found.st_size
-        if actual != size:
-            raise CheckpointError(
-                f"checkpoint {path} is corrupt: {name} has {actual} bytes instead of {size}", hint=ELSEWHERE
-            )
+            hint = "put the file itself there, or name another checkpoint"
+            raise corrupt(path, f"{name} is no file but a {_kind(found.st_mode)}", hint)
+        if found.st_size != size:
+            raise corrupt(path, f"{name} has {found.st_size} bytes instead of {size}")
 
 
 def verify(path: Path, index: Index, *, share: int, shares: int) -> None:
-    """Check all sizes, and the bytes of every `shares`-th file: ranks divide the reading among them.
-
-    Raises: CheckpointError naming the first bad file.
-    """
+    """Check all sizes, and the bytes of every `shares`-th file: ranks divide the reading among them."""
     verify_sizes(path, index)
     for name in sorted(index.files)[share::shares]:
         try:
@@ -234,10 +218,11 @@ def verify(path: Path, index: Index, *, share: int, shares: int) -> None:
         except OSError as error:
             raise CheckpointError(f"cannot read {path / name}: {error.strerror}", hint=ELSEWHERE) from None
         if not same:
-            raise CheckpointError(
-                f"checkpoint {path} is corrupt: the bytes of {name} have changed since it was saved",
-                hint=ELSEWHERE,
-            )
+            raise corrupt(path, f"the bytes of {name} have changed since it was saved")
+
+
+def corrupt(path: Path, why: str, hint: str = ELSEWHERE) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is corrupt: {why}", hint=hint)
 
 
 def discard(partial: Path) -> None:

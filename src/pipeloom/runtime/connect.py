@@ -43,10 +43,8 @@ def connect(
 ) -> dist.ProcessGroup:
     """The process group of a pipeline; starts torch.distributed if it is not running.
 
-    device: this rank's; one with CUDA is the current one already.
     group: the ranks to use: a process group, or a device mesh with a dimension "pp". None: all ranks.
-    timeout_s: limit for all ranks to appear, and of collective operations; `NCCL_PATIENCE` times it with
-        NCCL.
+    timeout_s: limit for all ranks to appear, and of collective operations.
     Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp".
     """
     if isinstance(group, DeviceMesh):
@@ -66,12 +64,9 @@ def connect(
     return world
 
 
-def watch_ranks(
-    group: dist.ProcessGroup, *, exit_after_s: float = EXIT_AFTER_S, lost_s: float = 60.0
-) -> Watch:
+def watch_ranks(group: dist.ProcessGroup, *, lost_s: float = 60.0) -> Watch:
     """A watch over the ranks of a group; all of them make it, each the same number of times.
 
-    exit_after_s: see `Watch`.  lost_s: see `Board`.
     Raises: CommunicationError if the group's store does not answer for `lost_s`.
     """
     rank = group.rank()
@@ -94,7 +89,7 @@ def watch_ranks(
             f"rank {rank} cannot meet the others: {error}",
             hint="whoever serves it (rank 0, or torchrun's agent on MASTER_ADDR) is frozen or out of reach",
         ) from None
-    watch = Watch(board, exit_after_s=exit_after_s, hosts_store=own and dist.get_rank() == 0)
+    watch = Watch(board, exit_after_s=EXIT_AFTER_S, hosts_store=own and dist.get_rank() == 0)
     close_at_exit(watch)
     return watch
 
@@ -106,21 +101,33 @@ def close_at_exit(watch: Watch) -> None:
 
 
 def _initialise(device: torch.device, timeout: timedelta) -> None:
-    missing = [
-        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
-    if missing:
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in os.environ]:
         raise ConfigError(
             f"{', '.join(missing)} not set: this process was not started as one of several ranks",
             hint="start it with torchrun --nproc-per-node N",
         )
-    backend, limit = ("gloo", timeout) if device.type == "cpu" else ("nccl", NCCL_PATIENCE * timeout)
     try:
-        store = _launcher_store(timeout)
-        if store is None:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:
+        raise ConfigError(
+            f"torch.distributed has no backend for {device.type} devices",
+            hint="install the one of its vendor, or train on the CPU: --device cpu",
+        ) from None
+    limit = timeout if device.type == "cpu" else NCCL_PATIENCE * timeout
+    try:
+        if LAUNCHER_STORE not in os.environ:
             dist.init_process_group(backend, timeout=limit)
-        else:
+        else:  # the launcher serves the store
             rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                world_size=ranks,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         _OURS.set()
     except dist.DistNetworkError as error:
@@ -157,17 +164,3 @@ def _destroy_groups() -> None:
     if _OURS.is_set() and dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()  # what has used a group often stands in a cycle that holds one
-
-
-def _launcher_store(timeout: timedelta) -> TCPStore | None:
-    """The store of our launcher, which serves it."""
-    if LAUNCHER_STORE not in os.environ:
-        return None
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout,
-    )

@@ -24,6 +24,7 @@ from ..ir.cluster import MiB
 from ..ir.errors import OffloadError
 from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
+from .recorder import CudaClock
 from .tier import TensorLayout, bytes_of
 
 ALIGNED = 512
@@ -37,8 +38,7 @@ CHUNK = 16 * MiB
 class CudaCopy:
     """See `tier.Copy`.
 
-    host: its chunks.  offloaded, reloaded: events behind the copies.  leaving: what is being copied away,
-    until its memory may be used again.  reloading: what is being copied back.
+    host: its chunks.  offloaded, reloaded: events behind the copies.  leaving, reloading: what is copied now.
     on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
@@ -47,8 +47,8 @@ class CudaCopy:
     offload_span: tuple[object, object] | None = None
     reload_span: tuple[object, object] | None = None
     host: list[Tensor] = field(default_factory=list)
-    offloaded: torch.cuda.Event | None = None
-    reloaded: torch.cuda.Event | None = None
+    offloaded: torch.Event | None = None
+    reloaded: torch.Event | None = None
     leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
@@ -67,7 +67,7 @@ class CudaCopy:
         """Only the computing stream waits, not the host."""
         assert self.offloaded is not None
         if self.leaving:
-            torch.cuda.current_stream().wait_event(self.offloaded)
+            torch.accelerator.current_stream().wait_event(self.offloaded)
             self.leaving.clear()
 
     def reload(self) -> None:
@@ -77,7 +77,7 @@ class CudaCopy:
     def take(self, check: Callable[[], None]) -> Tensors:
         """Only the computing stream waits, not the host."""
         assert self.reloaded is not None
-        torch.cuda.current_stream().wait_event(self.reloaded)
+        torch.accelerator.current_stream().wait_event(self.reloaded)
         residuals = {layout.slot: layout.around(self.reloading[layout.slot]) for layout in self.layouts}
         residuals |= self.on_host
         self.tier.free_chunks(self)
@@ -89,10 +89,6 @@ class CudaCopy:
             if event is not None:
                 event.synchronize()
         self.tier.free_chunks(self)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(_aligned(layout.bytes) for layout in self.layouts)
 
     def pieces(self) -> Iterator[tuple[TensorLayout, slice, Tensor]]:
         """Each tensor in pieces: its layout, where the piece is in its bytes, and the part of a chunk for it.
@@ -112,10 +108,7 @@ class CudaCopy:
 
 
 class CudaTier:
-    """See `Tier`. Marks of copies are events, as those of `CudaClock` are.
-
-    pinned_bytes: of host memory, used now or not.
-    """
+    """See `Tier`.  pinned_bytes: of host memory, used now or not."""
 
     def __init__(self, rank: int) -> None:
         self.used_bytes = self.peak_bytes = self.pinned_bytes = 0
@@ -128,13 +121,13 @@ class CudaTier:
         on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
         copy = CudaCopy(self, layouts, on_host=on_host)
-        copy.host = self._allocate(copy.host_bytes, action)
-        self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
-            begin = _mark()
+        copy.host = self._allocate(sum(_aligned(layout.bytes) for layout in layouts), action)
+        self._out.wait_stream(torch.accelerator.current_stream())
+        with self._out:
+            begin = CudaClock.mark()
             for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
-            copy.offloaded = _mark()
+            copy.offloaded = CudaClock.mark()
         copy.offload_span = (begin, copy.offloaded)
         copy.leaving = dict(residuals)
         residuals.clear()
@@ -147,12 +140,12 @@ class CudaTier:
         for layout in copy.layouts:
             copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
         self._reloading.add(copy)
-        self._in.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._in):
-            begin = _mark()
+        self._in.wait_stream(torch.accelerator.current_stream())
+        with self._in:
+            begin = CudaClock.mark()
             for layout, span, part in copy.pieces():
                 copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
-            copy.reloaded = _mark()
+            copy.reloaded = CudaClock.mark()
         copy.reload_span = (begin, copy.reloaded)
 
     def free_chunks(self, copy: CudaCopy) -> None:
@@ -171,10 +164,7 @@ class CudaTier:
         self._idle_chunks.clear()
 
     def _allocate(self, size: int, action: str) -> list[Tensor]:
-        """Pinned chunks for `size` bytes: idle ones, then new ones.
-
-        Raises: OffloadError if the system pins no more.
-        """
+        """Pinned chunks: idle ones, then new ones."""
         count = -(-size // CHUNK)
         try:
             while len(self._idle_chunks) < count:
@@ -189,22 +179,19 @@ class CudaTier:
         return [self._idle_chunks.pop() for _ in range(count)]
 
 
+# The tests' accelerator takes the place of these three.
+
+
+def _stream() -> torch.Stream:
+    return torch.Stream()
+
+
+def _reached(event: torch.Event) -> bool:
+    return event.query()
+
+
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def _stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-
-def _reached(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    return tensor.device.type != "cpu"
 
 
 def _aligned(size: int) -> int:

@@ -53,9 +53,7 @@ class FileAllocator:
     def __init__(self, reserve: Callable[[int, int], None]) -> None:
         self.end = 0
         self._reserve = reserve
-        self._free: list[tuple[int, int]] = []  # (size, begin), sorted
-        self._size: dict[int, int] = {}  # begin -> size of a free range
-        self._begin: dict[int, int] = {}  # end -> begin of a free range
+        self._free: list[tuple[int, int]] = []  # (begin, size), in order
 
     def allocate(self, size: int) -> int:
         """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
@@ -64,46 +62,31 @@ class FileAllocator:
         """
         if size == 0:
             return self.end
-        at = bisect_left(self._free, (size, 0))
-        begin = self._free[at][1] if at < len(self._free) else self._lengthen(size)
-        left = self._drop(begin) - size
-        if left:
-            self._add(begin + size, left)
+        fits = [(room, begin) for begin, room in self._free if room >= size]
+        if fits:
+            room, begin = min(fits)
+            self._free.remove((begin, room))
+            if room > size:
+                insort(self._free, (begin + size, room - size))
+            return begin
+        begin, room = self._free[-1] if self._free and sum(self._free[-1]) == self.end else (self.end, 0)
+        self._reserve(self.end, size - room)
+        self.end += size - room
+        if room:
+            self._free.pop()
         return begin
 
     def free(self, begin: int, size: int) -> None:
         """Free a range that was allocated with this size."""
         if size == 0:
             return
-        if begin + size in self._size:
-            size += self._drop(begin + size)
-        if begin in self._begin:
-            begin = self._begin[begin]
-            size += self._drop(begin)
-        self._add(begin, size)
-
-    def _lengthen(self, size: int) -> int:
-        """Grow the file until its last free range has this size; returns where that begins."""
-        begin = self._begin.get(self.end, self.end)
-        lacking = begin + size - self.end
-        self._reserve(self.end, lacking)
-        if begin < self.end:
-            self._drop(begin)
-        self.end += lacking
-        self._add(begin, size)
-        return begin
-
-    def _add(self, begin: int, size: int) -> None:
-        insort(self._free, (size, begin))
-        self._size[begin] = size
-        self._begin[begin + size] = begin
-
-    def _drop(self, begin: int) -> int:
-        """A range is no longer free; returns its size."""
-        size = self._size.pop(begin)
-        del self._begin[begin + size]
-        del self._free[bisect_left(self._free, (size, begin))]
-        return size
+        at = bisect_left(self._free, (begin, 0))
+        if at < len(self._free) and self._free[at][0] == begin + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == begin:
+            begin, before = self._free.pop(at - 1)
+            size += before
+        insort(self._free, (begin, size))
 
 
 @dataclass(eq=False)

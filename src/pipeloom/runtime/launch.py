@@ -203,7 +203,7 @@ class Processes:
         if self._stopped:
             return
         self._stopped = True
-        with ignore_signals():
+        with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # no second Ctrl-C interrupts this
             running = [rank for rank in self._ranks if rank.process.poll() is None]
             self._signal(running, signal.SIGTERM)
             end = time.monotonic() + TERM_S
@@ -300,13 +300,6 @@ def _write(out: TextIO, text: str) -> None:
 
 
 @contextmanager
-def ignore_signals() -> Iterator[None]:
-    """No second Ctrl-C or SIGTERM interrupts the clean-up."""
-    with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-        yield
-
-
-@contextmanager
 def terminate_as_exit() -> Iterator[None]:
     """SIGTERM raises SystemExit, so that clean-up runs."""
 
@@ -314,13 +307,6 @@ def terminate_as_exit() -> Iterator[None]:
         sys.exit(128 + number)
 
     with _handlers(leave, signal.SIGTERM):
-        yield
-
-
-@contextmanager
-def at_ends_of_children(look: Callable[[], None]) -> Iterator[None]:
-    """Call `look` in the main thread whenever a process that this one has started ends."""
-    with _handlers(lambda number, frame: look(), signal.SIGCHLD):
         yield
 
 
@@ -438,7 +424,8 @@ class StartedRanks:
                 self._processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
             self._without_work = stack.enter_context(ExitStack())
             if needed:
-                self._without_work.enter_context(at_ends_of_children(self._processes.exit_if_one_failed))
+                look = self._processes.exit_if_one_failed
+                self._without_work.enter_context(_handlers(lambda *_: look(), signal.SIGCHLD))
             self._stack = stack.pop_all()
 
     def prepare(self, target: Callable[..., object], args: Sequence[object] = ()) -> None:

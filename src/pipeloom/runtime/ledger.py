@@ -47,19 +47,11 @@ class Ledger:
         self.at_peak: dict[str, int] = dict(self.levels)
         self.residual_peak = self.host = self.host_peak = 0
 
-    def set_host(self, size: int) -> None:
-        """Offloaded residuals now take `size` bytes."""
-        self.host, self.host_peak = size, max(self.host_peak, size)
-
     def set(self, kind: str, size: int, doing: str = "") -> None:
-        """This kind now takes `size` bytes.
-
-        Raises: MemoryCapError if that passes the cap.
-        """
+        """Raises: MemoryCapError if that passes the cap; so do `add` and `during`."""
         self.add(kind, size - self.levels[kind], doing)
 
     def add(self, kind: str, change: int, doing: str = "") -> None:
-        """This kind grows or shrinks by `change` bytes. Raises as `set`."""
         self.levels[kind] += change
         self.total += change
         if kind == "residuals":
@@ -68,7 +60,7 @@ class Ledger:
             self._new_peak(self.total, self.levels, doing)
 
     def during(self, doing: str, size: int, outliving: Mapping[str, int]) -> None:
-        """While `doing` ran, `size` bytes were alive on top of the rest. Raises as `set`.
+        """While `doing` ran, `size` bytes were alive on top of the rest.
 
         outliving: kind -> bytes among them that outlive it, and that are entered once it is over.
 
@@ -92,7 +84,6 @@ class Ledger:
         self.residual_peak = self.levels["residuals"]
 
     def refuse(self, size: int, doing: str) -> NoReturn:
-        """Raises: MemoryCapError, as `doing` would take `size` bytes more than there may be."""
         assert self.cap_bytes is not None, "only a cap can be passed"
         raise MemoryCapError(
             f"rank {self.rank} needs {format_bytes(size)} for {doing} and holds {format_bytes(self.total)}, "
@@ -157,7 +148,7 @@ def out_of_memory_told(ledger: Ledger, doing: Callable[[], str]) -> Iterator[Non
 
 
 def _of_device() -> str:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.accelerator.is_available():
         return ""
-    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    held, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
     return f"; PyTorch holds {format_bytes(held)} there and has reserved {format_bytes(reserved)}"

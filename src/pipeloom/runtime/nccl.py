@@ -16,10 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +33,6 @@ from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, OpenGrou
 from .watch import Watch
 
 
-class StreamWork(Protocol):
-    """What is used of a torch.distributed operation."""
-
-    def is_completed(self) -> bool: ...
-
-
-@dataclass
-class _Awaited:
-    work: StreamWork
-    what: str
-    since_s: float
-
-
 class StreamWatchdog:
     """Notices transfers that a device's stream waits for longer than the limit; fails this rank then.
 
@@ -54,14 +42,13 @@ class StreamWatchdog:
     def __init__(self, watch: Watch, timeout_s: float) -> None:
         self._watch = watch
         self._timeout_s = timeout_s
-        self._awaited: deque[_Awaited] = deque()
+        self._awaited: deque[tuple[dist.Work, str, float]] = deque()  # for what, since when
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeloom-lookout", daemon=True)
         self._thread.start()
 
-    def add(self, work: StreamWork, what: str) -> None:
-        """Look after a transfer from now on."""
-        self._awaited.append(_Awaited(work, what, time.monotonic()))
+    def add(self, work: dist.Work, what: str) -> None:
+        self._awaited.append((work, what, time.monotonic()))
 
     def close(self) -> None:
         self._closed.set()
@@ -69,24 +56,30 @@ class StreamWatchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(0.2):
-            while self._awaited and self._awaited[0].work.is_completed():
+            while self._awaited and self._awaited[0][0].is_completed():
                 self._awaited.popleft()
             if not self._awaited:
                 continue
-            oldest = self._awaited[0]
-            waited_s = time.monotonic() - oldest.since_s
+            _, what, since_s = self._awaited[0]
+            waited_s = time.monotonic() - since_s
             if waited_s > self._timeout_s:
-                error = self._watch.timeout_error(oldest.what, waited_s)
+                error = self._watch.timeout_error(what, waited_s)
                 if self._watch.fail(error, main_thread=False).rank == self._watch.rank:
                     print(error, file=sys.stderr, flush=True)
                 return
 
 
-def nccl_group(store: Store, timeout_s: float, name: str, rank: int, ranks: int) -> Group:
-    """A group of NCCL's, apart from all others on the store.
+def nccl_group(
+    store: Store, timeout_s: float, device: torch.device, name: str, rank: int, ranks: int
+) -> Group:
+    """A group of NCCL's, or of another device's backend, apart from all others on the store.
 
-    timeout_s: limit of our own waits; that of its operations is longer.
+    timeout_s: limit of our own waits.
     """
+    backend = dist.get_default_backend_for_device(device)
+    if backend != "nccl":
+        make = dist.Backend._plugins[backend.upper()].creator_fn
+        return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=NCCL_PATIENCE * timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
@@ -125,9 +118,14 @@ class NcclTransport:
         self._to_lower = make("to lower ranks", self.rank, self.ranks)
         self._control = GlooTransport(make_control("control data", self.rank, self.ranks), make_control)
         self._to_shut_down = [self._to_higher, self._to_lower]
-        self._connect(
-            sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
-        )
+        # Make all communicators now, in one order on all ranks. A communicator is made by the first transfer
+        # of its pair and blocks both ends until then; on demand, two ranks could each block for another one.
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
+        for source, target in sorted(permutations(range(self.ranks), 2) if pairs is None else pairs):
+            if self.rank == source:
+                self._lane(source, target).send([token], target, 0).wait()
+            elif self.rank == target:
+                self._lane(source, target).recv([token], source, 0).wait()
         self._lookout = StreamWatchdog(watch, timeout_s)
 
     def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer:
@@ -173,10 +171,8 @@ class NcclTransport:
         self._to_shut_down.clear()  # to shut one down waits for its operations, and these may never end
         self._control.interrupt()
         for group in (self._to_higher, self._to_lower, self._group, *self._open.all()):
-            try:
+            with suppress(RuntimeError):  # it has ended already
                 group.abort()
-            except RuntimeError:
-                pass  # it has ended already
 
     def close(self) -> None:
         self._lookout.close()
@@ -190,33 +186,19 @@ class NcclTransport:
     def _lane(self, source: int, target: int) -> Group:
         return self._to_higher if target > source else self._to_lower
 
-    def _connect(self, pairs: list[tuple[int, int]], device: torch.device) -> None:
-        """Make all communicators now, in one order on all ranks.
 
-        A communicator is made by the first transfer of its pair and blocks both ends until then; made on
-        demand, two ranks could each block for another one.
-        """
-        token = torch.zeros(1, dtype=torch.uint8, device=device)
-        for source, target in pairs:
-            group = self._lane(source, target)
-            if self.rank == source:
-                group.send([token], target, 0).wait()
-            elif self.rank == target:
-                group.recv([token], source, 0).wait()
-
-
+@dataclass
 class _Enqueued:
     """A transfer on a communicator's stream."""
 
-    def __init__(self, lookout: StreamWatchdog, work: dist.Work, what: str) -> None:
-        self._lookout = lookout
-        self._work = work
-        self._what = what
+    lookout: StreamWatchdog
+    work: dist.Work
+    what: str
 
     def done(self) -> bool:
-        return self._work.is_completed()
+        return self.work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
         """Let the current stream wait; returns at once, and the lookout has an eye on the time."""
-        self._work.wait()
-        self._lookout.add(self._work, self._what)
+        self.work.wait()
+        self.lookout.add(self.work, self.what)

@@ -14,9 +14,12 @@ from .tier import Tier, TierOptions
 
 TIERS: dict[str, Callable[[TierOptions], Tier]] = {
     "cpu": open_file_tier,
-    "cuda": lambda options: CudaTier(options.rank),
 }
-"""Type of device, as torch names it -> what opens a rank's tier; of a type that is not here as on a CPU."""
+"""Type of device, as torch names it -> what opens a rank's tier; of all others it is in pinned memory."""
+
+
+def _pinned_tier(options: TierOptions) -> Tier:
+    return CudaTier(options.rank)
 
 
 def open_tier(
@@ -33,4 +36,4 @@ def open_tier(
         return None
     first = rank == min(plan.placement[stage] for stage in offloading)
     folder = None if directory is None else Path(directory)
-    return TIERS.get(device.type, open_file_tier)(TierOptions(rank=rank, directory=folder, first=first))
+    return TIERS.get(device.type, _pinned_tier)(TierOptions(rank=rank, directory=folder, first=first))

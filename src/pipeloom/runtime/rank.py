@@ -19,11 +19,12 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch.profiler import record_function
 
 from ..ir.action import (
     AWAIT,
@@ -63,8 +64,6 @@ from .weights import Weights
 
 PEAK_OF = {F: "forward", B: "backward", I: "input_grad", W: "weight_grad", RECOMPUTE: "recompute"}
 """Kind -> its key in `StageFunctions.peak_bytes`."""
-
-_VARIANT = attrgetter("variant")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,17 +129,10 @@ class Wiring:
         self.left_bytes: dict[Kind, int] = {}
 
     def needed_bytes(self, kind: Kind) -> int:
-        """What an action takes on top of what is there."""
         peak = self.peak_bytes.get(kind)
         if peak is None:
             peak = self.functions.peak_bytes.get(PEAK_OF[kind], 0)
         return max(peak, self.left_bytes.get(kind, 0))
-
-    def measured_peak(self, kind: Kind) -> int:
-        """Of an action that has run: the first run of a function measures it."""
-        if kind not in self.peak_bytes:
-            self.peak_bytes[kind] = self.functions.peak_bytes[PEAK_OF[kind]]
-        return self.peak_bytes[kind]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,8 +287,6 @@ class Rank:
             same whenever this program runs.
         drains: whether nothing is in flight at its end; if it is, the next step goes on from there.
         Returns: micro-batch -> loss, on the rank of the loss stage; elsewhere nothing.
-        Raises: MemoryCapError if the rank would pass its cap or its device has no more memory;
-            CommunicationError, PeerError and OffloadError as channel and tier do.
         """
         self.running = program or self.program
         row = self._row(self.running, microbatches, incoming)
@@ -314,7 +304,11 @@ class Rank:
                     self._count_copies()
                 if training and self.ledger.cap_bytes is not None:
                     self._make_room_under_cap(work, self.ledger.cap_bytes)
-                self.verbs[work.kind](work)
+                if profiler_enabled():  # torch.profiler, and nsys by `emit_nvtx`, show actions by name
+                    with record_function(work.text):
+                        self.verbs[work.kind](work)
+                else:
+                    self.verbs[work.kind](work)
                 self._count_boundary(work.text)
             with self.recorder.record("recv", "END"):
                 self.channel.end(wait_for_sends=drains)
@@ -364,7 +358,7 @@ class Rank:
     def _row(
         self, program: Program, microbatches: Sequence[Microbatch], incoming: Sequence[Transfer] | None
     ) -> Row:
-        variants = list(map(_VARIANT, microbatches))
+        variants = [microbatch.variant for microbatch in microbatches]
         row = self._rows.get(id(program))
         if row is None or row.variants != variants:
             self.reduce_and_step.attend(variants[0].stages, program.placement)
@@ -437,7 +431,8 @@ class Rank:
         for name in [name for name in outputs if name.startswith("buffer:")]:
             self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
         if functions.loss is not None:
-            loss = self._losses[work.index] = outputs.pop(functions.loss)
+            # A copy: the result of a mean may lie in a storage as large as what it is the mean of.
+            loss = self._losses[work.index] = outputs.pop(functions.loss).clone()
             # The share of the micro-batch in the step's loss: sums of gradients need no division.
             share = torch.full((), microbatch.weight, dtype=loss.dtype, device=loss.device)
             kept.output_grads[functions.loss] = share
@@ -455,7 +450,9 @@ class Rank:
         if work.wiring.differentiable:
             if kind != W:
                 self._take_back(kept)
-                self._complete_output_grads(work, kept)
+                for value in work.wiring.awaited:
+                    if value.name not in kept.output_grads:
+                        kept.output_grads[value.name] = zeros_like_value(value, self.weights.device)
             parameters, grads = self.parameters(work), kept.output_grads
             with self.recorder.record("compute", work.text):
                 if kind == B:
@@ -477,7 +474,6 @@ class Rank:
             self._hand_back(work, kept, input_grads)
 
     def _recompute(self, work: RankWork) -> None:
-        """The residuals that were kept -> those that were dropped."""
         kept = self.kept[work.key]
         self._take_back(kept)
         parameters = self.parameters(work)
@@ -487,11 +483,6 @@ class Rank:
         size = activation_bytes(residuals)
         self._count_peak(work, residuals=size, boundary=0)
         self._count_residuals(work.text, kept, size)
-
-    def _complete_output_grads(self, work: RankWork, kept: Kept) -> None:
-        for value in work.wiring.awaited:
-            if value.name not in kept.output_grads:
-                kept.output_grads[value.name] = zeros_like_value(value, self.weights.device)
 
     # What passes between stages
 
@@ -526,7 +517,6 @@ class Rank:
                 kept.sends_left += 1
 
     def _send(self, work: RankWork) -> None:
-        """SEND_F, SEND_B: hand a message's values to the channel, which posts the send."""
         kept, message = self.kept[work.key], work.message
         assert message is not None, "a transfer has a message"
         values = kept.outputs if work.kind == SEND_F else kept.input_grads
@@ -536,7 +526,6 @@ class Rank:
             values.clear()
 
     def _receive(self, work: RankWork) -> None:
-        """RECV_F, RECV_B: wait for a message; its buffer stays until the stage has used it."""
         kept, message = self.kept[work.key], work.message
         assert message is not None, "a transfer has a message"
         with self.recorder.record("recv", work.text):
@@ -577,7 +566,6 @@ class Rank:
         self._count_host()
 
     def _await_offload(self, work: RankWork) -> None:
-        """From here on the room of what was offloaded is free."""
         offloaded = self.kept[work.key].offloaded
         if offloaded is not None and not offloaded.off_device:
             self._finish_leaving(offloaded, work.text)
@@ -625,28 +613,28 @@ class Rank:
                 self._count_residuals(offloaded.reload, offloaded.kept, copy.bytes)
 
     def _count_host(self) -> None:
-        self.ledger.set_host(self._tier.used_bytes)
-        self.recorder.host_level(self._tier.used_bytes)
+        ledger, size = self.ledger, self._tier.used_bytes
+        ledger.host, ledger.host_peak = size, max(ledger.host_peak, size)
+        self.recorder.host_level(size)
 
     # What is held
 
     def _count_peak(self, work: RankWork, **left: int) -> None:
-        """Enter what an action held while it ran. left: bytes by kind that outlive it.
-
-        Raises: MemoryCapError.
-        """
-        peak = work.wiring.measured_peak(work.kind)
-        work.wiring.left_bytes[work.kind] = sum(left.values())
+        """Enter what an action held while it ran. left: bytes by kind that outlive it."""
+        wiring, kind = work.wiring, work.kind
+        if kind not in wiring.peak_bytes:  # the first run of a function measures it
+            wiring.peak_bytes[kind] = wiring.functions.peak_bytes[PEAK_OF[kind]]
+        peak = wiring.peak_bytes[kind]
+        wiring.left_bytes[kind] = sum(left.values())
         self.recorder.burst(self.ledger.total + peak)
         self.ledger.during(work.text, peak, left)
 
     def _count_residuals(self, doing: str, kept: Kept, change: int) -> None:
-        """The device holds `change` bytes more of a micro-batch's residuals. Raises: MemoryCapError."""
         kept.residual_bytes += change
         self.ledger.add("residuals", change, doing)
 
     def _count_boundary(self, doing: str = "") -> None:
-        """Enter what messages and values between stages take now. Raises: MemoryCapError."""
+        """Enter what messages and values between stages take now."""
         self.ledger.set("boundary", self.channel.held_bytes + self._local_bytes, doing)
         self.recorder.level(self.ledger.total)
 
@@ -661,13 +649,20 @@ class Rank:
         Raises: MemoryCapError if an action of a program that offloads would pass the cap even so.
         """
         while self.ledger.total + (need := self._needed_bytes(work)) > cap_bytes:
-            if not self._finish_send() and not self._finish_oldest_offload():
+            with self.recorder.record("recv", "ROOM"):
+                finished = self.channel.finish_send()
+            self._count_boundary()
+            if finished:
+                continue
+            leaving = next((each for each in self._offloaded if not each.off_device), None)
+            if leaving is not None:
+                self._finish_leaving(leaving, "ROOM")
+            if leaving is None or not leaving.off_device:
                 if self.tier is not None:
                     self.ledger.refuse(need, work.text)
                 return
 
     def _needed_bytes(self, work: RankWork) -> int:
-        """What an instruction takes on top of what is there."""
         if work.kind in PEAK_OF:
             return work.wiring.needed_bytes(work.kind)
         if work.kind in (RECV_F, RECV_B):
@@ -678,21 +673,6 @@ class Rank:
         offloaded = self.kept[work.key].offloaded if work.kind == RELOAD else None
         # Where it is still on its way there, RELOAD waits for that copy.
         return offloaded.copy.bytes if offloaded is not None and offloaded.off_device else 0
-
-    def _finish_send(self) -> bool:
-        """Wait until the oldest message under way is taken. Returns False if there is none."""
-        with self.recorder.record("recv", "ROOM"):
-            finished = self.channel.finish_send()
-        self._count_boundary()
-        return finished
-
-    def _finish_oldest_offload(self) -> bool:
-        """Wait until the oldest of what is on its way to the tier is there. Returns False if nothing is."""
-        oldest = next((each for each in self._offloaded if not each.off_device), None)
-        if oldest is None:
-            return False
-        self._finish_leaving(oldest, "ROOM")
-        return oldest.off_device
 
 
 def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:

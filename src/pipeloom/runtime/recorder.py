@@ -24,8 +24,6 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For devices that compute in the calling thread."""
-
     mark = staticmethod(time.perf_counter)
 
     def seconds(self, start: object, end: object) -> float:
@@ -37,13 +35,14 @@ class CudaClock:
     """Events on the current stream. CUDA gives the time between two of them in float32, as milliseconds: only
     of events that are near each other is it exact to microseconds, so there is no zero for a whole run."""
 
-    def mark(self) -> object:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    @staticmethod
+    def mark() -> torch.Event:
+        event = torch.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: object, end: object) -> float:
-        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        assert isinstance(start, torch.Event) and isinstance(end, torch.Event)
         start.synchronize()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000.0
@@ -67,21 +66,14 @@ class _Step:
 
 
 class Recorder:
-    """Events and memory levels of one rank's last step, or of its last few."""
-
     def __init__(self, rank: int, clock: Clock) -> None:
         self.rank = rank
         self.clock = clock
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a new step; times count from here."""
         self._steps: list[_Step] = []
-        self.next_step(keep=1)
+        self.next_step()
 
-    def next_step(self, *, keep: int) -> None:
-        """Start another step without forgetting those before it: at most `keep` of them are kept, the new one
-        included. Times count from the oldest."""
+    def next_step(self, *, keep: int = 1) -> None:
+        """keep: the number of steps that are kept, the new one included. Times count from the oldest."""
         self._last = _Step(started_s=time.perf_counter(), zero=self.clock.mark())
         self._steps = [*self._steps, self._last][-keep:]
 
@@ -92,7 +84,6 @@ class Recorder:
 
     @property
     def step_starts_s(self) -> list[float]:
-        """When each step that is kept began, counted from the oldest."""
         return [self._since_zero(step.zero) for step in self._steps]
 
     def totals_s(self) -> tuple[float, float, float]:
@@ -139,36 +130,30 @@ class Recorder:
             for stream, action, a, b in step.marks
         )
 
-    def curve(self, late_s: float = 0.0) -> MemoryCurve:
-        """Of the device. late_s: as in `events`."""
-        return self._curve("device", self._corrected(), late_s)
-
-    def host_curves(self, late_s: float = 0.0) -> tuple[MemoryCurve, ...]:
-        """Of offloaded residuals; none if there were none. late_s: as in `events`."""
-        levels = self._timed([level for step in self._steps for level in step.host_levels])
-        return (self._curve("host", levels, late_s),) if levels else ()
+    def curves(self, late_s: float = 0.0) -> tuple[MemoryCurve, ...]:
+        """Of the device, and of offloaded residuals if there were any. late_s: as in `events`."""
+        host = [(self._since_zero(at), size) for step in self._steps for at, size in step.host_levels]
+        return tuple(
+            MemoryCurve(
+                rank=self.rank,
+                tier=tier,
+                times_s=tuple(max(0.0, at + late_s) for at, _ in levels),
+                sizes=tuple(size for _, size in levels),
+            )
+            for tier, levels in (("device", self._corrected()), ("host", host))
+            if levels or tier == "device"
+        )
 
     def _since_zero(self, mark: object) -> float:
         return self.clock.seconds(self._steps[0].zero, mark)
 
-    def _timed(self, levels: list[tuple[object, int]]) -> list[tuple[float, int]]:
-        return [(self._since_zero(mark), size) for mark, size in levels]
-
     def _corrected(self) -> list[tuple[float, int]]:
         """Levels of the device without the bytes that were still counted when they were gone."""
-        levels = self._timed([level for step in self._steps for level in step.levels])
-        for gone, noticed, size in [late for step in self._steps for late in step.late]:
+        levels = [(self._since_zero(at), size) for step in self._steps for at, size in step.levels]
+        for gone, noticed, size in (late for step in self._steps for late in step.late):
             begin, end = self._since_zero(gone), self._since_zero(noticed)
             levels = [(at, level - size if begin <= at < end else level) for at, level in levels]
             place = bisect_left(levels, begin, key=itemgetter(0))
             if place:
                 levels.insert(place, (begin, levels[place - 1][1] - size))
         return levels
-
-    def _curve(self, tier: str, levels: list[tuple[float, int]], late_s: float) -> MemoryCurve:
-        return MemoryCurve(
-            rank=self.rank,
-            tier=tier,
-            times_s=tuple(max(0.0, at + late_s) for at, _ in levels),
-            sizes=tuple(size for _, size in levels),
-        )

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 
 def norm_group(ranks: int) -> SumGroup:
-    """All ranks, which sum the squares of their gradients."""
     return SumGroup("the gradients' norm", tuple(range(ranks)))
 
 
 def gradient_group(ranks: tuple[int, ...]) -> SumGroup:
-    """Ranks that sum the gradients of what they share."""
     return SumGroup("shared gradients", ranks)
 
 
@@ -155,7 +153,18 @@ class ReduceAndStep:
         if not self._updates_at(work):
             return
         rank, weights = self._rank, self._rank.weights
-        squares = self._wait_for_sums(self.pending) if self.pending else self._sum_squares()
+        squares = None
+        if pending := self.pending:
+            with rank.recorder.record("recv", "SUMS"):
+                if pending.norm is None:
+                    self._begin_norm(pending)
+                if pending.norm is not None:
+                    pending.norm.wait()
+            self.pending, squares = None, pending.squares
+        elif self.clip_norm is not None:
+            squares = self._squares_here()
+            with rank.recorder.record("recv", "CLIP"):
+                rank.channel.all_reduce(squares)
         weights.note_gradients()
         if squares is not None and self.clip_norm is not None:
             self.grad_norm = squares.sqrt()
@@ -171,30 +180,10 @@ class ReduceAndStep:
         rank.ledger.during(work.text, weights.step_bytes, {})
 
     def needed_bytes(self, work: RankWork) -> int:
-        """What STEP takes beyond what the rank holds."""
         return self._rank.weights.step_adds_bytes if self._updates_at(work) else 0
 
     def _updates_at(self, work: RankWork) -> bool:
         return self.update and work.key[0] == self._last_stage
-
-    def _wait_for_sums(self, pending: _PendingUpdate) -> Tensor | None:
-        """The gradients of all ranks, and the squares of all of them if they are to be clipped."""
-        with self._rank.recorder.record("recv", "SUMS"):
-            if pending.norm is None:
-                self._begin_norm(pending)
-            if pending.norm is not None:
-                pending.norm.wait()
-        self.pending = None
-        return pending.squares
-
-    def _sum_squares(self) -> Tensor | None:
-        """The sum over all ranks of the squares of their gradients, if these are to be clipped."""
-        if self.clip_norm is None:
-            return None
-        squares = self._squares_here()
-        with self._rank.recorder.record("recv", "CLIP"):
-            self._rank.channel.all_reduce(squares)
-        return squares
 
     def _squares_here(self) -> Tensor:
         """Of the gradients that this rank counts in the norm. One that several ranks share counts once: at

@@ -153,7 +153,7 @@ class Rehearsal:
         buffers = dict(self._weights.buffers)
         for kind, size in self._weights.sizes.items():
             self.ledger.set(kind, size)
-        self._recorder.begin()
+        self._recorder.next_step()
         try:
             if microbatches not in self._programs:
                 assert microbatches is not None, "the whole program is there from the start"

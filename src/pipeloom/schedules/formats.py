@@ -23,7 +23,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,18 +46,15 @@ from ..ir.action import (
     W,
     shown,
 )
-from ..ir.columns import CODE, Columns, Rows, compute_columns
+from ..ir.columns import CODE, Rows, compute_columns
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
 
 
 def parse_text(text: str, *, name: str = "text") -> Schedule:
-    """Read rows of actions; the rank of a stage is the row that it stands in. Empty lines are passed over.
+    """Read rows of actions; the rank of a stage is the row that it stands in.
 
     Raises: ScheduleError if a word is no action, with its row; or a stage stands in two rows.
-
-    >>> parse_text("0F0 0B0\\n1F0 1B0\\n").placement
-    (0, 1)
     """
     lines = tuple(line for line in text.splitlines() if line.strip())
     rows: list[tuple[Action, ...]] = []
@@ -70,10 +67,6 @@ def parse_text(text: str, *, name: str = "text") -> Schedule:
 
 
 def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: str) -> Schedule:
-    """The schedule that has these rows, with as many stages and micro-batches as they name.
-
-    Raises: ScheduleError if there is none, or a stage stands in two rows or in none.
-    """
     home: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -106,13 +99,7 @@ for _kind in _PLAIN:
 
 
 def parse_plain(text: str, *, name: str) -> Schedule | None:
-    """The schedule of a text of plain rows, cells separated by commas; None if it is another text.
-
-    >>> str(parse_plain("0F0,0B0\\n1F0,1B0\\n", name=""))
-    '0F0 0B0\\n1F0 1B0'
-    >>> parse_plain("0F0,,0B0", name=""), parse_plain("1F0,1B0", name="")
-    (None, None)
-    """
+    """The schedule of a text of plain rows, cells separated by commas; None if it is another text."""
     lines = text.removesuffix("\n").split("\n")
     if not all(map(_ROW.fullmatch, lines)):
         return None
@@ -126,25 +113,16 @@ def parse_plain(text: str, *, name: str) -> Schedule | None:
         np.ascontiguousarray(microbatch),
         np.concatenate(([0], np.cumsum(counts))),
     )
-    placement = _placement(columns, counts)
-    if placement is None:
+    ranks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    stages, homes = np.divmod(np.unique(columns.stage * np.int64(len(counts)) + ranks), len(counts))
+    if not np.array_equal(stages, np.arange(len(stages))):  # each of them, without gaps, is in one row
         return None
     return Schedule(
         name=name,
         microbatches=1 + int(columns.microbatch.max()),
-        placement=placement,
+        placement=tuple(homes.tolist()),
         rows=Rows(columns),
     )
-
-
-def _placement(columns: Columns, counts: list[int]) -> tuple[int, ...] | None:
-    """The rank of each stage; None unless each of them, from 0 without gaps, is in one row."""
-    ranks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    pairs = np.unique(columns.stage * np.int64(len(counts)) + ranks)
-    stages, homes = pairs // len(counts), pairs % len(counts)
-    if not np.array_equal(stages, np.arange(len(stages))):
-        return None
-    return tuple(homes.tolist())
 
 
 _KINDS = tuple(kind for kind, row in KINDS.items() if row.csv)
@@ -154,28 +132,14 @@ _SHARDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 
 
-def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Write compute actions only. Raises: ScheduleError if the file cannot say what the schedule has."""
-    path.write_text(schedule_text(schedule))
-
-
 def schedule_text(schedule: Schedule) -> str:
-    """The `compute_only` form.
-
-    >>> from pipeloom.ir.schedule import parse_rows
-    >>> rows = parse_rows(("0F0 0B0", "1F0 1B0"))
-    >>> schedule_text(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows)).split()
-    ['0F0,0B0', '1F0,1B0']
-    """
+    """The `compute_only` form."""
     rows = schedule.rows
-    if isinstance(rows, Rows) and not schedule.pairs and _knows(rows.columns):
-        return "".join(",".join(rows.columns.row_texts(rank)) + "\n" for rank in range(len(rows)))
+    if isinstance(rows, Rows) and not schedule.pairs:
+        columns = rows.columns
+        if all(columns.kinds[code] in _KINDS for code in np.unique(columns.kind).tolist()):
+            return "".join(",".join(columns.row_texts(rank)) + "\n" for rank in range(len(rows)))
     return _text(rows, schedule.pairs)
-
-
-def _knows(columns: Columns) -> bool:
-    """Whether torch's format has all that the columns have: then no entry has to be looked at."""
-    return all(columns.kinds[code] in _KINDS for code in np.unique(columns.kind).tolist())
 
 
 def program_text(program: Program) -> str:
@@ -186,6 +150,7 @@ def program_text(program: Program) -> str:
 
     A RECV there posts a receive, which its action waits for, and messages between two ranks are matched in
     the order of posting: so receives are written in the order of the sends, if need be earlier than here.
+
     Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
     """
     rows = [_posting_in_order(program, rank) for rank in range(len(program.rows))]
@@ -234,20 +199,17 @@ def _text(rows: Sequence[Sequence[Instruction]], pairs: Sequence[Pair]) -> str:
     second: dict[Instruction, Action] = dict(pairs)
     inner = set(second.values())
     for row in rows:
-        steps = (step for step in row if step not in inner)
-        writer.writerow([_overlap(s, second[s]) if s in second else _cell(s) for s in steps])
+        writer.writerow([_cell(step, second.get(step)) for step in row if step not in inner])
     return file.getvalue()
 
 
-def _overlap(first: Instruction, second: Action) -> str:
-    if (first.kind, second.kind) != (F, B):
+def _cell(step: Instruction, second: Action | None) -> str:
+    if second is not None:
+        if (step.kind, second.kind) == (F, B):
+            return f"({step};{second})OVERLAP_F_B"
         raise ScheduleError(
-            f"torch's format has no pair {first}&{second}", hint="it knows pairs of F and B; drop the others"
+            f"torch's format has no pair {step}&{second}", hint="it knows pairs of F and B; drop the others"
         )
-    return f"({first};{second})OVERLAP_F_B"
-
-
-def _cell(step: Instruction) -> str:
     if isinstance(step, Action) and step.kind in _KINDS:
         return str(step)
     if step.kind == REDUCE:
@@ -266,8 +228,8 @@ def _cell(step: Instruction) -> str:
 
 
 def read_schedule(path: Path, *, name: str = "") -> Schedule:
-    """Read a file of either form; transfers are dropped, as they follow from the stages. A file that ends
-    in .txt has rows as `str(schedule)` prints them, and may have declared operations too.
+    """Read a file of either form without its transfers, which follow from the stages. A file that ends in
+    .txt has rows as `str(schedule)` prints them, and may have declared operations too.
 
     Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
     """
@@ -282,49 +244,37 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
-    """Read the text of a file of either form.
-
-    >>> str(parse_schedule("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0\\n"))
-    '0F0 0B0\\n1F0 1B0'
-    """
     if (plain := parse_plain(text, name=name)) is not None:
         return plain
     rows: list[list[Action]] = []
     pairs: list[Pair] = []
-    for rank, cells in enumerate(_cells(text)):
-        row: list[Action] = []
-        for column, cell in enumerate(cells):
-            actions = _read(cell.strip(), rank, column)
-            row += actions
-            if len(actions) == 2:
-                pairs.append((actions[0], actions[1]))
-        rows.append(row)
-    return from_rows(rows, pairs, name=name)
-
-
-def _cells(text: str) -> Iterator[list[str]]:
     try:
-        yield from csv.reader(io.StringIO(text, newline=None))
+        cells = list(csv.reader(io.StringIO(text, newline=None)))
     except csv.Error as error:
         raise ScheduleError(
             f"this is no CSV text: {error}", hint="write one row per rank, its actions separated by commas"
         ) from None
+    for rank, line in enumerate(cells):
+        rows.append([])
+        for column, cell in enumerate(line):
+            actions = _read(cell.strip(), rank, column)
+            rows[rank] += actions
+            if len(actions) == 2:
+                pairs.append((actions[0], actions[1]))
+    return from_rows(rows, pairs, name=name)
 
 
 def _read(cell: str, rank: int, column: int) -> list[Action]:
     """The compute actions of one cell: none for a transfer or an empty cell, two for an overlapped pair."""
-    if not cell:
+    if not cell or _SHARDED.fullmatch(cell):
         return []
     if pair := _OVERLAP.fullmatch(cell):
         return [action for part in pair.groups() for action in _read(part.strip(), rank, column)]
-    if _SHARDED.fullmatch(cell):
-        return []
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(
             f"row {rank + 1}, cell {column + 1}: cannot read {shown(cell)}",
             hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W, copies, transfers",
         )
-    if KINDS[Kind(match[2])].is_transfer:
-        return []
-    return [Action(int(match[1]), Kind(match[2]), int(match[3]))]
+    kind = Kind(match[2])
+    return [] if KINDS[kind].is_transfer else [Action(int(match[1]), kind, int(match[3]))]

@@ -21,14 +21,23 @@ from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep, steady_step
 from ..ir.weights import FLUSH, Updates
-from .copies.place import Copies, place_copies
-from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, variants, zero_bubble as zb
+from .copies import Copies, place_copies
+from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, zero_bubble as zb
 from .formats import read_schedule
-from .language.names import ALIASES, CHUNKS, FIT, LIMIT, OFFLOAD, ScheduleName, canonical, parse_name
+from .language.names import (
+    ALIASES,
+    CHUNKS,
+    FIT,
+    LIMIT,
+    OFFLOAD,
+    ScheduleName,
+    canonical,
+    load_user_schedule,
+    parse_name,
+)
 from .language.placements import RankTable, both_ways, loop, spread, wave
 from .language.recipe import Recipe
 from .language.shape import Shape
-from .language.user_files import load_user_schedule
 from .list_scheduler.choose import fastest
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
@@ -47,23 +56,21 @@ MEANT = {
     "wave": "stages there and back, as in a V",
     "both ways": "two replicas in opposite directions",
 }
-"""Place -> in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A schedule in the library.
+    """A schedule in the library: one of family (rows from the shape alone), recipe (in the language, for any
+    times), or rows (from a Shape, for what has operations of its own; a Schedule where it has pairs or
+    slices). place: where its stages go unless the user says otherwise, see `PLACES`.  table: number of ranks
+    -> for each
+        stage its rank, or the ranks that it spans.  stages: the graph that a table is for, a chain unless
+        given.
 
-    family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
-        for what has operations of its own; a whole schedule where it has pairs or slices.
-    place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
-        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.  stages: the
-        graph of stages that a table is for, a chain unless given.
     copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
         each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
         a rank is to hold then, in residuals of one micro-batch on one stage.
-    lacks: what a runtime must have to run it and has not, if anything.
-    weights: the policy by which it updates them, see `ir.weights`.
+    lacks: what a runtime must have to run it and has not.  weights: its policy of updates, see `ir.weights`.
     """
 
     family: Family | None = None
@@ -87,10 +94,7 @@ class Entry:
             )
 
     def make(self, shape: Shape, *, copied: bool = False) -> tuple[Rows, int, tuple[Pair, ...]]:
-        """The rows, how many slices a micro-batch has, and the pairs.
-
-        copied: copies will be placed into them.
-        """
+        """The rows, slices of a micro-batch, and pairs. copied: copies will be placed into the rows."""
         if self.family is not None:
             return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
         if self.rows is not None:
@@ -99,7 +103,7 @@ class Entry:
         recipe = self.copied if copied and self.copied is not None else self.recipe
         assert recipe is not None
         scheduled = fastest(shape, recipe)
-        return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
+        return scheduled.rows, scheduled.recipe.slices, scheduled.pairs
 
     def copies(self, name: ScheduleName, shape: Shape) -> Copies | None:
         """What the options of a name ask to be copied to the host; None for nothing.
@@ -108,7 +112,6 @@ class Entry:
         residuals of a rank, in those of one micro-batch on its largest stage.  fit: 1 for as many copies as
         it takes until each rank has room for what stays; where no room is known, ranks hold as little as they
         can.
-        Raises: ScheduleError if they are no such numbers.
         """
         options, text = name.options, name.written
         stages = options.get(OFFLOAD, 0.0 if self.offload is None else float(self.offload(shape)))
@@ -138,28 +141,18 @@ class Entry:
             )
         return Copies(stages=int(stages), held=limit, strict=True)
 
-    def refusal(self, shape: Shape, error: DeadlockError) -> ScheduleError:
-        """Why a schedule of the library does not run where a shape has its stages."""
-        ranks = ", ".join(map(str, shape.placement))
-        within = "" if shape.limit_bytes is None else " within the limits"
-        return ScheduleError(
-            f"this schedule is for {MEANT.get(self.place, self.place)}; with stages on ranks {ranks}{within} "
-            f"its order stops: {error.message}",
-            hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
-            "`pipeloom schedule search` finds",
-        )
-
 
 SLICES = "sequence slices"
+_OFFLOADS: Any = {"place": "loop", "copied": grouped.po_joined, "held": grouped.po_held}
 
 FAMILIES: dict[str, Family | Entry] = {
     "forward_only": Entry(family=simple.forward_only, about="forwards, for evaluation"),
     "gpipe": Entry(family=simple.gpipe, about="all forwards, then all backwards"),
     "1f1b": Entry(family=simple.one_f_one_b, about="one forward, one backward"),
-    "eager_1f1b": Entry(recipe=variants.eager_1f1b, about="1F1B with twice the warm-up"),
+    "eager_1f1b": Entry(recipe=simple.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
-    "async_1f1b": Entry(recipe=variants.async_1f1b, about="1F1B without a flush", weights="stash"),
+    "async_1f1b": Entry(recipe=simple.async_1f1b, about="1F1B without a flush", weights="stash"),
     "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
     "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
     "zb_1p": Entry(recipe=zb.zb_h1, about="zb_h1, `memory` may be set"),
@@ -180,38 +173,25 @@ FAMILIES: dict[str, Family | Entry] = {
     "gis_g": Entry(recipe=grouped.gis_g, place="loop", about="gis in groups of `group`"),
     "gis_h": Entry(recipe=grouped.gis_h, place="loop", about="gis with the smallest groups"),
     "po": Entry(
-        recipe=grouped.po,
-        place="loop",
-        about="uniform repeating; `offload` stages of each rank on the host",
-        copied=grouped.po_joined,
-        held=grouped.po_held,
+        recipe=grouped.po, about="uniform repeating; `offload` stages of each rank on the host", **_OFFLOADS
     ),
     "po_h": Entry(
         recipe=grouped.po_joined,
-        place="loop",
         about="po with half of the stages offloaded",
-        copied=grouped.po_joined,
         offload=lambda s: -(-s.chunks // 2),
-        held=grouped.po_held,
+        **_OFFLOADS,
     ),
     "po_f": Entry(
         recipe=grouped.po_joined,
-        place="loop",
         about="po with all stages offloaded",
-        copied=grouped.po_joined,
         offload=lambda s: s.chunks,
-        held=grouped.po_held,
+        **_OFFLOADS,
     ),
-    "seq1f1b": Entry(recipe=variants.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
+    "seq1f1b": Entry(recipe=simple.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
 }
 
 
 def names() -> tuple[str, ...]:
-    """All schedules that `build` knows.
-
-    >>> names()[:3]
-    ('forward_only', 'gpipe', '1f1b')
-    """
     return tuple(FAMILIES)
 
 
@@ -269,38 +249,39 @@ def build(
     shape = replace(shape, options={**shape.options, **parsed.family_options})
     copies = library_entry.copies(parsed, shape)
     try:
-        return _checked(parsed, library_entry, shape, copies, split_backward=split_backward)
+        made, slices, pairs = library_entry.make(shape, copied=copies is not None)
+        if split_backward and pairs:
+            raise ScheduleError(
+                f"{parsed.written} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward "
+                "would tear apart",
+                hint='leave out the split; or use kinds="FIW" in your own recipe, pairs=0 with DualPipe',
+            )
+        rows = made if isinstance(made, Table) else tuple(map(tuple, made))
+        if split_backward:
+            rows = Table(columns_of(rows).split_backward())
+        if copies is not None:
+            rows = place_copies(rows, shape, copies, pairs=pairs)
+        schedule = Schedule(
+            name=str(parsed),
+            microbatches=microbatches,
+            placement=placement,
+            rows=rows,
+            slices=slices,
+            pairs=pairs,
+        )
+        check(schedule, stages)
+        return schedule
     except DeadlockError as error:
         if parsed.in_file:
             raise
-        raise library_entry.refusal(shape, error) from None
-
-
-def _checked(
-    name: ScheduleName, library_entry: Entry, shape: Shape, copies: Copies | None, *, split_backward: bool
-) -> Schedule:
-    made, slices, pairs = library_entry.make(shape, copied=copies is not None)
-    if split_backward and pairs:
+        meant, ranks = MEANT.get(library_entry.place, library_entry.place), ", ".join(map(str, placement))
+        within = "" if shape.limit_bytes is None else " within the limits"
         raise ScheduleError(
-            f"{name.written} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would "
-            "tear apart",
-            hint='leave out the split; and use kinds="FIW" in a recipe of your own, pairs=0 with DualPipe',
-        )
-    rows = made if isinstance(made, Table) else tuple(map(tuple, made))
-    if split_backward:
-        rows = Table(columns_of(rows).split_backward())
-    if copies is not None:
-        rows = place_copies(rows, shape, copies, pairs=pairs)
-    schedule = Schedule(
-        name=str(name),
-        microbatches=shape.microbatches,
-        placement=shape.placement,
-        rows=rows,
-        slices=slices,
-        pairs=pairs,
-    )
-    check(schedule, shape.stages)
-    return schedule
+            f"this schedule is for {meant}; with stages on ranks {ranks}{within} its order stops: "
+            f"{error.message}",
+            hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
+            "`pipeloom schedule search` finds",
+        ) from None
 
 
 def build_steady(
@@ -313,11 +294,11 @@ def build_steady(
     **given: Any,
 ) -> SteadyStep:
     """The steady step of a schedule without a flush, for weights that are updated every `updates.every`
-    micro-batches.
+    micro-batches; built for as many steps as fill the pipeline, and a few more.
 
-    The schedule is built for as many steps as fill the pipeline, and a few more.
-    Raises: ScheduleError if it does not repeat, or if a micro-batch would need a version of the weights that
-        is not made yet, or no longer kept; and as `build` does.
+    Raises: ScheduleError if it does not repeat, or if a micro-batch needs a version of the weights that is
+    not
+        made yet, or no longer kept; and as `build` does.
 
     >>> from pipeloom.ir.stages import chain
     >>> print(build_steady("1f1b", chain(2), (0, 1), Updates(policy="2bw", every=2)))
@@ -325,8 +306,7 @@ def build_steady(
     1F2 1B2 1F3 1B3
     """
     every = updates.every
-    filling = -(-2 * len(placement) // every)
-    steps = 2 * filling + 4
+    steps = 2 * -(-2 * len(placement) // every) + 4
     long = build(name, stages, placement, steps * every, split_backward=split_backward, **given)
     body = steady_step(long, every)
     check(body.unrolled, stages)
@@ -337,8 +317,7 @@ def build_steady(
 def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
     """A chain of stages and the placement that a schedule is meant for.
 
-    chunks: stages per rank; 2 where a schedule needs several, unless given. The name's own option, as in
-        "interleaved:v=4", goes before it.
+    chunks: stages per rank, unless the name has its own (`:v=4`); 2 where a schedule needs several.
     Raises: ScheduleError if the name gives stages per rank to a schedule that has no choice.
 
     >>> default_placement("zb_v", 2)[1]
@@ -351,8 +330,10 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
-        if library_entry.stages is not None:
-            _refuse_other_ranks(name, table, ranks)
+        if library_entry.stages is not None and ranks != (
+            count := 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
+        ):
+            raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
@@ -361,13 +342,6 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     else:
         where = loop(ranks, chunks or (2 if place == "loop" else 1))
     return chain(len(where)), where
-
-
-def _refuse_other_ranks(name: str, table: RankTable, ranks: int) -> None:
-    """Of a table that is for stages of its own."""
-    count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
-    if count != ranks:
-        raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
 
 
 def with_chunks(name: str, chunks: int | None) -> str:
@@ -411,8 +385,20 @@ def shape_of(
     """
     where = loop(ranks, chunks) if placement is None else placement
     graph = stages or chain(len(where))
-    _refuse_bad_shape(graph, where, microbatches)
     count = len(graph.stages)
+    if microbatches < 1:
+        raise ScheduleError(f"{microbatches} micro-batches", hint="use at least 1")
+    if not where or len(where) != count:
+        raise ScheduleError(
+            f"the placement names {len(where)} stages, the stage graph has {count}",
+            hint="give one rank per stage",
+        )
+    if empty := sorted(set(range(max(where) + 1)) - set(where)):
+        raise ScheduleError(
+            f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps, or use fewer ranks"
+        )
+    if min(where) < 0:
+        raise ScheduleError(f"a stage is placed on rank {min(where)}", hint="number the ranks from 0")
     if costs is not None and len(costs) != count:
         raise ScheduleError(f"{len(costs)} costs for {count} stages", hint="give one StageCost per stage")
     each = equal_costs(count) if costs is None else tuple(costs)
@@ -422,12 +408,9 @@ def shape_of(
 def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]:
     """For each stage the most micro-batches whose residuals it holds at once (until B or W); 0 in evaluation.
 
-    on_device: without those that are on the host, from the AWAIT that says that they are there until their
-        RELOAD. What nothing awaits is taken not to have left before its RELOAD.
-
-    >>> from pipeloom.ir.stages import chain
-    >>> in_flight(build("1f1b", chain(3), (0, 1, 2), 8))
-    (3, 2, 1)
+    on_device: without those on the host, from their AWAIT until their RELOAD. What nothing awaits is taken
+    not
+        to have left before its RELOAD.
     """
     columns = schedule.columns
     if not columns.trains:
@@ -445,7 +428,6 @@ def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]
 
 
 def _from_file(file: Path) -> Entry:
-    """An order that is given: its ranks, stages and micro-batches are those of the file."""
     schedule = read_schedule(file)
 
     def table(ranks: int) -> RankTable:
@@ -464,20 +446,3 @@ def _from_file(file: Path) -> Entry:
         return schedule
 
     return Entry(rows=rows, place="table", table=table, about="from a file")
-
-
-def _refuse_bad_shape(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> None:
-    if microbatches < 1:
-        raise ScheduleError(f"{microbatches} micro-batches", hint="use at least 1")
-    count = len(stages.stages)
-    if not placement or len(placement) != count:
-        raise ScheduleError(
-            f"the placement names {len(placement)} stages, the stage graph has {count}",
-            hint="give one rank per stage",
-        )
-    if empty := sorted(set(range(max(placement) + 1)) - set(placement)):
-        raise ScheduleError(
-            f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps, or use fewer ranks"
-        )
-    if min(placement) < 0:
-        raise ScheduleError(f"a stage is placed on rank {min(placement)}", hint="number the ranks from 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -15,7 +15,6 @@ from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
 from ..ir.explanation import Explanation
 from ..ir.flow import dag, flow_of
-from ..ir.graph import Value
 from ..ir.plan import load_plan
 from ..ir.profile import Profile
 from ..ir.schedule import Program, Schedule
@@ -31,8 +30,7 @@ from ..simulator.summary import Summary, summarise
 from . import registry
 from .formats import program_text, read_schedule, schedule_text
 from .language import uplinks
-from .language.names import ALIASES, COPY_OPTIONS, parse_name
-from .language.user_files import load_file
+from .language.names import ALIASES, COPY_OPTIONS, load_file, parse_name
 
 Edges = tuple[tuple[int, int], ...]
 """(from stage, to stage) of each message."""
@@ -40,8 +38,6 @@ Edges = tuple[tuple[int, int], ...]
 
 def graph_of_edges(edges: Edges) -> StageGraph:
     """The stages that edges name, which are numbered from 0 without gaps, with one message per edge.
-
-    Raises: ScheduleError if a number is missing, an edge stands twice, or stages wait in a circle.
 
     >>> graph_of_edges(((0, 1), (1, 4), (2, 3), (3, 4))).predecessors[4]
     (1, 3)
@@ -62,10 +58,7 @@ def graph_of_edges(edges: Edges) -> StageGraph:
 
 
 def placed(name: str, edges: Edges) -> tuple[StageGraph, tuple[int, ...]]:
-    """The graph and a placement for a schedule of the library: each stage on the rank of its number.
-
-    Raises: ScheduleError if the schedule has several stages on a rank, or brings its own stages.
-    """
+    """The graph and a placement for a schedule of the library: each stage on the rank of its number."""
     place = registry.entry(name).place
     if place == "table":
         raise ScheduleError(
@@ -89,7 +82,13 @@ def between(stages: StageGraph) -> list[tuple[int, int]]:
 
 def seconds_by_edge(stages: StageGraph, transfer_s: Sequence[float]) -> dict[tuple[int, int], float]:
     """(stage, stage), in both directions -> seconds of a message between them, replicas and shards too."""
-    first = dict(zip(between(stages), transfer_s, strict=True))
+    edges = between(stages)
+    if len(transfer_s) != len(edges):
+        raise ConfigError(
+            f"-T has {len(transfer_s)} times for the {len(edges)} boundaries between {stages.cuts} stages",
+            hint="give one time for all messages, or one per boundary",
+        )
+    first = dict(zip(edges, transfer_s, strict=True))
     given = {
         (c.source, c.target): first[stages.origin(c.source), stages.origin(c.target)]
         for c in stages.crossings
@@ -98,15 +97,14 @@ def seconds_by_edge(stages: StageGraph, transfer_s: Sequence[float]) -> dict[tup
 
 
 Seconds: TypeAlias = float | tuple[float, ...]
-"""One number: of one micro-batch on all stages of a rank together. Several: on pieces of the model from front
-to back, one per stage, or fewer, each then cut into the same number of equal stages."""
+"""One number: of one micro-batch on all stages of a rank together. Several: per stage from front to back, or
+per piece of the model, each then cut into the same number of equal stages."""
 
 UNIT = 1 << 44
-"""Bytes that the residuals of one micro-batch take on a rank where nothing is known: large, so that
-messages, whose sizes stand for their times, are nothing against it."""
+"""Bytes of one micro-batch's residuals on a rank where nothing is known: messages, whose sizes stand for
+their times, are nothing against it."""
 
 LONGEST = 1 << 24
-"""Bytes of the message that takes longest; the others are in proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +118,7 @@ class MicrobatchTimes:
 
 
 def load_work(path: Path) -> MicrobatchTimes:
-    """Times of a saved plan, stage by stage; or of a saved profile, for stages that are equal parts of it.
-
-    Raises: ConfigError if the file is missing or is neither.
-    """
+    """Times of a saved plan, stage by stage; or of a saved profile, for stages that are equal parts of it."""
     try:
         plan = load_plan(path)
     except ConfigError as no_plan:
@@ -136,11 +131,8 @@ def load_work(path: Path) -> MicrobatchTimes:
                 f"{path} is neither a plan nor a profile of pipeloom",
                 hint="write one with `pipeloom plan MODEL -o FILE` or `pipeloom profile MODEL --save FILE`",
             ) from None
-        return MicrobatchTimes(
-            forward_s=(sum(c.forward_s for c in costs),),
-            input_grad_s=(sum(c.input_grad_s for c in costs),),
-            weight_grad_s=(sum(c.weight_grad_s for c in costs),),
-        )
+        names = ("forward_s", "input_grad_s", "weight_grad_s")
+        return MicrobatchTimes(**{name: (sum(getattr(c, name) for c in costs),) for name in names})
     in_flight = registry.in_flight(plan.as_schedule)
     residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, in_flight, strict=False)]
     return MicrobatchTimes(
@@ -154,34 +146,32 @@ def load_work(path: Path) -> MicrobatchTimes:
 def stage_costs(
     times: MicrobatchTimes, stages: int, ranks: float, *, slices: int = 1
 ) -> tuple[StageCost, ...]:
-    """One cost per stage, for an action on one of the `slices` of a micro-batch.
-
-    Residuals are held until W: what I frees is not known without a model.
-
-    Raises: ConfigError if the numbers of a list do not fit the stages.
+    """One cost per stage, for an action on one of the `slices` of a micro-batch. Residuals are held until W:
+    what I frees is not known without a model.
 
     >>> [c.forward_s for c in stage_costs(MicrobatchTimes(forward_s=(1.0, 3.0)), 4, 2)]
     [0.5, 0.5, 1.5, 1.5]
     """
-    f = per_stage(times.forward_s, stages, ranks, "F")
-    i = per_stage(times.input_grad_s, stages, ranks, "I")
-    w = per_stage(times.weight_grad_s, stages, ranks, "W")
-    held_bytes = per_stage(times.residual_bytes or float(UNIT), stages, ranks, "residuals")
+    columns = (
+        per_stage(times.forward_s, stages, ranks, "F"),
+        per_stage(times.input_grad_s, stages, ranks, "I"),
+        per_stage(times.weight_grad_s, stages, ranks, "W"),
+        per_stage(times.residual_bytes or float(UNIT), stages, ranks, "residuals"),
+    )
     return tuple(
         StageCost(
-            forward_s=f[s] / slices,
-            input_grad_s=i[s] / slices,
-            weight_grad_s=w[s] / slices,
-            backward_s=(i[s] + w[s]) / slices,
-            residual_bytes=round(held_bytes[s] / slices),
-            carried_bytes=round(held_bytes[s] / slices),
+            forward_s=f / slices,
+            input_grad_s=i / slices,
+            weight_grad_s=w / slices,
+            backward_s=(i + w) / slices,
+            residual_bytes=round(size / slices),
+            carried_bytes=round(size / slices),
         )
-        for s in range(stages)
+        for f, i, w, size in zip(*columns, strict=True)
     )
 
 
 def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[float]:
-    """The part of each stage. Raises: ConfigError if a list does not fit."""
     if not isinstance(amount, tuple):
         return [amount * ranks / stages] * stages
     if len(amount) > stages or stages % len(amount):
@@ -194,32 +184,19 @@ def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[flo
 
 
 def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[StageGraph, float]:
-    """Stages with `transfer_s[i]` seconds along the i-th edge and back: in a chain from stage i to i + 1.
-
-    Returns: the stages with messages of fitting sizes, and the bandwidth in bytes per second.
-    Raises: ConfigError unless there is one time per boundary.
-    """
-    count = len(between(stages))
-    if len(transfer_s) != count:
-        raise ConfigError(
-            f"-T has {len(transfer_s)} times for the {count} boundaries between {stages.cuts} stages",
-            hint="give one time for all messages, or one per boundary",
-        )
-    longest_s = max(transfer_s, default=0.0)
+    """Stages with `transfer_s[i]` seconds along the i-th edge and back, by messages of fitting sizes; and the
+    bandwidth in bytes per second."""
+    seconds, longest_s = seconds_by_edge(stages, transfer_s), max(transfer_s, default=0.0)
     if longest_s == 0:
-        return stages, float("inf")
-
-    seconds = seconds_by_edge(stages, transfer_s)
-
-    def sized(value: Value, edge: tuple[int, int]) -> Value:
-        return replace(value, shape=(round(LONGEST * seconds[edge] / longest_s / 4),))
-
-    crossings = tuple(replace(c, value=sized(c.value, (c.source, c.target))) for c in stages.crossings)
-    return replace(stages, crossings=crossings), LONGEST / longest_s
+        return stages, inf
+    crossings = []
+    for crossing in stages.crossings:
+        size = LONGEST * seconds[crossing.source, crossing.target] / longest_s
+        crossings.append(replace(crossing, value=replace(crossing.value, shape=(round(size / 4),))))
+    return replace(stages, crossings=tuple(crossings)), LONGEST / longest_s
 
 
 SLICES = 2
-"""Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,18 +204,15 @@ class Scenario:
     """What schedules are simulated for.
 
     edges: of a graph of stages, each on the rank of its number; instead of `ranks` and `chunks`.
-    microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
-    as the schedule usually has.  times: of a micro-batch; those of a file: `load_work`.
+    microbatches: of both directions together, each whole.  chunks: stages per rank, 0 for as many as usual.
     transfer_s: seconds of a message between ranks; or per boundary of two stages, with edges per edge.
-    per_node: ranks of a node; messages between nodes share one link out of each and one into it, and keep it
-    for as long as they take. 0: every message has a link of its own.
-    memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
+    per_node: ranks of a node; messages between nodes share one link out of each and one into it. 0: every
+    message has a link of its own.
+    memory: most residuals of a rank: micro-batches, or bytes with a unit if the file says sizes.
     pair_factor: what a pair of actions takes of the sum of their times.
-    copy_ratio: k, what OFFLOAD and RELOAD of a stage's residuals together take of the time of its F, I and W.
-    per_uplink: neighbouring ranks that share an uplink to the host, as fast in either direction as the link
-    of each of them.
-    shortest: what a schedule with several variants is to have the least of, "step" or "span": from a rank's
-    first action to its last.
+    copy_ratio: k, what OFFLOAD and RELOAD of a stage together take of the time of its F, I and W.
+    per_uplink: neighbouring ranks that share an uplink to the host, as fast as the link of each.
+    shortest: what a schedule with several variants has the least of, "step" or "span" (of a rank).
     """
 
     ranks: int = 4
@@ -257,11 +231,8 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedSchedule:
-    """A schedule, proved and simulated.
-
-    microbatches: of the step.  peaks: per rank, the most residuals that it holds at once, in micro-batches
-    of its own stages; peaks_bytes: the same in bytes, empty where sizes are not known.
-    """
+    """A schedule, proved and simulated. peaks: per rank the most residuals at once, in micro-batches of
+    its own stages; peaks_bytes: the same, empty where sizes are not known."""
 
     schedule: Schedule
     stages: StageGraph
@@ -280,20 +251,17 @@ class SimulatedSchedule:
 
 
 def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
-    """What the library holds: name -> what it is about, where its stages go, what running it lacks, and under
-    which other names it is known."""
-    entries = {name: registry.entry(name) for name in registry.names()}
     return {
         name: {"about": e.about, "place": e.place, "lacks": e.lacks, "aliases": ALIASES.get(name, ())}
-        for name, e in entries.items()
+        for name, e in ((name, registry.entry(name)) for name in registry.names())
     }
 
 
 def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     """Build a schedule of the library in its usual placement, or on the graph of `edges`, and simulate it.
-
     Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
     its share of a micro-batch.
+
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
     """
     if scenario.edges:
@@ -305,6 +273,11 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
     caps = _caps(scenario, _units(costs, placement, stages.replicas, slices))
     transfer_s = scenario.transfer_s
+    seconds = seconds_by_edge(stages, transfer_s) if isinstance(transfer_s, tuple) else {}
+
+    def between_stages(source: int, target: int) -> float:
+        return seconds[source, target]
+
     count = scenario.microbatches // stages.replicas * slices
     try:
         schedule = registry.build(
@@ -314,7 +287,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
             count,
             costs=costs,
             limit_bytes=tuple(caps) if scenario.memory else None,
-            transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
+            transfer_s=between_stages if isinstance(transfer_s, tuple) else transfer_s,
             uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
             shortest=scenario.shortest,
         )
@@ -334,10 +307,8 @@ def simulate_file(
 ) -> SimulatedSchedule:
     """Read a file of rows, prove that it can run, and simulate it.
 
-    replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
-    runs micro-batches of its own, as bidirectional schedules have it.  operations: a Python file that
-    declares what else the rows have.  The stages are a chain unless the scenario has edges.
-    Raises: ScheduleError or DeadlockError that says what is wrong.
+    replicas: 2 if the second half of the stages is a replica of the first.  operations: a Python file that
+    declares what else the rows have.
     """
     if operations is not None:
         load_file(operations)
@@ -347,51 +318,33 @@ def simulate_file(
             f"{file} has {schedule.stages} stages, which {replicas} replicas do not share evenly",
             hint="leave --replicas out, or give as many stages in each",
         )
-    one = _stages_of_file(file, schedule.stages // replicas, scenario.edges)
+    count = schedule.stages // replicas
+    one = graph_of_edges(scenario.edges) if scenario.edges else chain(count)
+    if len(one.stages) != count:
+        raise ScheduleError(
+            f"{file} has {count} stages, --edges names {len(one.stages)}",
+            hint="name each stage of the file in an edge, numbered from 0",
+        )
     stages = replicate(one, replicas) if replicas > 1 else one
     try:
         check(schedule, stages)
     except ScheduleError as error:
-        if replicas == 1 and not scenario.edges and _runs_both_ways(schedule):
-            hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
-            raise type(error)(error.message, hint=hint) from None
-        raise
+        if replicas > 1 or scenario.edges or count % 2:
+            raise
+        try:
+            check(schedule, replicate(chain(count // 2), 2))
+        except ScheduleError:
+            raise error from None
+        hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
+        raise type(error)(error.message, hint=hint) from None
     return _simulate(schedule, stages, _costs(scenario, stages, schedule.ranks, schedule.slices), scenario)
 
 
-def _stages_of_file(file: Path, count: int, edges: Edges) -> StageGraph:
-    if not edges:
-        return chain(count)
-    graph = graph_of_edges(edges)
-    if len(graph.stages) != count:
-        raise ScheduleError(
-            f"{file} has {count} stages, --edges names {len(graph.stages)}",
-            hint="name each stage of the file in an edge, numbered from 0",
-        )
-    return graph
-
-
-def _runs_both_ways(schedule: Schedule) -> bool:
-    """Whether it can run as two replicas of a chain."""
-    if schedule.stages % 2:
-        return False
-    try:
-        check(schedule, replicate(chain(schedule.stages // 2), 2))
-    except ScheduleError:
-        return False
-    return True
-
-
 def updates_of(name: str) -> Updates:
-    """How weights are updated in a schedule of the library."""
     return Updates(policy=registry.entry(name).weights)
 
 
 def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersions, ...]:
-    """The weight versions of each stage; empty where there is one, with `flush`.
-
-    Raises: ScheduleError if a forward or backward does not find its version.
-    """
     if updates.rule.flushes:
         return ()
     weight_versions(simulated.schedule, simulated.stages, updates)
@@ -399,12 +352,10 @@ def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersio
 
 
 def explain(simulated: SimulatedSchedule) -> Explanation:
-    """Why its ranks are idle, and its critical path."""
     return explain_idle_time(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
 
 
 def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
-    """A schedule in the format of torch.distributed.pipelining, with or without transfers."""
     return program_text(simulated.program) if transfers else schedule_text(simulated.schedule)
 
 
@@ -428,7 +379,6 @@ def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
 
 
 def _slices(name: str) -> int:
-    """Slices of a micro-batch, each an action of its own."""
     if registry.entry(name).lacks != "sequence slices":
         return 1
     options = dict(part.split("=", 1) for part in parse_name(name).listed.split(",") if "=" in part)
@@ -447,16 +397,10 @@ def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> t
     return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in copied)
 
 
-def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
-    with_transfers(stages, transfer_s)
-    seconds = seconds_by_edge(stages, transfer_s)
-    return lambda source, target: seconds[source, target]
-
-
 def _units(
     costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
 ) -> list[float]:
-    """Per rank the bytes of one micro-batch: the residuals of all its stages."""
+    """Per rank the bytes of one micro-batch."""
     units = [0.0] * (max(placement) + 1)
     for cost, rank in zip(costs, placement, strict=True):
         units[rank] += cost.residual_bytes * slices / replicas
@@ -520,8 +464,7 @@ def _simulate(
 def wired(
     stages: StageGraph, ranks: int, scenario: Scenario, costs: tuple[StageCost, ...]
 ) -> tuple[StageGraph, Cluster]:
-    """The stages with messages of some size, and links on which these take the times that are given; and
-    uplinks on which copies do."""
+    """Stages with messages, and links and uplinks on which these and copies take the times that are given."""
     times, shared = scenario.transfer_s, None
     link = Link(bandwidth_bytes_per_s=inf)
     if scenario.per_node and isinstance(times, float):

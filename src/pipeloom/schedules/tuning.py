@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ..ir.action import Action, parse_action
-from ..ir.cluster import Cluster, Link
+from ..ir.cluster import Link
 from ..ir.costs import StageCost
 from ..ir.dependencies import name_of, needs
 from ..ir.errors import ScheduleError
@@ -17,15 +17,14 @@ from ..simulator.simulate import simulate
 from .scenario import SimulatedSchedule, explain
 
 LESS = 0.9
-"""What is left of a time in `sensitivity`."""
 
 EPS = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first place of a rank's row at which two schedules differ. actions: what each runs there and when
-    it begins; "" where its row has ended."""
+    """The first place of a rank's row at which two schedules differ, and what each runs there; "" where its
+    row has ended."""
 
     rank: int
     place: int
@@ -33,11 +32,10 @@ class Divergence:
     starts_s: tuple[float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cause:
     """Why an action begins when it does. reason: "rank" (its rank, or another rank of its stage, ran `cause`
-    until then), "message" (`cause` was done before, its results were there then), or "start" (nothing was
-    before it)."""
+    until then), "message" (the results of `cause` were there then), or "start" (nothing was before it)."""
 
     action: str
     rank: int
@@ -49,8 +47,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """What a step takes if one thing takes 10 % less. what: "F", "I", "W" or "transfers".  stage: -1 for
-    transfers."""
+    """The step if one thing takes 10 % less. what: "F", "I", "W", or "transfers" with stage -1."""
 
     what: str
     stage: int
@@ -59,10 +56,6 @@ class Sensitivity:
 
 
 def divergences(one: SimulatedSchedule, other: SimulatedSchedule) -> list[Divergence]:
-    """Of every rank whose rows differ the first place.
-
-    Raises: ScheduleError unless both have as many ranks.
-    """
     if one.schedule.ranks != other.schedule.ranks:
         raise ScheduleError(
             f"{one.schedule.name} has {one.schedule.ranks} ranks, {other.schedule.name} has "
@@ -92,10 +85,7 @@ def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[
 
 
 def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
-    """The chain of causes from an action back to the start of the step, the action first.
-
-    Raises: ScheduleError if the schedule has no such action.
-    """
+    """The chain of causes from an action back to the start of the step, the action first."""
     events = _events(simulated)
     at = parse_action(action)
     if str(at) not in events:
@@ -113,7 +103,6 @@ def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
 
 
 def _events(simulated: SimulatedSchedule) -> dict[str, Event]:
-    """Action -> its event, of all that schedules may say."""
     own = {str(action) for row in simulated.schedule.rows for action in row}
     return {event.action: event for event in simulated.timeline.events if event.action in own}
 
@@ -126,15 +115,7 @@ def _cause(simulated: SimulatedSchedule, events: dict[str, Event], action: Actio
             late = max(_held_up(simulated, events, replace(action, stage=other)), default=start)
             if late[0] > latest[0] + EPS:
                 latest = late
-    _, reason, cause = latest
-    return Cause(
-        action=str(action),
-        rank=event.rank,
-        start_s=event.start_s,
-        end_s=event.end_s,
-        reason=reason,
-        cause=cause,
-    )
+    return Cause(str(action), event.rank, event.start_s, event.end_s, *latest[1:])
 
 
 def _held_up(
@@ -151,16 +132,12 @@ def _held_up(
         if name in events and name != (row[place - 1] if place else ""):
             source = schedule.placement[milestone[0]]
             target = schedule.placement[action.stage]
-            late = 0.0 if source == target else _message_s(simulated, milestone[0], action)
+            send = (
+                f"{milestone[0]}SEND_{'F' if action.kind == 'F' else 'B'}{action.microbatch}>{action.stage}"
+            )
+            sent = [event for event in simulated.timeline.events if event.action == send]
+            late = sent[0].end_s - sent[0].start_s if sent and source != target else 0.0
             yield events[name].end_s + late, "message", name
-
-
-def _message_s(simulated: SimulatedSchedule, source: int, action: Action) -> float:
-    """From the end of an action until its results are there: the last message along that edge."""
-    letters = "F" if action.kind == "F" else "B"
-    name = f"{source}SEND_{letters}{action.microbatch}>{action.stage}"
-    sent = [event for event in simulated.timeline.events if event.action == name]
-    return sent[0].end_s - sent[0].start_s if sent else 0.0
 
 
 def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:
@@ -176,7 +153,10 @@ def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:
             )
             new_s = simulate(simulated.program, simulated.stages, costs, simulated.cluster).step_s
             found.append(Sensitivity(what=what, stage=stage, step_s=new_s, saved_s=step_s - new_s))
-    faster = _faster_links(simulated.cluster)
+    cluster, node = simulated.cluster, simulated.cluster.node_link
+    faster = replace(
+        cluster, within_node=_faster(cluster.within_node), node_link=None if node is None else _faster(node)
+    )
     if faster != simulated.cluster:
         new_s = simulate(simulated.program, simulated.stages, simulated.costs, faster).step_s
         found.append(Sensitivity(what="transfers", stage=-1, step_s=new_s, saved_s=step_s - new_s))
@@ -190,15 +170,6 @@ def _less(cost: StageCost, what: str) -> StageCost:
     return replace(cost, backward_s=whole, **{name: getattr(cost, name) - saved})
 
 
-def _faster_links(cluster: Cluster) -> Cluster:
-    def faster(link: Link) -> Link:
-        return replace(
-            link,
-            latency_s=link.latency_s * LESS,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / LESS,
-        )
-
-    node = cluster.node_link
-    return replace(
-        cluster, within_node=faster(cluster.within_node), node_link=None if node is None else faster(node)
-    )
+def _faster(link: Link) -> Link:
+    bandwidth = link.bandwidth_bytes_per_s / LESS
+    return replace(link, latency_s=link.latency_s * LESS, bandwidth_bytes_per_s=bandwidth)

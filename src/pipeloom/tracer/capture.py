@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
 from ..ir.errors import CaptureError
+from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
 from .export import export_program
@@ -42,13 +44,13 @@ def capture(
     microbatch_size: int,
     *,
     batch: Mapping[str, Tensor] | None = None,
-    autocast: torch.dtype | None = None,
+    autocast: Autocast | None = None,
     like: Captured | None = None,
 ) -> Captured:
     """Capture a job's model and loss for one micro-batch.
 
     batch: a micro-batch to take the shapes from; by default `job.batch(0, microbatch_size)`.
-    autocast: dtype of mixed precision, or None.
+    autocast: mixed precision, or None.
     like: an earlier capture of the same job, for a batch of other shapes: the model is not built again.
     A model that cannot be exported is captured as whole modules, with a warning that says why; so is one
     whose `Job.modules` says where to cut.
@@ -72,7 +74,7 @@ def _captured(
     job: Job,
     example: dict[str, Tensor],
     blueprint: Blueprint,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     like: Captured | None,
 ) -> Captured:
     if like is not None and like.cut is not None:
@@ -89,7 +91,7 @@ def _captured(
 
 
 def _exported(
-    job: Job, example: dict[str, Tensor], blueprint: Blueprint, autocast: torch.dtype | None
+    job: Job, example: dict[str, Tensor], blueprint: Blueprint, autocast: Autocast | None
 ) -> Captured:
     """The model by torch.export. Raises: CaptureError if that cannot be, or would lose something."""
     _refuse_backward_hooks(blueprint.model, job.name)
@@ -109,7 +111,8 @@ def _exported(
         if python_state() != before:
             raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
-    return captured_from_program(program, job, blueprint, list(example))
+    captured = captured_from_program(program, job, blueprint, list(example))
+    return replace(captured, autocast=autocast)
 
 
 def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
@@ -129,7 +132,7 @@ def _watched_export(
     blueprint: Blueprint,
     job: Job,
     example: dict[str, Tensor],
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     watch: AttributeWatch,
 ) -> ExportedProgram:
     module = ModelWithLoss(blueprint.model, job)
@@ -139,7 +142,7 @@ def _watched_export(
 
 
 def _capture_instead(
-    error: CaptureError, job: Job, batch: dict[str, Tensor], autocast: torch.dtype | None
+    error: CaptureError, job: Job, batch: dict[str, Tensor], autocast: Autocast | None
 ) -> Captured:
     """Capture as modules what export refused."""
     # A new one: export leaves traces in a model.
@@ -157,7 +160,7 @@ def _as_modules(
     batch: dict[str, Tensor],
     blueprint: Blueprint,
     reason: str,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     like: ModuleCut | None = None,
 ) -> Captured:
     graph, module_cut = cut_modules(job, batch, blueprint, reason=reason, autocast=autocast, like=like)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, fx
 
 from ..ir.graph import OpGraph
+from .autocast import Autocast
 from .blueprint import Blueprint
 from .random import one_thread_at_a_time
 
@@ -40,7 +40,7 @@ class Captured:
     updates: Mapping[str, str]
     blueprint: Blueprint
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    autocast: torch.dtype | None = None
+    autocast: Autocast | None = None
     cut: ModuleCut | None = None
     evaluation: Captured | None = None
     traced: dict[Hashable, object] = field(default_factory=dict)

@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..ir.errors import CutError
 from ..ir.flow import flow_of
 from ..ir.graph import Op, OpGraph
 from ..ir.stages import StageGraph, cut
+from .autocast import Autocast
 from .captured import Captured
 from .export import export_program
 from .job import Job
@@ -27,7 +27,7 @@ from .random import one_thread_at_a_time
 
 @one_thread_at_a_time
 def capture_evaluation(
-    job: Job, trained: Captured, batch: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
+    job: Job, trained: Captured, batch: Mapping[str, Tensor], *, autocast: Autocast | None = None
 ) -> Captured:
     """Capture a job's model in evaluation mode, for one micro-batch. Its buffer updates are left out.
 

@@ -24,8 +24,8 @@ from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from ..ir.errors import CaptureError
+from .autocast import Autocast, autocast_region
 from .modules.torch_functions import READS, function_name, sized_by_data
-from .tensors import autocast_region
 from .user_code import at, is_user_file, raised_at, user_line
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
@@ -162,12 +162,12 @@ _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def export_program(
-    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: torch.dtype | None = None
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None = None
 ) -> ExportedProgram:
     """Trace `module(batch)` on fake tensors.
 
-    autocast: dtype of mixed precision, or None. The program contains the casts: it runs without autocast,
-        on any device, and parts where the forward switches it off stay as they are.
+    autocast: mixed precision, or None. The program contains the casts, so it runs without autocast; parts
+        where the forward switches it off stay as they are.
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
     reads = ReadsNoted()
@@ -177,7 +177,7 @@ def export_program(
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             # The guards judge what a forward assigns; a GRU only assigns its own weights anew.
             warnings.filterwarnings("ignore", message="The tensor attribute.*assigned during export")
-            with autocast_region("cpu", autocast):
+            with autocast_region(autocast):
                 with what_export_loses_refused(name), reads, _new_tensors_removed(module):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)

@@ -145,19 +145,17 @@ class AttributeWatch:
                 self._used(module, name).read(_line())
             return object.__getattribute__(module, name)
 
-        def watched_setattr(module: nn.Module, name: str, value: Any) -> None:
-            if name not in _OF_EVERY_MODULE and self._is_watched(module):
-                self._used(module, name).write(_line())
-            set_attribute(module, name, value)
+        def watched(change: Callable[..., None]) -> Callable[..., None]:
+            def changes(module: nn.Module, name: str, *value: Any) -> None:
+                if name not in _OF_EVERY_MODULE and self._is_watched(module):
+                    self._used(module, name).write(_line())
+                change(module, name, *value)
 
-        def watched_delattr(module: nn.Module, name: str) -> None:
-            if name not in _OF_EVERY_MODULE and self._is_watched(module):
-                self._used(module, name).write(_line())
-            delete_attribute(module, name)
+            return changes
 
-        watched = {"__getattribute__": watched_getattribute, "__setattr__": watched_setattr}
-        for name, function in (watched | {"__delattr__": watched_delattr}).items():
-            type.__setattr__(nn.Module, name, function)
+        type.__setattr__(nn.Module, "__getattribute__", watched_getattribute)
+        type.__setattr__(nn.Module, "__setattr__", watched(set_attribute))
+        type.__setattr__(nn.Module, "__delattr__", watched(delete_attribute))
         try:
             yield
         finally:
@@ -384,13 +382,10 @@ def _slots(owner: Any) -> dict[str, Any]:
     return {
         name: vars(kind)[name]
         for kind in reversed(_classes(owner))
-        for name in _names(vars(kind).get("__slots__", ()))
+        for slots in [vars(kind).get("__slots__", ())]
+        for name in ([slots] if isinstance(slots, str) else slots)
         if name in vars(kind)
     }
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _fields(owner: Any) -> dict[str, Any]:
@@ -469,7 +464,7 @@ def parameter_hooks(model: nn.Module) -> tuple[Hook, ...]:
         Hook(owner=name, registered_by=by, where=definition_of(function))
         for name, tensor in named
         for table, by in _ON_PARAMETERS.items()
-        for function in _functions(tensor, table)
+        for function in (getattr(tensor, table, None) or {}).values()
     )
 
 
@@ -482,7 +477,7 @@ def backward_hooks(model: nn.Module) -> tuple[Hook, ...]:
             *((path, inner, _ON_MODULES) for path, inner in model.named_modules()),
         )
         for table, by in tables.items()
-        for function in _functions(holder, table)
+        for function in (getattr(holder, table, None) or {}).values()
     )
 
 
@@ -495,10 +490,6 @@ def refuse_parameter_hooks(hooks: tuple[Hook, ...], name: str) -> None:
             hint="let a torch.autograd.Function in the forward change the gradient, as in "
             "F.linear(x, Scaled.apply(self.weight)), or do it in the optimizer that Job.optimizer returns",
         )
-
-
-def _functions(holder: Any, table: str) -> Iterator[Callable[..., Any]]:
-    yield from (getattr(holder, table, None) or {}).values()
 
 
 HINT = (
@@ -578,14 +569,10 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
             ]
             for name in self._names(tensors_of(written)):
-                self.note(name)
+                self.changed.setdefault(name, user_line())
+                if self._between():
+                    self.changed_between.add(name)
         return func(*args, **kwargs)
-
-    def note(self, name: str) -> None:
-        """The line that runs changes a parameter."""
-        self.changed.setdefault(name, user_line())
-        if self._between():
-            self.changed_between.add(name)
 
     def refuse(self, readers: Mapping[str, int]) -> None:
         """Raises: CaptureError for a change that would not be the same as in one process.

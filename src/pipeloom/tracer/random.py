@@ -65,8 +65,10 @@ def seed_random(seed: int, call: str) -> None:
     """
     TRACING_LOCK.acquire()
     generators = [torch.default_generator]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    accelerator = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(accelerator) if accelerator else None
+    if module is not None and module.is_initialized():
+        generators.append(module.default_generators[module.current_device()])
     _before.append([(generator, generator.get_state()) for generator in generators])
     for generator in generators:
         generator.manual_seed(zlib.crc32(call.encode(), seed))

@@ -21,11 +21,6 @@ from torch.utils._pytree import tree_iter
 from ..ir.graph import Value
 
 
-def autocast_region(device: str, dtype: torch.dtype | None) -> torch.autocast:
-    """Mixed precision as the user asked for it; off when dtype is None."""
-    return torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, dicts and registered classes, in order."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

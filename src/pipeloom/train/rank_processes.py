@@ -93,12 +93,13 @@ class RankProcesses:
         Returns: None if each rank has to capture the model: it is cut between its modules.
         Raises: CaptureError if the model cannot be captured, or not in evaluation mode.
         """
+        from ..options import mixed_precision
         from ..tracer.capture import capture
         from ..tracer.evaluation import capture_evaluation
         from ..tracer.handover import hand_over, hand_over_evaluation
         from ..tracer.job_calls import sample_batch
 
-        autocast = autocast_of(config)
+        autocast = mixed_precision(autocast_of(config), config.pipeline.device)
         if captured is None:
             captured = capture(job, plan.microbatch_size, autocast=autocast)
         training = hand_over(captured)

@@ -188,7 +188,12 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     with console.status("capturing, profiling and planning"):
         model: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
-            captured = capture(workload.job, settings.microbatch_size, autocast=autocast_of(config))
+            captured = capture(
+                workload.job,
+                settings.microbatch_size,
+                autocast=autocast_of(config),
+                device=settings.device,
+            )
             profiled = profile(captured, device=settings.device, compile=settings.compile)
             model = {"captured": captured, "profiled": profiled}
         clips = settings.clips or bool(config.optimizer.clip_norm)

@@ -6,7 +6,7 @@ both of a pair, a counter per memory tier. Times are in microseconds, as the for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def _events(timeline: Timeline, first: int) -> list[dict[str, Any]]:
         for key, value in more.items():
             events.append({"ph": "M", "name": f"{part}_{key}", "pid": pid, "args": {key: value}, **tid})
 
-    def add_range(text: str, kind: str, one: Event, last: Event, args: dict[str, Any]) -> None:
+    def add_range(text: str, kind: str, one: Event, last: Event, args: Mapping[str, object]) -> None:
         events.append(
             {
                 "ph": "X",

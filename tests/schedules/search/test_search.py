@@ -12,16 +12,15 @@ from math import inf
 import numpy as np
 import pytest
 from random_problems import random_case, random_chain
-from search_shapes import problem
+from search_shapes import library_order, problem
 from small import alike, simulated
 
 from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.search.bounds import all_bounds, lower_bound
 from pipeloom.schedules.search.exact import Exact, solve, solve_period, solver_installed, whole_times
-from pipeloom.schedules.search.library import fitting, library_order
-from pipeloom.schedules.search.orders import OrderCandidate, one_by_one, timed
+from pipeloom.schedules.search.library import fitting
+from pipeloom.schedules.search.orders import OrderCandidate, all_bounds, lower_bound, one_by_one, timed
 from pipeloom.schedules.search.problem import SearchProblem
 from pipeloom.schedules.search.search import ENGINES, Progress, SearchOptions, SearchResult, search_orders
 
@@ -281,7 +280,7 @@ def test_one_period_by_the_solver(shape: str, cap: float, step_s: float) -> None
 @pytest.mark.parametrize(("period", "there"), [(7, False), (8, True)])
 def test_the_solver_is_told_what_a_period_holds(period: int, there: bool) -> None:
     """A V of two ranks with room for one micro-batch: no period is shorter than the way of one."""
-    found = solve_period(whole_times(problem("V", 2, 4, 1)), period=period * 8, hint=None, effort=1.0)
+    found = solve_period(whole_times(problem("V", 2, 4, 1)), period=period * 8, effort=1.0)
     assert (found is not None) == there
 
 

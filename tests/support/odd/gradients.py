@@ -107,7 +107,8 @@ class HookOnNode(Stack):
 class HookOnSeveral(Stack):
     def run(self, h: Tensor) -> Tensor:
         h = self.blocks[0](h)
-        torch.autograd.graph.register_multi_grad_hook((h,), lambda grads: None)
+        if h.requires_grad:
+            torch.autograd.graph.register_multi_grad_hook((h,), lambda grads: None)
         return self.blocks[2](self.blocks[1](h))
 
 

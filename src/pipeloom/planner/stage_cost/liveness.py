@@ -27,53 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.kernels import kernel
-from .tensors import ADDED, PASSED, STATE, Array, Indices, RaggedArray, Tensors
+from .tensors import ADDED, PASSED, STATE, Array, BackwardArrays, ForwardArrays, Indices, Tensors
 
 GIVEN = 0
 """The gradient tensor that is held elsewhere."""
-
-
-class ForwardArrays(NamedTuple):
-    """What the ops of a graph read, make and save in the forward, as kernels see it (see `Tensors`).
-
-    reads, makes, saves: storages of op p are `reads[reads_first[p] : reads_first[p + 1]]`, and so on.
-    extra, scratch: (ops,), bytes.  size: (storages,), bytes.  made, last: (storages,), positions of ops.
-    """
-
-    reads_first: Indices
-    reads: Indices
-    makes_first: Indices
-    makes: Indices
-    saves_first: Indices
-    saves: Indices
-    extra: Array
-    size: Array
-    made: Indices
-    last: Indices
-    scratch: Array
-
-
-class BackwardArrays(NamedTuple):
-    """The same of the backward, by values with a gradient.
-
-    outs: the op's outputs that have one.  gives: its inputs that have one.  passes: (gives,), see `NEW`.
-    grad_size: (gradients,), bytes.  grad_made, grad_last: (gradients,), positions of ops.
-    grad_scratch, begun: (ops,), bytes.  lets_go: (ops,), a storage, -1 for none.
-    one_kernel: (ops,), whether it makes all its gradients at once.
-    """
-
-    outs_first: Indices
-    outs: Indices
-    gives_first: Indices
-    gives: Indices
-    passes: Indices
-    grad_size: Array
-    grad_made: Indices
-    grad_last: Indices
-    grad_scratch: Array
-    begun: Array
-    lets_go: Indices
-    one_kernel: NDArray[np.bool_]
 
 
 IN_I, IN_W = 0, 1
@@ -106,14 +63,23 @@ class SplitBackward(NamedTuple):
     weight_grad: float
 
 
-class GradientArrays(NamedTuple):
-    """Room for which tensor holds which gradient. Tensors are numbered from 1; `GIVEN` is no new one.
+class SweepArrays(NamedTuple):
+    """A graph, and room for one sweep over a stage of it. Gradient tensors are numbered from 1, see `GIVEN`.
 
+    last_in, saver: (storages,), last reader and first saver in the stage, -1 for none.
+    levels: (5, ops), bytes alive, see `_in_forward` and `_in_backward`.
     current: (gradients,), the tensor that holds each, -1 for none.  giver: (gradients,), the last op of the
-    backward that makes a part of each, see `_moment`.  tensor_size: (tensors,), bytes.  holders: (tensors,),
-    how many gradients each holds.  given: (most inputs of an op,), the tensors that one op gives.
+    backward that makes a part of each, see `_moment`.
+    tensor_size, holders: (tensors,), bytes, and how many gradients each holds.
+    given: (most inputs of an op,), the tensors that one op gives.
     """
 
+    forward: ForwardArrays
+    backward: BackwardArrays
+    phases: PhaseArrays
+    last_in: Indices
+    saver: Indices
+    levels: Array
     current: Indices
     giver: Indices
     tensor_size: Array
@@ -121,31 +87,14 @@ class GradientArrays(NamedTuple):
     given: Indices
 
 
-class SweepArrays(NamedTuple):
-    """Room for one sweep, and what it leaves.
-
-    last_in, saver: (storages,), last reader and first saver in the stage, -1 for none.
-    levels: (5, ops), bytes alive, see `_in_forward` and `_in_backward`.
-    """
-
-    last_in: Indices
-    saver: Indices
-    levels: Array
-    gradients: GradientArrays
-
-
 @kernel
-def _owners(
-    start: int, end: int, forward: ForwardArrays, last_in: Indices, saver: Indices
-) -> tuple[float, float]:
+def _owners(start: int, end: int, work: SweepArrays) -> tuple[float, float]:
     """Find the last reader and the first saver of each storage in the stage, -1 for none.
 
     Returns: (residual bytes, bytes of what the stage has before its first op: that of cheap ops).
     """
-    reads_first, reads = forward.reads_first, forward.reads
-    makes_first, makes = forward.makes_first, forward.makes
-    saves_first, saves, extra, size = forward.saves_first, forward.saves, forward.extra, forward.size
-    made = forward.made
+    last_in, saver = work.last_in, work.saver
+    (reads_first, reads), (makes_first, makes), (saves_first, saves), extra, size, made, _, _ = work.forward
     for p in range(start, end):
         for k in range(reads_first[p], reads_first[p + 1]):
             last_in[reads[k]] = -1
@@ -177,13 +126,10 @@ def _owners(
 
 
 @kernel
-def _in_forward(start: int, end: int, forward: ForwardArrays, work: SweepArrays, level: float) -> float:
+def _in_forward(start: int, end: int, work: SweepArrays, level: float) -> float:
     """The most that is alive, from `level` on; in `levels[0]` that in each op."""
-    last_in, saver, levels, _ = work
-    reads_first, reads = forward.reads_first, forward.reads
-    makes_first, makes = forward.makes_first, forward.makes
-    extra, size, made, last = forward.extra, forward.size, forward.made, forward.last
-    scratch = forward.scratch
+    last_in, saver, levels = work.last_in, work.saver, work.levels
+    (reads_first, reads), (makes_first, makes), _, extra, size, made, last, scratch = work.forward
     most = level
     for p in range(start, end):
         for k in range(makes_first[p], makes_first[p + 1]):
@@ -219,13 +165,10 @@ def _moment(p: int, phase: int, ops: int) -> int:
 
 
 @kernel
-def _last_givers(
-    start: int, end: int, begin: int, backward: BackwardArrays, phases: PhaseArrays, work: SweepArrays
-) -> None:
+def _last_givers(start: int, end: int, begin: int, work: SweepArrays) -> None:
     """Which gradients are given from outside, and the last op that makes a part of each. begin: a phase."""
-    outs_first, outs = backward.outs_first, backward.outs
-    gives_first, gives = backward.gives_first, backward.gives
-    current, giver, ops = work.gradients.current, work.gradients.giver, work.levels.shape[1]
+    backward, phases, current, giver = work.backward, work.phases, work.current, work.giver
+    (outs_first, outs), (gives_first, gives), ops = backward.outs, backward.gives, work.levels.shape[1]
     for phase in range(begin, IN_W + 1):
         for p in range(end - 1, start - 1, -1):
             for k in range(gives_first[p], gives_first[p + 1]):
@@ -238,36 +181,19 @@ def _last_givers(
 
 
 @kernel
-def _arriving(p: int, backward: BackwardArrays, current: Indices) -> int:
-    """The tensor with the gradient of op p's outputs, -1 if none arrives."""
-    passed = -1
-    for k in range(backward.outs_first[p], backward.outs_first[p + 1]):
-        if passed < 0:
-            passed = current[backward.outs[k]]
-    return passed
-
-
-@kernel
-def _give(
-    p: int,
-    now: int,
-    passed: int,
-    tensors: int,
-    backward: BackwardArrays,
-    phases: PhaseArrays,
-    work: SweepArrays,
-) -> tuple[int, float]:
+def _give(p: int, now: int, passed: int, tensors: int, work: SweepArrays) -> tuple[int, float]:
     """Write which tensor holds the gradient that op p gives each input now: what it is passed, or new ones.
 
     tensors: the first free number.  Returns: the next free one, and the bytes of those that are new.
     """
-    gives_first, gives = backward.gives_first, backward.gives
+    backward, (gives_first, gives) = work.backward, work.backward.gives
     passes, grad_size = backward.passes, backward.grad_size
-    current, giver, tensor_size, holders, given = work.gradients
+    of_grad, current, giver = work.phases.of_grad, work.current, work.giver
+    tensor_size, holders, given = work.tensor_size, work.holders, work.given
     moment, first, made = _moment(p, now, work.levels.shape[1]), gives_first[p], 0.0
     for k in range(first, gives_first[p + 1]):
         g = gives[k]
-        if phases.of_grad[k] != now:
+        if of_grad[k] != now:
             continue
         if passes[k] == PASSED:
             given[k - first] = passed
@@ -284,52 +210,50 @@ def _give(
 
 
 @kernel
-def _let_go_of_outputs(
-    p: int, now: int, passed: int, backward: BackwardArrays, phases: PhaseArrays, work: SweepArrays
-) -> float:
+def _let_go_of_outputs(p: int, now: int, passed: int, work: SweepArrays) -> float:
     """Bytes of the gradients of op p's outputs that are free after it; an I whose W comes later keeps what it
     was passed."""
-    current, _, tensor_size, holders, _ = work.gradients
+    phases, (outs_first, outs) = work.phases, work.backward.outs
     if phases.handed[p] >= 0:
-        return _dropped(passed, holders, tensor_size)
+        return _dropped(passed, work.holders, work.tensor_size)
     freed = 0.0
-    for k in range(backward.outs_first[p], backward.outs_first[p + 1]):
-        tensor = current[backward.outs[k]]
+    for k in range(outs_first[p], outs_first[p + 1]):
+        tensor = work.current[outs[k]]
         if tensor >= 0 and now < phases.ends[p] and phases.handed[p] < 0:
             phases.handed[p] = tensor
         else:
-            freed += _dropped(tensor, holders, tensor_size)
+            freed += _dropped(tensor, work.holders, work.tensor_size)
     return freed
 
 
 @kernel
 def _in_backward(
-    start: int,
-    end: int,
-    now: int,
-    forward: ForwardArrays,
-    backward: BackwardArrays,
-    phases: PhaseArrays,
-    work: SweepArrays,
-    level: float,
-    tensors: int,
+    start: int, end: int, now: int, work: SweepArrays, level: float, tensors: int
 ) -> tuple[float, float, int]:
     """One phase of the backward, from a level on. Returns the most that is alive, the level after it, and the
     next free number of a tensor.
 
+        levels  1          2                    3
+        op p    | begin -- residuals go -- gradients are added up |        (4: as 2, if nothing goes early)
+
     `levels` gets what is alive before each op (1), the most from there until residuals go (2), and after (3);
     and (4) the most until then if the op lets go of nothing early.
     """
-    saves_first, saves, extra, size = forward.saves_first, forward.saves, forward.extra, forward.size
-    gives_first, gives = backward.gives_first, backward.gives
+    _, _, (saves_first, saves), extra, size, _, _, _ = work.forward
+    backward = work.backward
+    (outs_first, outs), (gives_first, gives) = backward.outs, backward.gives
     grad_size, grad_made = backward.grad_size, backward.grad_made
     grad_scratch, begun, lets_go = backward.grad_scratch, backward.begun, backward.lets_go
-    of_grad, releases, ends, handed = phases
-    _, saver, levels, (current, giver, tensor_size, holders, given) = work
+    of_grad, releases, ends, handed = work.phases
+    saver, levels, current, giver = work.saver, work.levels, work.current, work.giver
+    tensor_size, holders, given = work.tensor_size, work.holders, work.given
     most = level
     for p in range(end - 1, start - 1, -1):
         moment, first, behind = _moment(p, now, levels.shape[1]), gives_first[p], gives_first[p + 1]
-        passed = handed[p] if handed[p] >= 0 else _arriving(p, backward, current)
+        passed = handed[p]
+        for k in range(outs_first[p], outs_first[p + 1]):
+            if passed < 0:
+                passed = current[outs[k]]
         count = 0
         for k in range(first, behind):
             count += 1 if of_grad[k] == now else 0
@@ -340,7 +264,7 @@ def _in_backward(
         levels[4, p] = level
         if learns:
             early = level + (begun[p] if whole else 0.0)
-            tensors, made = _give(p, now, passed, tensors, backward, phases, work)
+            tensors, made = _give(p, now, passed, tensors, work)
             level += made
             scratch = grad_scratch[p] if whole else 0.0
             levels[4, p] = max(early, level + scratch)
@@ -348,7 +272,7 @@ def _in_backward(
             if whole and lets_go[p] >= 0 and saver[lets_go[p]] == p:
                 gone = size[lets_go[p]]
             levels[2, p] = max(early, level + scratch - gone)
-            level -= _let_go_of_outputs(p, now, passed, backward, phases, work)
+            level -= _let_go_of_outputs(p, now, passed, work)
         if ends[p] == now:
             level -= extra[p]
         for k in range(saves_first[p], saves_first[p + 1]):
@@ -387,19 +311,11 @@ def _in_backward(
 
 
 @kernel
-def _divide(
-    start: int,
-    end: int,
-    forward: ForwardArrays,
-    backward: BackwardArrays,
-    phases: PhaseArrays,
-    reached: NDArray[np.bool_],
-) -> None:
+def _divide(start: int, end: int, work: SweepArrays, reached: NDArray[np.bool_]) -> None:
     """Write what I makes, and what W. reached: becomes the values that depend on what the stage receives."""
-    saves_first, saves = forward.saves_first, forward.saves
-    outs_first, outs = backward.outs_first, backward.outs
-    gives_first, gives, grad_made = backward.gives_first, backward.gives, backward.grad_made
-    of_grad, releases, ends, handed = phases
+    backward, (saves_first, saves) = work.backward, work.forward.saves
+    (outs_first, outs), (gives_first, gives), grad_made = backward.outs, backward.gives, backward.grad_made
+    of_grad, releases, ends, handed = work.phases
     for p in range(start, end):
         for k in range(gives_first[p], gives_first[p + 1]):
             made = grad_made[gives[k]]
@@ -430,105 +346,74 @@ def _divide(
 
 @kernel
 def _split_sweep(
-    start: int,
-    end: int,
-    forward: ForwardArrays,
-    backward: BackwardArrays,
-    phases: PhaseArrays,
-    work: SweepArrays,
-    reached: NDArray[np.bool_],
+    start: int, end: int, work: SweepArrays, reached: NDArray[np.bool_]
 ) -> tuple[float, float, float]:
     """I and W of a stage, see `SplitBackward`. What I made for the stage in front is sent before W."""
-    current, _, tensor_size, holders, _ = work.gradients
-    gives, grad_made = backward.gives, backward.grad_made
-    residual, _ = _owners(start, end, forward, work.last_in, work.saver)
-    _divide(start, end, forward, backward, phases, reached)
-    _last_givers(start, end, IN_I, backward, phases, work)
-    most, level, tensors = _in_backward(
-        start, end, IN_I, forward, backward, phases, work, residual, GIVEN + 1
-    )
-    for k in range(backward.gives_first[start], backward.gives_first[end]):
+    current, (gives_first, gives), grad_made = work.current, work.backward.gives, work.backward.grad_made
+    residual, _ = _owners(start, end, work)
+    _divide(start, end, work, reached)
+    _last_givers(start, end, IN_I, work)
+    most, level, tensors = _in_backward(start, end, IN_I, work, residual, GIVEN + 1)
+    for k in range(gives_first[start], gives_first[end]):
         g = gives[k]
         if grad_made[g] >= 0 and not start <= grad_made[g] < end and current[g] >= 0:
-            level -= _dropped(current[g], holders, tensor_size)
+            level -= _dropped(current[g], work.holders, work.tensor_size)
             current[g] = -1
-    last, _, _ = _in_backward(start, end, IN_W, forward, backward, phases, work, level, tensors)
+    last, _, _ = _in_backward(start, end, IN_W, work, level, tensors)
     return level, most - residual, last - level
 
 
 @kernel
-def _sweeps(
-    start: int,
-    ends: Indices,
-    forward: ForwardArrays,
-    backward: BackwardArrays,
-    whole: PhaseArrays,
-    work: SweepArrays,
-    found: Array,
-) -> None:
+def _sweeps(start: int, ends: Indices, work: SweepArrays, found: Array) -> None:
     """One sweep per end; `found` gets a column of three figures for each."""
-    last_in, saver, _, _ = work
     for index in range(len(ends)):
         end = ends[index]
-        residual, before = _owners(start, end, forward, last_in, saver)
+        residual, before = _owners(start, end, work)
         found[0, index] = residual
-        found[1, index] = _in_forward(start, end, forward, work, before)
-        _last_givers(start, end, IN_W, backward, whole, work)
-        found[2, index], _, _ = _in_backward(
-            start, end, IN_W, forward, backward, whole, work, residual, GIVEN + 1
-        )
+        found[1, index] = _in_forward(start, end, work, before)
+        _last_givers(start, end, IN_W, work)
+        found[2, index], _, _ = _in_backward(start, end, IN_W, work, residual, GIVEN + 1)
 
 
 class LivenessSweep:
     """Sweeps over stages of one graph. Time of each grows with the tensors that its ops touch."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-        t = tensors
-        self.forward = ForwardArrays(*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
-        self._backward = BackwardArrays(
-            *t.makes_grads,
-            *t.gives,
-            t.passes,
-            t.grad_size,
-            t.grad_made,
-            t.grad_last,
-            t.grad_scratch,
-            t.first,
-            t.lets_go,
-            t.one_kernel,
+        self.tensors, (f, b) = tensors, (tensors.forward, tensors.backward)
+        ops, storages, gives, grads = len(f.extra), len(f.size), len(b.passes), len(b.grad_size)
+        whole = PhaseArrays(
+            of_grad=np.full(gives, IN_W),
+            releases=np.full(storages, IN_W),
+            ends=np.full(ops, IN_W),
+            handed=np.full(ops, -1),
         )
-        gives, storages = len(t.passes), len(t.size)
-        self._whole = PhaseArrays(
-            np.full(gives, IN_W), np.full(storages, IN_W), np.full(len(t), IN_W), np.full(len(t), -1)
-        )
-        grads = 2 * len(t.passes) + 2
-        self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
-        self.levels = np.zeros((5, len(t)))
-        self._grads = GradientArrays(
-            np.zeros(len(t.grad_size), np.int64),
-            np.zeros(len(t.grad_size), np.int64),
-            np.zeros(grads),
-            np.zeros(grads, np.int64),
-            np.zeros(len(t.passes) + 1, np.int64),
+        self.work = SweepArrays(
+            f,
+            b,
+            whole,
+            last_in=np.zeros(storages, np.int64),
+            saver=np.zeros(storages, np.int64),
+            levels=np.zeros((5, ops)),
+            current=np.zeros(grads, np.int64),
+            giver=np.zeros(grads, np.int64),
+            tensor_size=np.zeros(2 * gives + 2),
+            holders=np.zeros(2 * gives + 2, np.int64),
+            given=np.zeros(gives + 1, np.int64),
         )
 
     def of_intervals(self, start: int, ends: Indices) -> Array:
         """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""
         found = np.zeros((3, len(ends)))
-        work = SweepArrays(self.last_in, self.saver, self.levels, self._grads)
         sweep = _sweeps.form(int((ends - start).sum()))
-        sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, self._whole, work, found)
+        sweep(start, np.asarray(ends, dtype=np.int64), self.work, found)
         return found
 
     def split_backward(self, positions: Sequence[int]) -> SplitBackward:
         """What I and W of any set of ops (ascending) hold."""
         sweep, start, end = self.apart(positions)
-        phases = PhaseArrays(*(np.zeros_like(column) for column in sweep._whole))
-        reached = np.zeros(len(sweep._grads.current), np.bool_)
-        work = SweepArrays(sweep.last_in, sweep.saver, sweep.levels, sweep._grads)
-        walk = _split_sweep.form(end - start)
-        return SplitBackward(*walk(start, end, sweep.forward, sweep._backward, phases, work, reached))
+        work = sweep.work._replace(phases=PhaseArrays(*map(np.zeros_like, sweep.work.phases)))
+        reached = np.zeros(len(work.current), np.bool_)
+        return SplitBackward(*_split_sweep.form(end - start)(start, end, work, reached))
 
     def of_stage(self, positions: Sequence[int]) -> tuple[float, float, float]:
         """The same three figures of any set of ops (ascending)."""
@@ -542,40 +427,26 @@ class LivenessSweep:
             return self, start, end
         return LivenessSweep(self.tensors.in_front(positions)), 0, len(positions)
 
-    def moments(self, start: int, end: int) -> tuple[Indices, Indices, Array]:
-        """Of each storage that [start, end) touches the last reader and the first saver in it, -1 for none;
-        and what is alive in each op: in its forward, before its backward, until its backward is done with
-        residuals, and after. All good until the next call."""
-        self.of_intervals(start, np.array([end]))
-        return self.last_in, self.saver, self.levels
-
     @cached_property
     def bounds(self) -> Array:
         """Per op the most that can be alive around it in any stage, without residuals and messages: in the
         forward, in the backward."""
-        t = self.tensors
-        change = np.zeros((2, len(t) + 1))
-        saved = t.saves.items[t.made[t.saves.items] >= 0]  # others may be saved in another stage only
-        unsaved = np.setdiff1d(np.arange(len(t.size)), saved)
-        first = _first_of(t.gives, np.where(t.grad_made >= 0, t.grad_made, len(t)))
-        most = len(t) - 1
+        f, b = self.tensors.forward, self.tensors.backward
+        ops = len(f.extra)
+        change = np.zeros((2, ops + 1))
+        saved = f.saves.items[f.made[f.saves.items] >= 0]  # others may be saved in another stage only
+        unsaved = np.setdiff1d(np.arange(len(f.size)), saved)
+        op = np.repeat(np.arange(ops), np.diff(b.gives.first))
+        first = np.where(b.grad_made >= 0, b.grad_made, ops)
+        np.minimum.at(first, b.gives.items, op)
         spans = (
-            (0, np.maximum(t.made, 0)[unsaved], np.clip(t.last, t.made, most)[unsaved], t.size[unsaved]),
-            (1, first, np.minimum(t.grad_last, most), t.grad_size),
+            (0, np.maximum(f.made, 0)[unsaved], np.clip(f.last, f.made, ops - 1)[unsaved], f.size[unsaved]),
+            (1, first, np.minimum(b.grad_last, ops - 1), b.grad_size),
         )
         for row, begin, last, size in spans:
             alive = last >= begin
             np.add.at(change[row], begin[alive], size[alive])
             np.add.at(change[row], last[alive] + 1, -size[alive])
-        besides = np.stack([t.scratch, np.maximum(t.first, t.grad_scratch)])
-        found = np.cumsum(change, axis=1)[:, :-1] + besides
-        op = np.repeat(np.arange(len(t)), np.diff(t.gives.first))
-        np.add.at(found[1], op, 2 * t.grad_size[t.gives.items])
+        found = np.cumsum(change, axis=1)[:, :-1] + np.stack([f.scratch, np.maximum(b.begun, b.grad_scratch)])
+        np.add.at(found[1], op, 2 * b.grad_size[b.gives.items])
         return np.asarray(found)
-
-
-def _first_of(lists: RaggedArray, first: Indices) -> Indices:
-    """Of each item the lowest row that lists it, or `first` if that is lower."""
-    found = first.copy()
-    np.minimum.at(found, lists.items, np.repeat(np.arange(len(lists.first) - 1), np.diff(lists.first)))
-    return found

@@ -53,8 +53,8 @@ class GraphTables:
     """What depends on a graph, its profiles and the order of ops alone: cost models for other devices and
     options share it.
 
-    distinct: profiles; bytes are read from the first.  order: see `CostModel`.  forward: the same with the
-    ops in the order in which a stage runs them, if there is one already.
+    distinct: profiles; bytes are read from the first.  order: see `CostModel`.  forward: `in_forward_order`,
+    if there is one already.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class GraphTables:
 
     @cached_property
     def in_forward_order(self) -> GraphTables:
-        """The same with the ops in the order in which a stage runs them."""
         if not self.readers.order:
             return self
         return GraphTables(self.graph, self.distinct) if self._forward is None else self._forward
@@ -200,23 +199,23 @@ class CostModel:
 
     @property
     def prefix_s(self) -> Array:
-        """Compute seconds of the first p ops, clones not counted: (distinct profiles, ops + 1)."""
         return self.tables.prefix_s
 
     @property
     def forward_s(self) -> Array:
-        """Seconds of each op's forward: (distinct profiles, ops)."""
         return self.tables.forward_s
 
     @property
     def cheap_s(self) -> Array:
-        """Seconds in which cheap ops make each storage (see tensors.py): (distinct profiles, storages)."""
         return self.tables.cheap_s
 
     @property
     def crossing_bytes(self) -> Array:
-        """Bytes of the values that cross a cut in front of op p, for p = 0 .. number of ops."""
         return self.tables.crossing_bytes
+
+    @property
+    def cut_points(self) -> Indices:
+        return self.readers.cut_points
 
     def split_backward(self, positions: Sequence[int]) -> SplitBackward:
         """What I and W of a stage of these ops (ascending) hold, with everything kept; remembered."""
@@ -226,8 +225,6 @@ class CostModel:
         if key not in known:
             known[key] = self.sweep.split_backward(key)
         return known[key]
-
-    # --- any stage --------------------------------------------------------------------------------
 
     def positions(self, stages: StageGraph, index: int) -> list[int]:
         """Of the stage's ops, ascending; cheap ones have none."""
@@ -284,9 +281,8 @@ class CostModel:
     @cached_property
     def batch_bytes(self) -> int:
         """The inputs of all micro-batches of the steps that are under way at once."""
-        return (
-            sum(value.bytes for value in self.graph.inputs) * self.options.microbatches * self.options.batches
-        )
+        options = self.options
+        return sum(value.bytes for value in self.graph.inputs) * options.microbatches * options.batches
 
     def turn_s(self, stages: StageGraph, index: int) -> float:
         """Seconds that one micro-batch occupies a stage of any cut."""
@@ -294,10 +290,7 @@ class CostModel:
         return self.turn_of(self.stage_footprint(stages, index), compute_s, index)
 
     def turn_of(self, footprint: Footprint[float], compute_s: float, rank: int) -> float:
-        """The same for a stage of known footprint and computing time."""
         return float(self._turn_s(footprint, np.array([compute_s]), np.array([rank]))[0, 0])
-
-    # --- intervals of ops -------------------------------------------------------------------------
 
     def row(self, start: int, ends: Indices, *, exact: bool = True) -> tuple[Footprint[Array], Array]:
         """Footprints and compute times of the intervals [start, end), for ascending ends.
@@ -342,11 +335,6 @@ class CostModel:
         """Seconds in transfers over the left edge of each interval on each rank: (ranks, intervals)."""
         f = footprint
         return self._edge_s(f.received, ranks, -1, 0) + self._edge_s(f.received_grads, ranks, 0, -1)
-
-    @property
-    def cut_points(self) -> Indices:
-        """See `Readers.cut_points`."""
-        return self.readers.cut_points
 
     def _turn_s(self, f: Footprint[Any], compute: Array, ranks: Indices) -> Array:
         forward = self._edge_s(f.received, ranks, -1, 0)

@@ -22,7 +22,7 @@ action of its own, has a third moment between the two, and holds R in addition f
 backward.
 
 The search for treatments weighs many choices for one stage. It asks `recompute_liveness.peak_of` for the same
-peak, less what is static, from the `PeakTerms` made here.
+peak, less what is static, from the `peak_sums` made here.
 
 Times are in `model.py`.
 """
@@ -143,22 +143,6 @@ class Moment(NamedTuple):
         return self.residuals + self.boundary + self.transient
 
 
-class PeakTerms(NamedTuple):
-    """What the peak of a stage depends on besides its levels (see `recompute_liveness.peak_of`).
-
-    residuals: bytes of all residuals of one micro-batch.
-    boundary: bytes of messages that the sweep does not count: in the forward, in the backward.
-    messages: bytes of messages that it counts: what is sent at the end of the forward, and of the backward.
-    others_kept, others_offloaded: how many other micro-batches have kept, and offloaded, residuals there.
-    """
-
-    residuals: float
-    boundary: tuple[float, float]
-    messages: tuple[float, float]
-    others_kept: float
-    others_offloaded: float
-
-
 def predict_peak_memory(
     footprint: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
 ) -> dict[str, Bytes]:
@@ -182,13 +166,11 @@ def predict_peak_memory(
 def peak_bytes(
     footprint: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
 ) -> Bytes:
-    """The same in total."""
     parts = predict_peak_memory(footprint, options, in_flight, ahead)
     return sum(parts.values(), start=0.0)
 
 
 def static_memory(footprint: Footprint[Any], options: CostOptions, in_flight: Count) -> dict[str, Bytes]:
-    """Bytes that are there for the whole step, by kind."""
     return {
         "parameters": footprint.parameters * WEIGHT_POLICIES[options.weights].copies(in_flight),
         "gradients": footprint.trainable * options.gradient_sets,
@@ -243,14 +225,13 @@ def boundary_bytes(f: Footprint[Any], options: CostOptions, in_flight: Count) ->
     )
 
 
-def peak_terms(footprint: Footprint[float], options: CostOptions, in_flight: int) -> PeakTerms:
-    """Those of a stage of which everything is kept so far."""
+def peak_sums(footprint: Footprint[float], options: CostOptions, in_flight: int) -> Array:
+    """What the peak of a stage depends on besides its levels, nothing treated so far.
+
+    Entries: see `recompute_liveness.HELD`.
+    """
     forward, backward = boundary_bytes(footprint, options, in_flight)
     sent, returned = float(footprint.whole), float(footprint.received_grads)
-    return PeakTerms(
-        residuals=float(footprint.residuals),
-        boundary=(float(forward) - sent, float(backward) - returned),
-        messages=(sent, returned),
-        others_kept=float(in_flight - 1),
-        others_offloaded=float(min(in_flight, options.offloaded_at_once) - 1),
-    )
+    others = in_flight - 1, min(in_flight, options.offloaded_at_once) - 1
+    edges = float(forward) - sent, float(backward) - returned
+    return np.array([float(footprint.residuals), 0.0, 0.0, *edges, sent, returned, *others], dtype=np.float64)

@@ -5,6 +5,10 @@ the forward's order, and in front of it what the chain needs and is not there. E
 makes lives until its last reader in the backward, be that a backward or a later chain. For that a residual
 that is kept, too, may have to stay longer than until the backward of its first saver.
 
+    forward     a   b   c   d              residuals of a and d are kept, those of b and c are dropped
+    backward    d'  b c  c'  b'  a'        b and c run again in front of c', the first that reads one of them;
+                                           what b makes then stays for b'
+
 With q micro-batches in flight, c = min(q, 3) of which have offloaded bytes on the device, of K bytes that
 are kept and O that are offloaded:
 
@@ -25,21 +29,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.kernels import kernel
-from .liveness import ForwardArrays, LivenessSweep
-from .peak_memory import PeakTerms
-from .tensors import Array, Indices, RaggedArray
+from ...ir.memory_policy import Treatment
+from .liveness import LivenessSweep
+from .tensors import Array, ForwardArrays, Indices, RaggedArray
 
 LONGEST = 64
 """Ops of a chain; what would take more is kept or offloaded."""
 
 KEEP, RECOMPUTE, OFFLOAD = 0, 1, 2
 """What becomes of a residual: entries of a choice."""
+
+NAMES: tuple[Treatment, ...] = get_args(Treatment)
+"""Of these, in the same order."""
 
 _FREE, _NEEDS_INPUT, _STUCK = 0, 1, 2
 
@@ -54,7 +61,7 @@ def _chains(
     marks: tuple[Indices, Indices],
 ) -> int:
     """Write the chain of each residual, and whether it can be made again. Returns the length of all."""
-    reads_first, reads, made = forward.reads_first, forward.reads, forward.made
+    (reads_first, reads), made = forward.reads, forward.made
     saver, fixed = owned
     wanted, state, first, ops = found
     seen, pending = marks
@@ -97,9 +104,7 @@ def _most_again(ops: Indices, forward: ForwardArrays, again: NDArray[np.bool_], 
 
     again: whether a storage is one of those.  until: room for the last of the ops that reads a storage.
     """
-    reads_first, reads = forward.reads_first, forward.reads
-    makes_first, makes = forward.makes_first, forward.makes
-    extra, size, scratch = forward.extra, forward.size, forward.scratch
+    (reads_first, reads), (makes_first, makes), _, extra, size, _, _, scratch = forward
     for p in ops:
         for k in range(makes_first[p], makes_first[p + 1]):
             until[makes[k]] = -1
@@ -183,26 +188,26 @@ def find_residuals(
     seconds: of the forward of each op of the interval.  besides: of each storage, those of cheap ops that
     make it.  inputs_kept: the stage keeps what it received for its backward.
     """
-    tensors = sweep.tensors
-    _, saver, _ = sweep.moments(start, end)
-    saves = tensors.saves
+    tensors, forward, saver = sweep.tensors, sweep.tensors.forward, sweep.work.saver
+    sweep.of_intervals(start, np.array([end]))
+    saves = forward.saves
     touched = np.unique(saves.items[saves.first[start] : saves.first[end]])
     own = [s for s in touched.tolist() if saver[s] >= 0 and tensors.residuals[s]]
     wanted = np.array(own, dtype=np.int64)
     state, first = np.zeros(len(own), np.int64), np.zeros(len(own) + 1, np.int64)
     ops = np.zeros(LONGEST * len(own) + 1, np.int64)
-    marks = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
+    marks = np.full(len(tensors.fixed), -1, np.int64), np.zeros(len(tensors.fixed), np.int64)
     count = _chains.form(end - start)(
-        start, end, sweep.forward, (saver, tensors.fixed), (wanted, state, first, ops), marks
+        start, end, forward, (saver, tensors.fixed), (wanted, state, first, ops), marks
     )
-    top = np.zeros(len(tensors.size), np.int64)
+    top = np.zeros(len(forward.size), np.int64)
     top[saves.items[saves.first[start] : saves.first[end]]] = np.repeat(
         np.arange(end - start), np.diff(saves.first[start : end + 1])
     )
     return Residuals(
         names=tuple(tensors.residuals[s] for s in own),
         storage=wanted,
-        size=tensors.size[wanted],
+        size=forward.size[wanted],
         chain=RaggedArray(first, ops[:count] - start),
         seconds=seconds,
         besides=besides[wanted],
@@ -214,18 +219,18 @@ def find_residuals(
 
 def recompute_ahead_bytes(liveness: RecomputeLiveness, choice: Indices) -> float:
     """The most that running all chains at once needs besides what they are run for."""
-    sweep, residuals = liveness.sweep, liveness.residuals
-    again = np.zeros(len(sweep.tensors.size), dtype=np.bool_)
+    forward, residuals = liveness.sweep.tensors.forward, liveness.residuals
+    again = np.zeros(len(forward.size), dtype=np.bool_)
     again[residuals.storage[choice == RECOMPUTE]] = True
     ops = residuals.chosen_ops(choice) + liveness.start
     room = np.zeros(len(again), np.int64)
-    return float(_most_again.form(len(ops))(ops, sweep.forward, again, room))
+    return float(_most_again.form(len(ops))(ops, forward, again, room))
 
 
-def encode_treatments(residuals: Residuals, treatments: Mapping[str, str]) -> Indices:
+def encode_treatments(residuals: Residuals, treatments: Mapping[str, Treatment]) -> Indices:
     """A choice from treatments by name. Names of other stages are passed over."""
-    number = {"keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
-    return np.array([number[treatments.get(n, "keep")] for n in residuals.names], dtype=np.int64)
+    chosen = (treatments.get(name, "keep") for name in residuals.names)
+    return np.array([NAMES.index(treatment) for treatment in chosen], dtype=np.int64)
 
 
 class StageArrays(NamedTuple):
@@ -267,9 +272,7 @@ many other micro-batches hold what is kept, and what is offloaded."""
 def _first_needs(stage: StageArrays) -> None:
     """Find where ops run again, and what they read when."""
     start, end, forward, marks, _, ahead = stage
-    reads_first, reads = forward.reads_first, forward.reads
-    saves_first, saves = forward.saves_first, forward.saves
-    made = forward.made
+    (reads_first, reads), _, (saves_first, saves), _, _, made, _, _ = forward
     for p in range(start, end):
         marks[AT, p] = -1
         marks[HEAD, p] = -1
@@ -335,9 +338,7 @@ def _run_again(c: int, p: int, level: float, stage: StageArrays) -> tuple[float,
     level: that before it, as a difference to everything kept.  Returns that in it, and that after it.
     """
     start, end, forward, marks, _, _ = stage
-    reads_first, reads = forward.reads_first, forward.reads
-    makes_first, makes = forward.makes_first, forward.makes
-    extra, size, made, scratch = forward.extra, forward.size, forward.made, forward.scratch
+    (reads_first, reads), (makes_first, makes), _, extra, size, made, _, scratch = forward
     for k in range(reads_first[c], reads_first[c + 1]):
         s = reads[k]
         if made[s] < 0 and marks[THERE, s] < 0 and (marks[SAVER, s] < 0 or marks[DROPPED, s] > 0):
@@ -365,7 +366,7 @@ def _backward_levels(stage: StageArrays) -> None:
     """What is dropped is there from when it is made until the backward of its first saver, or longer; and all
     the time where it is restored ahead."""
     start, end, forward, marks, levels, ahead = stage
-    saves_first, saves, size, made = forward.saves_first, forward.saves, forward.size, forward.made
+    (saves_first, saves), size, made = forward.saves, forward.size, forward.made
     level = 0.0
     for k in range(marks[TOUCHED, -1] if ahead == 0 else 0):
         s = marks[TOUCHED, k]
@@ -430,7 +431,7 @@ def peak_of(stage: StageArrays, sums: Array) -> float:
 class RecomputeLiveness:
     """The moments of one stage, for any choice of treatments of its residuals.
 
-    terms: what the stage's peak depends on besides.
+    kept_sums: with nothing treated, see `HELD`.
     ahead: all that is dropped is restored in front of the backward; the scratch of that is left out.
     """
 
@@ -438,44 +439,34 @@ class RecomputeLiveness:
     start: int
     end: int
     residuals: Residuals
-    terms: PeakTerms
+    kept_sums: Array
     ahead: bool = False
 
     @cached_property
     def stage(self) -> StageArrays:
-        """The stage as kernels see it: its start and end, what it does forward, marks, levels, ahead."""
-        last_in, saver, levels = self.sweep.moments(self.start, self.end)
-        ops, storages = len(self.sweep.tensors), len(last_in)
+        forward, work = self.sweep.tensors.forward, self.sweep.work
+        self.sweep.of_intervals(self.start, np.array([self.end]))
+        ops, storages, ends = len(forward.extra), len(forward.size), [self.start, self.end]
+        spans = ((rows.items, rows.first[ends]) for rows in (forward.reads, forward.makes, forward.saves))
+        touched = np.unique(np.concatenate([items[a:b] for items, (a, b) in spans]))
         marks = np.zeros((TOUCHED + 1, max(ops, storages) + 1), np.int64)
-        marks[LAST_IN, :storages], marks[SAVER, :storages] = last_in, saver
-        marks[LETS_GO, :ops] = self.sweep.tensors.lets_go
-        touched = self._touched()
+        marks[LAST_IN, :storages], marks[SAVER, :storages] = work.last_in, work.saver
+        marks[LETS_GO, :ops] = self.sweep.tensors.backward.lets_go
         marks[TOUCHED, : len(touched)], marks[TOUCHED, -1] = touched, len(touched)
-        marks[GOES, touched] = self._goes(touched, last_in[touched])
-        own = np.zeros((EARLIER + 2, ops))
-        here = slice(self.start, self.end)
-        own[:FORWARD, here] = levels[:, here]
-        return StageArrays(self.start, self.end, self.sweep.forward, marks, own, int(self.ahead))
-
-    def _touched(self) -> Indices:
-        t, ends = self.sweep.tensors, [self.start, self.end]
-        spans = ((rows.items, rows.first[ends]) for rows in (t.reads, t.makes, t.saves))
-        return np.unique(np.concatenate([items[a:b] for items, (a, b) in spans]))
-
-    def _goes(self, touched: Indices, last_in: Indices) -> Indices:
-        """The op of the stage's forward behind which each of these storages goes if it is dropped, -1 for
-        never: with its last reader; if it has none, with what makes it; not at all if it is sent."""
-        t = self.sweep.tensors
-        made, sent = t.made[touched], t.last[touched] >= self.end
+        # What is dropped goes with its last reader; if it has none, with its maker; not at all if it is sent.
+        made, sent, last_in = forward.made[touched], forward.last[touched] >= self.end, work.last_in[touched]
         read = (last_in >= 0) & ((made < 0) | ~sent)
         unread = (last_in < 0) & (made >= self.start) & ~sent
-        return np.where(read, last_in, np.where(unread, made, -1))
+        marks[GOES, touched] = np.where(read, last_in, np.where(unread, made, -1))
+        levels = np.zeros((EARLIER + 2, ops))
+        levels[:FORWARD, self.start : self.end] = work.levels[:, self.start : self.end]
+        return StageArrays(self.start, self.end, forward, marks, levels, int(self.ahead))
 
     @property
     def lives(self) -> tuple[Indices, Indices, Indices]:
         """Of each residual its maker, its last reader and its first saver in the stage, -1 for none."""
         at, marks = self.residuals.storage, self.stage.marks
-        return self.sweep.tensors.made[at], marks[LAST_IN, at], marks[SAVER, at]
+        return self.sweep.tensors.forward.made[at], marks[LAST_IN, at], marks[SAVER, at]
 
     def freed_bytes(self, choice: Indices) -> Array:
         """Bytes of one micro-batch's residuals that are recomputed, and that are offloaded: (2,)."""
@@ -484,9 +475,9 @@ class RecomputeLiveness:
 
     def sums(self, choice: Indices) -> Array:
         """See `HELD` and what follows it."""
-        t = self.terms
-        edges = *t.boundary, *t.messages, t.others_kept, t.others_offloaded
-        return np.array([t.residuals, *self.freed_bytes(choice), *edges])
+        sums = self.kept_sums.copy()
+        sums[AGAIN], sums[AWAY] = self.freed_bytes(choice)
+        return sums
 
     def highest_levels(self, choice: Indices) -> tuple[float, float]:
         """What one micro-batch holds at most in the forward and in the backward. Sets levels and marks."""

@@ -27,7 +27,7 @@ from ...ir.plan import StageMemory, StagePlan
 from ...ir.stages import StageGraph
 from .liveness import LivenessSweep, SplitBackward
 from .model import CostModel
-from .peak_memory import Footprint, RecomputeAhead, peak_terms, predict_peak_memory
+from .peak_memory import Footprint, RecomputeAhead, peak_sums, predict_peak_memory
 from .recompute_liveness import (
     RECOMPUTE,
     RecomputeLiveness,
@@ -41,7 +41,7 @@ from .tensors import Indices
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """Of one device: seconds per byte and latency of copies to the host and back, and bytes there.
+    """Of one device.
 
     crowded: how many times as long a byte takes while all devices of its switch copy, at most.
     """
@@ -54,16 +54,14 @@ class HostCopies:
     crowded: float = 1.0
 
     def offload_s(self, size: float) -> float:
-        """Seconds of OFFLOAD; 0 for nothing."""
         return self.offload_latency_s + size * self.offload_s_per_byte if size else 0.0
 
     def reload_s(self, size: float) -> float:
-        """Seconds of RELOAD; 0 for nothing."""
         return self.reload_latency_s + size * self.reload_s_per_byte if size else 0.0
 
 
 def host_copies(model: CostModel, stage: int) -> HostCopies | None:
-    """Those of a stage's device; None if it has no link to the host."""
+    """None if the stage's device has no link to the host."""
     cluster = model.cluster
     device = cluster.devices[stage]
     offload, reload = device.host_link, device.reload_link
@@ -95,9 +93,9 @@ class TreatedStage:
 
     footprint: Footprint[float]
     ahead: RecomputeAhead
-    recompute_s: float
-    offload_s: float
-    reload_s: float
+    recompute_s: float = 0.0
+    offload_s: float = 0.0
+    reload_s: float = 0.0
 
     def turn_s(self, model: CostModel, rank: int, compute_s: float, forward_s: float) -> float:
         """Time that one micro-batch occupies the stage. compute_s: without treatments."""
@@ -142,7 +140,7 @@ def stage_liveness(
         start=start,
         end=start + len(positions),
         residuals=residuals,
-        terms=peak_terms(footprint, model.options, in_flight),
+        kept_sums=peak_sums(footprint, model.options, in_flight),
         ahead=ahead,
     )
 
@@ -151,8 +149,7 @@ def offload_all(
     model: CostModel, stages: StageGraph, index: int, *, again: bool = True
 ) -> dict[str, Treatment]:
     """Treatments of a stage whose residuals all leave but the small ones, and, if any may be made `again`,
-    those that take less time for that than to copy out and back. What random ops have drawn is never made
-    again, so that their masks leave.
+    those that take less time for that than to copy out and back.
 
     Source: PipeOffload (arXiv 2503.01328, appendix C), which makes again what is elementwise.
     """
@@ -225,20 +222,20 @@ def _refuse_treatments(
 ) -> None:
     number = {name: index for index, name in enumerate(residuals.names)}
     for name, treatment in treatments.items():
+        index = number.get(name, -1)
         if treatment == "keep":
             continue
-        if name not in number:
+        if index < 0:
             near = get_close_matches(name, number, n=1)
+            hint = f"did you mean {near[0]}?" if near else "plan again for this model and this cut"
             raise PlanError(
-                f"stage {stage} keeps no residual named {name!r} that could be treated",
-                hint=f"did you mean {near[0]}?" if near else "plan again for this model and this cut",
+                f"stage {stage} keeps no residual named {name!r} that could be treated", hint=hint
             )
         if treatment == "offload" and copies is None:
             raise PlanError(
                 f"stage {stage} offloads {name}, but its device has no link to a host",
                 hint="add host_link to the device in the cluster file, or keep it",
             )
-        index = number[name]
         if treatment == "recompute" and not residuals.may[index] and not residuals.needs_input[index]:
             raise PlanError(
                 f"stage {stage} recomputes {name}, whose chain draws random numbers, depends on a buffer "
@@ -251,19 +248,13 @@ def _refuse_treatments(
 class StageEstimate:
     """What one stage takes and holds, worked out once; made by `estimate_stage`.
 
-    kept: its footprint with every residual kept.  treated: with its treatments; None if there are none.
+    treated: with its treatments, if it has any.
     """
 
     model: CostModel
     stages: StageGraph
     index: int
-    kept: Footprint[float]
-    treated: TreatedStage | None
-
-    @property
-    def footprint(self) -> Footprint[float]:
-        """The bytes of the stage with its treatments."""
-        return self.treated.footprint if self.treated else self.kept
+    treated: TreatedStage
 
     @cached_property
     def seconds(self) -> tuple[float, float, float]:
@@ -272,7 +263,6 @@ class StageEstimate:
 
     @cached_property
     def split_backward(self) -> SplitBackward:
-        """What I and W hold, with everything kept."""
         return self.model.split_backward(self.model.positions(self.stages, self.index))
 
     def plan(self, in_flight: int, *, ahead: bool = False, turn_s: float = 0.0) -> StagePlan:
@@ -281,29 +271,24 @@ class StageEstimate:
         in_flight: micro-batches whose residuals it holds at its peak.  ahead: whether it recomputes in front
         of its backward, not inside.  turn_s: see `StagePlan`.
         """
-        treated, footprint = self.treated, self.footprint
+        treated, footprint = self.treated, self.treated.footprint
         forward_s, input_grad_s, weight_grad_s = self.seconds
-        memory = self.peak_memory(in_flight, ahead=ahead)
+        scratch = treated.ahead if ahead else None
+        parts = predict_peak_memory(footprint, self.model.options, in_flight, scratch)
         return StagePlan(
             ops=self.stages.stages[self.index].ops,
             forward_s=forward_s,
             input_grad_s=input_grad_s,
             weight_grad_s=weight_grad_s,
-            recompute_s=treated.recompute_s if treated else 0.0,
-            offload_s=treated.offload_s if treated else 0.0,
-            reload_s=treated.reload_s if treated else 0.0,
+            recompute_s=treated.recompute_s,
+            offload_s=treated.offload_s,
+            reload_s=treated.reload_s,
             turn_s=turn_s,
             kept_bytes=round(float(footprint.residuals)),
             recomputed_bytes=round(footprint.recomputed),
             offloaded_bytes=round(footprint.offloaded),
-            memory=memory,
+            memory=StageMemory(**{kind: round(float(size)) for kind, size in parts.items()}),
         )
-
-    def peak_memory(self, in_flight: int, *, ahead: bool = False) -> StageMemory:
-        """Predicted bytes at its peak; see `plan`."""
-        scratch: RecomputeAhead | None = self.treated.ahead if self.treated and ahead else None
-        parts = predict_peak_memory(self.footprint, self.model.options, in_flight, scratch)
-        return StageMemory(**{kind: round(float(size)) for kind, size in parts.items()})
 
     def simulator_cost(self, plan: StagePlan, *, ahead: bool = False, split: bool = True) -> StageCost:
         """What the simulator needs to know of the stage.
@@ -312,8 +297,21 @@ class StageEstimate:
         time and scratch.  split: whether a backward may be split; if none is, what I and W hold is not looked
         at.
         """
-        treated, footprint = self.treated, self.footprint
-        ahead = ahead and treated is not None
+        footprint = self.treated.footprint
+        scratch = self.treated.ahead if ahead else RecomputeAhead(0.0, footprint.backward_transient)
+        backward = round(scratch.backward)
+        input_grad, weight_grad = 0, 0
+        if split:
+            halves = self.split_backward
+            input_grad = max(0, round(halves.input_grad - footprint.received_grads))
+            weight_grad = round(halves.weight_grad)
+        if (
+            footprint.recomputed or footprint.offloaded
+        ):  # the sweep of the split backward knows nothing of what is recomputed inside it
+            input_grad, weight_grad = max(input_grad, backward), max(weight_grad, backward)
+        # The optimizer as a memory-bound pass: parameters and states read and written, gradients read.
+        bandwidth = self.model.cluster.devices[self.index].memory_bytes_per_s
+        moved = 3 * plan.memory.gradients + 2 * plan.memory.optimizer
         inside_s = 0.0 if ahead else plan.recompute_s
         memory, batch = plan.memory, self.model.batch_bytes
         held = footprint.residuals + footprint.offloaded + (footprint.recomputed if ahead else 0.0)
@@ -322,7 +320,7 @@ class StageEstimate:
             backward_s=plan.input_grad_s + plan.weight_grad_s + inside_s,
             input_grad_s=plan.input_grad_s + inside_s,
             weight_grad_s=plan.weight_grad_s,
-            step_s=self._step_s(plan),
+            step_s=moved / bandwidth if bandwidth > 0 else 0.0,
             residual_bytes=int(held),
             offloaded_bytes=int(footprint.offloaded),
             recomputed_bytes=int(footprint.recomputed) if ahead else 0,
@@ -338,39 +336,20 @@ class StageEstimate:
                 "buffers": memory.buffers - batch,
                 "batch": batch,
             },
-            transient_bytes=self._transient_bytes(ahead, split),
+            transient_bytes={
+                F: round(float(footprint.forward_transient)),
+                B: backward,
+                I: input_grad,
+                W: weight_grad,
+                STEP: int(footprint.step),
+                action.RECOMPUTE: round(scratch.recompute),
+            },
             tied_bytes={
                 name: self.model.graph.parameter[name].bytes
                 for name in self.stages.params[self.index]
                 if name in self.stages.tied and self.model.graph.parameter[name].trainable
             },
         )
-
-    def _transient_bytes(self, ahead: bool, split: bool) -> dict[str, int]:
-        treated, footprint = self.treated, self.footprint
-        scratch = treated.ahead if treated and ahead else RecomputeAhead(0.0, footprint.backward_transient)
-        backward = round(scratch.backward)
-        input_grad, weight_grad = 0, 0
-        if split:
-            halves = self.split_backward
-            input_grad = max(0, round(halves.input_grad - footprint.received_grads))
-            weight_grad = round(halves.weight_grad)
-        if treated:  # the sweep of the split backward knows nothing of what is recomputed inside it
-            input_grad, weight_grad = max(input_grad, backward), max(weight_grad, backward)
-        return {
-            F: round(float(footprint.forward_transient)),
-            B: backward,
-            I: input_grad,
-            W: weight_grad,
-            STEP: int(footprint.step),
-            action.RECOMPUTE: round(scratch.recompute),
-        }
-
-    def _step_s(self, plan: StagePlan) -> float:
-        """The optimizer as a memory-bound pass: parameters and states read and written, gradients read."""
-        bandwidth = self.model.cluster.devices[self.index].memory_bytes_per_s
-        moved = 3 * plan.memory.gradients + 2 * plan.memory.optimizer
-        return moved / bandwidth if bandwidth > 0 else 0.0
 
 
 def cost_stage(
@@ -383,7 +362,7 @@ def cost_stage(
     ahead: bool,
     split: bool = True,
 ) -> StageCost:
-    """What the simulator needs to know of one stage; see `StageEstimate`. Raises: as `estimate_stage`."""
+    """What the simulator needs to know of one stage. Raises: as `estimate_stage`."""
     estimate = estimate_stage(model, stages, index, treatments)
     return estimate.simulator_cost(estimate.plan(in_flight, ahead=ahead), ahead=ahead, split=split)
 
@@ -397,7 +376,8 @@ def estimate_stage(
     cannot be treated so.
     """
     kept = model.stage_footprint(stages, index)
-    treated = None
     if treatments and any(treatment != "keep" for treatment in treatments.values()):
         treated = cost_treatments(model, kept, model.positions(stages, index), index, treatments)
-    return StageEstimate(model=model, stages=stages, index=index, kept=kept, treated=treated)
+    else:
+        treated = TreatedStage(footprint=kept, ahead=RecomputeAhead(0.0, kept.backward_transient))
+    return StageEstimate(model=model, stages=stages, index=index, treated=treated)

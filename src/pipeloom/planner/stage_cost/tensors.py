@@ -1,7 +1,7 @@
 """The graph as the cost model sees it: who reads what, and its tensors as arrays.
 
-Plans assign the ops that are not cheap. A cheap op is cloned into each stage that uses it (ir.stages.cut), so
-to the cost model it is no op of the graph's order: what it reads, the ops that use it read.
+Positions count the ops that are not cheap, from 0. A cheap op is cloned into each stage that uses it
+(ir.stages.cut): what it reads, the ops that use it read.
 
 Storages are the tensors of the forward, views left out; what cheap ops make is there in every stage. Values
 with a gradient are counted one by one: what a view's gradient shares is said by `passes`. Batch, parameters
@@ -10,27 +10,24 @@ and buffers are held anyway and do not appear.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ir.graph import Op, OpGraph, Value, storages, views_of_state
+from ...ir.graph import Op, OpGraph, Value, made_of_state, storages
 from ...ir.memory_policy import residual_names
-from ...ir.profile import OpCost, Profile
+from ...ir.profile import Profile
 
 Array: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 
 
 class RaggedArray(NamedTuple):
-    """Lists of numbers, one after another: row r is `items[first[r] : first[r + 1]]`.
-
-    first: (rows + 1,).  items: (sum of the lengths,).
-    """
+    """Lists of numbers, one after another: row r is `items[first[r] : first[r + 1]]`."""
 
     first: Indices
     items: Indices
@@ -40,10 +37,6 @@ class RaggedArray(NamedTuple):
 
 
 def rows(lists: Iterable[Iterable[int]]) -> RaggedArray:
-    """
-    >>> rows([[3, 4], [], [5]])[2].tolist()
-    [5]
-    """
     each = [list(one) for one in lists]
     first = np.cumsum([0, *map(len, each)])
     return RaggedArray(first.astype(np.int64), np.array([i for one in each for i in one], dtype=np.int64))
@@ -51,7 +44,7 @@ def rows(lists: Iterable[Iterable[int]]) -> RaggedArray:
 
 @dataclass(frozen=True)
 class Readers:
-    """A graph as a row of assignable ops. Positions count the ops that are not cheap, from 0.
+    """A graph as a row of the ops that plans assign.
 
     order: another topological order of these, as positions in that of the graph; () for that of the graph.
     """
@@ -61,13 +54,11 @@ class Readers:
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """The ops to assign, in order."""
         ops = tuple(op for op in self.graph.ops if not op.cheap)
         return tuple(ops[index] for index in self.order) if self.order else ops
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Op name -> position; cheap ops have none."""
         return {op.name: index for index, op in enumerate(self.ops)}
 
     @cached_property
@@ -111,6 +102,16 @@ class Readers:
         """Position of a value's producer; -1 for what every stage has or makes itself (batch, cheap ops)."""
         return self.position.get(self.graph.producer.get(value, ""), -1)
 
+    def between(self, starts: Indices) -> Iterator[tuple[Value, int, tuple[int, ...]]]:
+        """Of pieces that begin at `starts` the values that cross between them: each with the piece that makes
+        it and those that read it, ascending."""
+        for value in self.graph.value.values():
+            if (made := self.produced_at(value.name)) >= 0:
+                places = np.searchsorted(starts, [made, *self.value_readers(value.name)], side="right") - 1
+                own, *readers = places.tolist()
+                if others := tuple(sorted({*readers} - {own})):
+                    yield value, own, others
+
     @cached_property
     def cut_points(self) -> Indices:
         """Positions in front of which a cut may be, both ends included: none between ops that share an
@@ -123,7 +124,6 @@ class Readers:
 
     @cached_property
     def base(self) -> dict[str, str]:
-        """Value -> the value whose storage it shares in the end."""
         return storages(self.graph)
 
     def is_whole(self, value: Value) -> bool:
@@ -133,7 +133,7 @@ class Readers:
 
 def find_saved_storages(readers: Readers, profile: Profile) -> dict[str, tuple[str, ...]]:
     """Op -> storages of the values that it saves; those of parameters and buffers are there anyway."""
-    state = views_of_state(readers.graph)
+    state = made_of_state(readers.graph)
     saved: dict[str, tuple[str, ...]] = {}
     for op in readers.ops:
         names = {readers.base[s]: None for s in profile.costs[op.name].saves if s not in state}
@@ -160,21 +160,11 @@ NEW, PASSED, ADDED = 0, 1, 2
 belongs while it is made, unless another op of the stage reads the parameter too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tensors:
-    """Of one graph, whose ops stand at positions 0 .. n-1 (see `Readers`).
+class ForwardArrays(NamedTuple):
+    """What ops 0 .. n-1 read, make and save in the forward, as kernels see it. Sizes in bytes.
 
-    reads, makes, saves: op -> storages.  extra: bytes that an op saves besides.
-    size, made, last: of each storage its bytes, its maker's position, and its last reader's.
-    makes_grads: op -> its outputs that have a gradient.  gives: op -> its inputs that have one, parameters
-        too.  passes: along `gives.items`, what that gradient is, see `NEW`.
-    grad_size, grad_made, grad_last: of each value with a gradient, and each parameter (whose maker is
-        `STATE`); the last reader is one through which a gradient flows.
-    scratch, grad_scratch: op -> bytes that its forward, and its backward, need besides. The latter may be
-        below 0: a gradient of a parameter is added where it belongs before the others are made.
-    first: op -> most bytes that its backward makes before it lets go of a storage, which is `lets_go`, -1 for
-        none; 0 where it makes all at once.
-    one_kernel: op -> whether its backward is one kernel for all gradients, see `ONE_KERNEL`.
+    reads, makes, saves: op -> storages.  extra, scratch: of an op, what it saves and needs besides.
+    size, made, last: of a storage, with its maker's position and its last reader's.
     """
 
     reads: RaggedArray
@@ -184,54 +174,76 @@ class Tensors:
     size: Array
     made: Indices
     last: Indices
-    makes_grads: RaggedArray
+    scratch: Array
+
+
+class BackwardArrays(NamedTuple):
+    """The same of the backward, by values with a gradient and by parameters.
+
+    outs: op -> its outputs that have a gradient.  gives: op -> its inputs that have one, parameters too.
+    passes: along `gives.items`, see `NEW`.
+    grad_size, grad_made, grad_last: of a gradient's value; a parameter's maker is `STATE`, and the last
+        reader is one through which a gradient flows.
+    grad_scratch: of an op; below 0 where the gradient of a parameter is added where it belongs before the
+        others are made.
+    begun: of an op, the most that its backward makes before it lets go of a storage, which is `lets_go`, -1
+        for none; 0 where it makes all at once.
+    one_kernel: of an op, whether it makes all its gradients at once.
+    """
+
+    outs: RaggedArray
     gives: RaggedArray
     passes: Indices
     grad_size: Array
     grad_made: Indices
     grad_last: Indices
-    scratch: Array
     grad_scratch: Array
-    first: Array
+    begun: Array
     lets_go: Indices
     one_kernel: NDArray[np.bool_]
-    names: tuple[str, ...]
-    """Of the storages."""
-    residuals: tuple[str, ...]
-    """Of the storages, as residuals (see ir.memory_policy); "" for one that a planner cannot name."""
-    fixed: NDArray[np.bool_]
-    """Ops that must not run again: they draw random numbers, or read or update a buffer that changes."""
 
-    def __len__(self) -> int:
-        return len(self.extra)
+
+class Tensors(NamedTuple):
+    """Of one graph.
+
+    names, residuals: of storages; the latter as in ir.memory_policy, "" for one that planners cannot name.
+    fixed: ops that must not run again: they draw random numbers, or read or update a buffer that changes.
+    """
+
+    forward: ForwardArrays
+    backward: BackwardArrays
+    names: tuple[str, ...]
+    residuals: tuple[str, ...]
+    fixed: NDArray[np.bool_]
 
     def in_front(self, positions: Sequence[int]) -> Tensors:
         """The same with these ops at positions 0, 1, ..., and all others behind them."""
-        order = np.array([*positions, *np.setdiff1d(np.arange(len(self)), positions)], dtype=np.int64)
-        place = np.empty(len(self) + 2, dtype=np.int64)
-        place[order] = np.arange(len(self))
+        f, b, count = self.forward, self.backward, len(self.fixed)
+        order = np.array([*positions, *np.setdiff1d(np.arange(count), positions)], dtype=np.int64)
+        place = np.empty(count + 2, dtype=np.int64)
+        place[order] = np.arange(count)
         place[[EVERYWHERE, STATE]] = EVERYWHERE, STATE
-        grads = _rows_in_order(self.gives, order)
-        return replace(
-            self,
-            reads=_take(self.reads, order),
-            makes=_take(self.makes, order),
-            saves=_take(self.saves, order),
-            makes_grads=_take(self.makes_grads, order),
-            gives=_take(self.gives, order),
-            passes=self.passes[grads],
-            extra=self.extra[order],
-            fixed=self.fixed[order],
-            scratch=self.scratch[order],
-            grad_scratch=self.grad_scratch[order],
-            first=self.first[order],
-            lets_go=self.lets_go[order],
-            one_kernel=self.one_kernel[order],
-            made=place[self.made],
-            grad_made=place[self.grad_made],
-            last=_in_order(self.last, self.reads, place),
-            grad_last=_in_order(self.grad_last, self.gives, place),
+        forward = f._replace(
+            reads=_take(f.reads, order),
+            makes=_take(f.makes, order),
+            saves=_take(f.saves, order),
+            extra=f.extra[order],
+            made=place[f.made],
+            last=_in_order(f.last, f.reads, place),
+            scratch=f.scratch[order],
         )
+        backward = b._replace(
+            outs=_take(b.outs, order),
+            gives=_take(b.gives, order),
+            passes=b.passes[_rows_in_order(b.gives, order)],
+            grad_made=place[b.grad_made],
+            grad_last=_in_order(b.grad_last, b.gives, place),
+            grad_scratch=b.grad_scratch[order],
+            begun=b.begun[order],
+            lets_go=b.lets_go[order],
+            one_kernel=b.one_kernel[order],
+        )
+        return self._replace(forward=forward, backward=backward, fixed=self.fixed[order])
 
 
 def _rows_in_order(lists: RaggedArray, order: Indices) -> Indices:
@@ -258,9 +270,9 @@ def _last_of(lists: RaggedArray, place: Indices, count: int) -> Indices:
 
 
 def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Profile) -> Tensors:
-    """saves: op -> storages (see readers.find_saved_storages)."""
+    """saves: op -> storages (see `find_saved_storages`)."""
     graph, base = readers.graph, readers.base
-    outside = {v.name for v in graph.inputs} | views_of_state(graph)
+    outside = {v.name for v in graph.inputs} | made_of_state(graph)
     names = tuple(v for v in dict.fromkeys(base.values()) if v not in outside)
     number = {name: index for index, name in enumerate(names)}
 
@@ -286,53 +298,42 @@ def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Pr
     grad_last[[grad[v.name] for v in learning if v.name == graph.loss]] = OUTSIDE
     last = _last_of(reads, here, len(names))
     last[storages(v for op in ops for v in _next_states(op, graph))] = OUTSIDE
+    # What each gradient is, and what a backward needs besides those that are new tensors.
+    kinds, scratch = [], []
+    for cost, wanted in zip(costs, gives, strict=True):
+        own = [PASSED if n in cost.passes else ADDED if n in cost.adds else NEW for n in wanted]
+        kinds += own
+        new = sum(sizes[name] for name, kind in zip(wanted, own, strict=True) if kind == NEW)
+        scratch.append(cost.grad_rest_bytes - new if cost.grad_rest_bytes else cost.grad_transient_bytes)
     return Tensors(
+        ForwardArrays(
+            reads=reads,
+            makes=rows(storages(v.name for v in op.outputs if base[v.name] == v.name) for op in ops),
+            saves=rows([number[v] for v in saves[op.name] if v in number] for op in ops),
+            extra=_floats(c.extra_saved_bytes for c in costs),
+            size=_floats(graph.value[v].bytes for v in names),
+            made=np.array([readers.produced_at(v) for v in names], dtype=np.int64),
+            last=last,
+            scratch=_floats(c.transient_bytes for c in costs),
+        ),
+        BackwardArrays(
+            outs=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
+            gives=given,
+            passes=np.array(kinds, dtype=np.int64),
+            grad_size=_floats(sizes.values()),
+            grad_made=np.array(
+                [readers.produced_at(v.name) for v in learning] + [STATE] * len(trained), np.int64
+            ),
+            grad_last=grad_last,
+            grad_scratch=_floats(scratch),
+            begun=_floats(c.grad_first_bytes for c in costs),
+            lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
+            one_kernel=np.array([any(part in op.target for part in ONE_KERNEL) for op in ops]),
+        ),
         names=names,
-        reads=reads,
         residuals=tuple(known.get(v, "") for v in names),
         fixed=np.array([op.random or bool(changing.intersection((*op.buffers, *op.updates))) for op in ops]),
-        makes=rows(storages(v.name for v in op.outputs if base[v.name] == v.name) for op in ops),
-        saves=rows([number[v] for v in saves[op.name] if v in number] for op in ops),
-        extra=_floats(c.extra_saved_bytes for c in costs),
-        size=_floats(graph.value[v].bytes for v in names),
-        made=np.array([readers.produced_at(v) for v in names], dtype=np.int64),
-        last=last,
-        makes_grads=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
-        gives=given,
-        passes=_passes(costs, gives),
-        grad_size=_floats(sizes.values()),
-        grad_made=np.array(
-            [readers.produced_at(v.name) for v in learning] + [STATE] * len(trained), np.int64
-        ),
-        grad_last=grad_last,
-        scratch=_floats(c.transient_bytes for c in costs),
-        grad_scratch=_floats(
-            _grad_scratch_bytes(
-                cost, [name for name in names if name not in (*cost.passes, *cost.adds)], sizes
-            )
-            for cost, names in zip(costs, gives, strict=True)
-        ),
-        first=_floats(c.grad_first_bytes for c in costs),
-        one_kernel=np.array([any(part in op.target for part in ONE_KERNEL) for op in ops]),
-        lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
     )
-
-
-def _passes(costs: Sequence[OpCost], gives: Sequence[Sequence[str]]) -> Indices:
-    """What the gradient of each input of each op is, see `NEW`."""
-    kinds = [
-        PASSED if name in cost.passes else ADDED if name in cost.adds else NEW
-        for cost, names in zip(costs, gives, strict=True)
-        for name in names
-    ]
-    return np.array(kinds, dtype=np.int64)
-
-
-def _grad_scratch_bytes(cost: OpCost, new: Iterable[str], sizes: Mapping[str, int]) -> float:
-    """What an op's backward needs besides. new: of the gradients that it makes those that are new tensors."""
-    if cost.grad_rest_bytes:
-        return cost.grad_rest_bytes - sum(sizes[name] for name in new)
-    return cost.grad_transient_bytes
 
 
 def _next_states(op: Op, graph: OpGraph) -> list[str]:

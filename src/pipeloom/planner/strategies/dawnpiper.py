@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..search.cut_search import Search
 from ..search.problem import Cuts, Key, Partition, Problem, bands_around, best_cuts_within
@@ -67,8 +68,7 @@ def binary_partition(problem: Problem, *, width: int = WIDTH, widen: bool = True
     return better if better.cuts else best
 
 
-@dataclass(frozen=True)
-class _Solved:
+class _Solved(NamedTuple):
     key: Key
     cuts: Cuts
 
@@ -88,9 +88,8 @@ class _Halving:
         """What lies between the places i and j, cut into the stages a..b-1."""
         key = (i, j, a, b)
         if key not in self.known:
-            self.known[key] = (
-                _Solved(self.problem.key(i, j, a), (i, j)) if b - a == 1 else self._halved(i, j, a, b)
-            )
+            one = b - a == 1
+            self.known[key] = _Solved(self.problem.key(i, j, a), (i, j)) if one else self._halved(i, j, a, b)
         return self.known[key]
 
     def _halved(self, i: int, j: int, a: int, b: int) -> _Solved:
@@ -103,9 +102,14 @@ class _Halving:
             """Whether the left half is the slower one, so that the best cut is not to the right."""
             return weigh(i, p, a, mid) >= weigh(p, j, mid, b)
 
-        ends = sorted((self._compute_balanced(i, j, a, mid, b), self._memory_balanced(i, j, a, mid, b)))
-        low = min(max(ends[0] - self.width, first), last)
-        high = min(max(ends[1] + self.width, first), last)
+        # Where both halves take equally long if each divides its compute perfectly; and where both fill equal
+        # shares of their caps if each divides its memory perfectly.
+        least, share, inner = self.problem.least_of, self._share, (i + 1, j - 1)
+        left, right = range(a, mid), range(mid, b)
+        compute = first_turned(lambda p: least(i, p, left) >= least(p, j, right), *inner, inner)
+        memory = first_turned(lambda p: share(i, p, left) >= share(p, j, right), *inner, inner)
+        low = min(max(min(compute, memory) - self.width, first), last)
+        high = min(max(max(compute, memory) + self.width, first), last)
         limits = (first, last) if self.widen else (low, high)
         # Where these stages were cut before, of pieces that differed a little, is a good place to begin.
         if (before := self.before.get((a, b))) is not None:
@@ -145,22 +149,9 @@ class _Halving:
             self.rough[key] = (0.0 if found.cuts else 1.0, found.seconds)
         return self.rough[key]
 
-    def _compute_balanced(self, i: int, j: int, a: int, mid: int, b: int) -> int:
-        """Where both halves take equally long if each divides its compute perfectly."""
-        least = self.problem.least_of
-        left, right = range(a, mid), range(mid, b)
-        limits = (i + 1, j - 1)
-        return first_turned(lambda p: least(i, p, left) >= least(p, j, right), *limits, limits)
-
-    def _memory_balanced(self, i: int, j: int, a: int, mid: int, b: int) -> int:
-        """Where both halves fill equal shares of their caps if each divides its memory perfectly."""
-
-        def share(start: int, end: int, low: int, high: int) -> float:
-            filled = self.problem.filled(start, end)[low:high]
-            return 1 / sum(1 / f for f in filled) if all(f > 0 for f in filled) else 0.0
-
-        limits = (i + 1, j - 1)
-        return first_turned(lambda p: share(i, p, a, mid) >= share(p, j, mid, b), *limits, limits)
+    def _share(self, start: int, end: int, stages: range) -> float:
+        filled = self.problem.filled(start, end)[stages.start : stages.stop]
+        return 1 / sum(1 / f for f in filled) if all(f > 0 for f in filled) else 0.0
 
 
 def first_turned(turned: Callable[[int], bool], low: int, high: int, limits: tuple[int, int]) -> int:

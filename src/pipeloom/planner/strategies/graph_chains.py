@@ -129,17 +129,7 @@ def pieces_of(search: Search, granularity: Pieces) -> tuple[Indices, PieceGraph]
         empty, one = model.peaks(growing_part(footprint), np.array([0, 1]))[:, 0].tolist()
         held.append(one - empty)
         state.append(empty)
-    values = []
-    for value in model.readers.graph.value.values():
-        made = model.readers.produced_at(value.name)
-        if made < 0:
-            continue
-        own = int(np.searchsorted(starts, made, side="right")) - 1
-        readers = {
-            int(np.searchsorted(starts, r, side="right")) - 1 for r in model.readers.value_readers(value.name)
-        }
-        if others := tuple(sorted(readers - {own})):
-            values.append((own, others, float(value.bytes)))
+    values = [(own, others, float(value.bytes)) for value, own, others in model.readers.between(starts)]
     seconds = np.diff(model.prefix_s[0][starts]).tolist()
     return starts, PieceGraph(tuple(seconds), tuple(held), tuple(state), tuple(values))
 

@@ -12,7 +12,6 @@ hold a join together with the tail of a branch, without which the join has a dev
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -61,19 +60,19 @@ def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
     """
     best: Cuts = ()
     least = inf
-    points = first_points(search) if only is None else only
+    readers, points = search.model.readers, first_points(search) if only is None else only
     for turn in range(REFINED + 1):
-        times = interval_times(search, points)
-        labels = DepthLabels(times, Frontier(times.pieces, piece_edges(search, points)))
+        times = TreatedTimes(search, points) if search.optimises else KeptTimes(search, points)
+        edges = {(own, other) for _, own, others in readers.between(points) for other in others}
+        labels = DepthLabels(times, Frontier(times.pieces, edges))
         places, slowest = _least_bottleneck(labels, times, least)
         if places:
             least, best = slowest, tuple(int(points[place]) for place in places)
         elif not best:
             return
-        if only is None and turn < REFINED and len(points) < len(search.model.cut_points):
-            points = points_around(search, best, turn)
-        else:
+        if only is not None or turn == REFINED or len(points) == len(search.model.cut_points):
             break
+        points = points_around(search, best, turn)
     proposed = dict.fromkeys([best])
     for share in RELAXED:
         if places := labels.shallowest(least * share):
@@ -136,24 +135,6 @@ def _quietest(search: Search, start: int, end: int, count: int) -> Indices:
     edges = np.linspace(prefix[start], prefix[end], count + 1)[1:-1]
     groups = np.split(allowed, np.searchsorted(prefix[allowed], edges))
     return np.array([group[np.argmin(crossing[group])] for group in groups if len(group)], dtype=np.int64)
-
-
-def piece_edges(search: Search, points: Indices) -> set[tuple[int, int]]:
-    """Which piece between two points is read by which."""
-    readers, ends = search.model.readers, points.tolist()
-    edges = set()
-    for value in readers.graph.value:
-        if (made := readers.produced_at(value)) >= 0:
-            source = bisect_right(ends, made) - 1
-            for reader in readers.value_readers(value):
-                if (target := bisect_right(ends, reader) - 1) != source:
-                    edges.add((source, target))
-    return edges
-
-
-def interval_times(search: Search, points: Indices) -> IntervalTimes:
-    """The stages between points."""
-    return TreatedTimes(search, points) if search.optimises else KeptTimes(search, points)
 
 
 class IntervalTimes:

@@ -20,7 +20,6 @@ partitioning", JPDC 64(8).
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from math import inf
 
 from ..search.cut_search import Search
@@ -110,23 +109,14 @@ def filled(problem: Problem) -> Cuts:
     return _within(problem, inf, WINDOW, FOLLOW)[0].cuts
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """Where a stage may end: places with the cuts that lead there, and what kept it from going further."""
-
-    cuts: dict[int, Cuts]
-    blocked: float
-
-
 def _within(problem: Problem, tau: float, window: int, follow: int) -> tuple[Partition, float]:
     """A partition into stages of at most `tau` seconds, none if filling finds none; and the smallest tau at
     which filling would go another way."""
     starts: dict[int, Cuts] = {0: (0,)}
     blocked = inf
     for stage in range(problem.stages - 1):
-        ends = _ends(problem, starts, stage, tau, window, follow)
-        blocked = min(blocked, ends.blocked)
-        starts = ends.cuts
+        starts, here = _ends(problem, starts, stage, tau, window, follow)
+        blocked = min(blocked, here)
         if not starts:
             return Partition(), blocked
     final = problem.stages - 1
@@ -140,7 +130,8 @@ def _within(problem: Problem, tau: float, window: int, follow: int) -> tuple[Par
 
 def _ends(
     problem: Problem, starts: dict[int, Cuts], stage: int, tau: float, window: int, follow: int
-) -> _Ends:
+) -> tuple[dict[int, Cuts], float]:
+    """Where a stage may end, places with the cuts that lead there; and the least time to go further."""
     most = problem.last - (problem.stages - 1 - stage)
     descending = sorted(starts, reverse=True)
     for start in descending:
@@ -148,24 +139,20 @@ def _ends(
         if furthest > start:
             break
     else:
-        return _Ends({}, min(_seconds(problem, start, start + 1, stage, most) for start in descending))
+        return {}, min(_seconds(problem, start, start + 1, stage, most) for start in descending)
     found = {furthest: (*starts[start], furthest)}
     blocked = _seconds(problem, start, furthest + 1, stage, most)
-    near = [
-        place
-        for place in range(max(furthest - window, 1), min(furthest + window, most) + 1)
-        if place != furthest
-    ]
+    near = range(max(furthest - window, 1), min(furthest + window, most) + 1)
     for place in sorted(near, key=lambda place: (problem.crossing(problem.points[place]), -place)):
         if len(found) >= follow:
             break
-        for start in descending:
+        for start in descending if place != furthest else ():
             if start < place and problem.least_s(start, place, stage) <= tau:
                 seconds = problem.at(start, place, stage).seconds
                 if seconds <= tau and seconds < inf:
                     found[place] = (*starts[start], place)
                     break
-    return _Ends(found, blocked)
+    return found, blocked
 
 
 def _furthest(problem: Problem, start: int, most: int, stage: int, tau: float) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from ...ir.errors import PlanError
 from ..search.cut_search import Search
 from ..search.layer_groups import layers
-from ..search.problem import Cuts, Partition, Problem, all_bands, best_cuts_within
+from ..search.problem import Cuts, all_bands, best_cuts_within
 from .probe import parametric_search
 
 
@@ -72,11 +72,6 @@ def exact(search: Search) -> Cuts:
             f"planner exact with memory optimisation would weigh {intervals:,} intervals",
             hint="use planner dawnpiper or probe, or fewer ops: planner exact keeps every residual quickly",
         )
-    return problem.positions(best_partition(problem).cuts)
-
-
-def best_partition(problem: Problem) -> Partition:
-    """The best partition there is."""
     first = parametric_search(problem)
     better = best_cuts_within(problem, all_bands(problem), below=first.seconds)
-    return better if better.cuts else first
+    return problem.positions((better if better.cuts else first).cuts)

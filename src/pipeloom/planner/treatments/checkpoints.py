@@ -20,9 +20,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost.liveness import ForwardArrays
 from ..stage_cost.recompute_liveness import KEEP, RECOMPUTE, RecomputeLiveness
-from ..stage_cost.tensors import Array, Indices, RaggedArray
+from ..stage_cost.tensors import Array, ForwardArrays, Indices, RaggedArray
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""
@@ -37,7 +36,7 @@ def _until(start: int, chain: RaggedArray, forward: ForwardArrays, number: Indic
     number: storage -> residual, -1 for none.  until: the last ops whose backward reads them.
     """
     first, ops = chain
-    reads_first, reads, made = forward.reads_first, forward.reads, forward.made
+    (reads_first, reads), made = forward.reads, forward.made
     for k in range(len(first) - 1):
         for i in range(first[k], first[k + 1]):
             last = start + ops[first[k]]  # a chain begins with the maker
@@ -76,14 +75,18 @@ def choose_checkpoints(moments: RecomputeLiveness, may: Indices) -> Iterator[Ind
     """Different choices, each with other checkpoints. may: residual -> whether it may be recomputed."""
     residuals, start, end = moments.residuals, moments.start, moments.end
     made, _, _ = moments.lives
-    until = _needed_until(moments)
+    forward = moments.sweep.tensors.forward
+    number = np.full(len(forward.size), -1, np.int64)
+    number[residuals.storage] = np.arange(len(residuals))
+    until = residuals.top + start
+    _until.form(len(residuals.chain.items))(start, residuals.chain, forward, number, until)
     inside = made >= start
     places = np.unique(np.concatenate([made[inside] + 1, [end]]))
     places = places[places <= end]
     free = np.where(may > 0, residuals.size, 0.0)
-    crossing = [_crossing(weight, made, until, places, start) for weight in (free, residuals.size)]
+    crossing = [_up_to(weight, made, places, start, until) for weight in (free, residuals.size)]
     kept, held = (np.concatenate([[0.0], own[:-1], [0.0]]) for own in crossing)
-    in_front = np.concatenate([[0.0], _in_front(np.where(inside, free, 0.0), made, places, start)])
+    in_front = np.concatenate([[0.0], _up_to(np.where(inside, free, 0.0), made, places, start)])
     least, before = np.zeros(len(in_front)), np.zeros(len(in_front), np.int64)
     seen: set[bytes] = set()
     for share in np.geomspace(1.0, LEAST, LIMITS):
@@ -101,24 +104,10 @@ def choose_checkpoints(moments: RecomputeLiveness, may: Indices) -> Iterator[Ind
             yield choice
 
 
-def _needed_until(moments: RecomputeLiveness) -> Indices:
-    residuals, forward = moments.residuals, moments.sweep.forward
-    number = np.full(len(moments.sweep.tensors.size), -1, np.int64)
-    number[residuals.storage] = np.arange(len(residuals))
-    until = residuals.top + moments.start
-    chains = len(residuals.chain.items)
-    _until.form(chains)(moments.start, residuals.chain, forward, number, until)
-    return until
-
-
-def _in_front(weight: Array, made: Indices, places: Indices, start: int) -> Array:
-    each = np.zeros(int(places[-1]) - start + 1)
-    np.add.at(each, np.maximum(made + 1 - start, 0), weight)
-    return np.asarray(np.cumsum(each)[places - start])
-
-
-def _crossing(weight: Array, made: Indices, until: Indices, places: Indices, start: int) -> Array:
+def _up_to(weight: Array, made: Indices, places: Indices, start: int, until: Indices | None = None) -> Array:
+    """Of each place the weight of what is made in front of it; if `until` is given, and needed behind it."""
     each = np.zeros(int(places[-1]) - start + 2)
     np.add.at(each, np.maximum(made + 1 - start, 0), weight)
-    np.add.at(each, until + 1 - start, -weight)
+    if until is not None:
+        np.add.at(each, until + 1 - start, -weight)
     return np.asarray(np.cumsum(each)[places - start])

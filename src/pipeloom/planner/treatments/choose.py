@@ -18,19 +18,18 @@ the layer before has left, inside the backward like everything that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
 from ..stage_cost.model import CostModel
 from ..stage_cost.peak_memory import peak_bytes, static_memory
-from ..stage_cost.recompute_liveness import KEEP, OFFLOAD, RECOMPUTE, RecomputeLiveness, Residuals
-from ..stage_cost.stage_estimate import HostCopies, cost_choice, host_copies, stage_liveness
+from ..stage_cost.recompute_liveness import KEEP, NAMES, OFFLOAD, RECOMPUTE
+from ..stage_cost.stage_estimate import cost_choice, host_copies, stage_liveness
 from ..stage_cost.tensors import Indices
 from .greedy import Solver, TreatmentChoice, TreatmentProblem, choose_greedily, seconds_of
 
@@ -52,13 +51,22 @@ def choose_by_layers(layer_of: Sequence[int]) -> Solver:
             if task.per_offloaded and level > task.allowance and _away(task, after) <= task.hidden:
                 choice, level = after, peak(after)
         while level > task.allowance:
-            now = level, seconds_of(task, choice)
-            picks = [_worth(task, now, pick) for pick in _picks(task, choice, layers, inner)]
-            picks = [pick for pick in picks if pick[0] > 0]
-            if not picks:
-                return TreatmentChoice(True, seconds_of(task, choice), level, choice)
-            _, choice = max(picks, key=lambda pick: pick[0])
-            level = peak(choice)
+            before_s, most, best = seconds_of(task, choice), 0.0, None
+            for layer in layers:
+                if (choice[layer] != KEEP).any():
+                    continue
+                ways = [_treated(choice, layer[inner[layer]], RECOMPUTE)] if inner[layer].any() else []
+                after = _treated(choice, layer, OFFLOAD)
+                if task.per_offloaded and _away(task, after) <= task.most:
+                    ways.append(after)
+                for way in ways:  # bytes freed at the peak per second that it costs
+                    seconds, freed = seconds_of(task, way) - before_s, level - peak(way)
+                    worth = freed / seconds if seconds > 0 else freed * np.inf if freed > 0 else 0.0
+                    if worth > most:
+                        most, best = worth, way
+            if best is None:
+                return TreatmentChoice(True, before_s, level, choice)
+            choice, level = best, peak(best)
         return TreatmentChoice(False, seconds_of(task, choice), level, choice)
 
     return solve
@@ -72,25 +80,6 @@ def _treated(choice: Indices, which: Indices, treatment: int) -> Indices:
 
 def _away(task: TreatmentProblem, choice: Indices) -> float:
     return float(task.moments.residuals.size[choice == OFFLOAD].sum())
-
-
-def _picks(
-    task: TreatmentProblem, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]
-) -> Iterator[Indices]:
-    for layer in layers:
-        if (choice[layer] == KEEP).all():
-            if inner[layer].any():
-                yield _treated(choice, layer[inner[layer]], RECOMPUTE)
-            after = _treated(choice, layer, OFFLOAD)
-            if task.per_offloaded and _away(task, after) <= task.most:
-                yield after
-
-
-def _worth(task: TreatmentProblem, now: tuple[float, float], after: Indices) -> tuple[float, Indices]:
-    """Bytes freed at the peak per second that it costs, and the choice. now: peak and seconds before."""
-    seconds = seconds_of(task, after) - now[1]
-    freed = now[0] - task.moments.peak(after)
-    return (freed / seconds if seconds > 0 else freed * np.inf if freed > 0 else 0.0), after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,54 +177,37 @@ def treat_interval(
     if static + footprint.step > cap or not treatments:
         return Evaluation(seconds=inf, peak_bytes=peak)
     liveness = stage_liveness(model, footprint, range(start, end), stage, in_flight=in_flight, ahead=ahead)
-    copies = host_copies(model, stage)
-    window_s = float(liveness.residuals.seconds.sum())
-    freed = in_flight - min(in_flight, model.options.offloaded_at_once)
-    problem = _treatment_problem(liveness, copies, window_s, (in_flight, freed), treatments, cap - static)
-    solution = solve(problem)
-    peak = static + max(solution.peak, footprint.step)
-    if solution.fails:
-        return Evaluation(seconds=inf, peak_bytes=peak)
-    treated = cost_choice(footprint, liveness, solution.choice, copies)
-    turn_s = treated.turn_s(model, stage, compute_s, window_s)
-    names = _name_treatments(liveness.residuals, solution.choice)
-    return Evaluation(seconds=turn_s, treatments=names, peak_bytes=peak)
-
-
-def _treatment_problem(
-    liveness: RecomputeLiveness,
-    copies: HostCopies | None,
-    window_s: float,
-    counts: tuple[int, int],
-    treatments: Sequence[Treatment],
-    allowance: float,
-) -> TreatmentProblem:
-    """window_s: of the stage's forward, behind which a copy is hidden.  counts: micro-batches in flight, and
-    those of them whose offloaded residuals are not on the device."""
-    residuals = liveness.residuals
-    in_flight, freed = counts
-    freed_copies = freed if "offload" in treatments and copies else 0
-    hidden, most, s_per_byte = 0.0, 0.0, 0.0
-    if freed_copies and copies is not None:
+    residuals, copies = liveness.residuals, host_copies(model, stage)
+    # A copy hides behind the stage's forward; freed: copies that an offloaded residual has not on the device.
+    window_s = float(residuals.seconds.sum())
+    freed, hidden, most, s_per_byte = 0, 0.0, 0.0, 0.0
+    if "offload" in treatments and copies is not None:
+        freed = in_flight - min(in_flight, model.options.offloaded_at_once)
+    if freed and copies is not None:
         s_per_byte = max(copies.reload_s_per_byte, copies.offload_s_per_byte) * copies.crowded
         latency_s = max(copies.reload_latency_s, copies.offload_latency_s)
         hidden = max(0.0, window_s - latency_s) / s_per_byte
         most = float(residuals.size.sum())
         if copies.memory_bytes:
             most = min(most, copies.memory_bytes / in_flight)
-    may = residuals.may & ("recompute" in treatments)
-    return TreatmentProblem(
-        moments=liveness,
-        allowance=allowance,
-        per_offloaded=float(freed_copies),
-        hidden=min(hidden, most),
-        most=most,
-        s_per_byte=s_per_byte,
-        may=may.astype(np.int64),
+    solution = solve(
+        TreatmentProblem(
+            moments=liveness,
+            allowance=cap - static,
+            per_offloaded=float(freed),
+            hidden=min(hidden, most),
+            most=most,
+            s_per_byte=s_per_byte,
+            may=(residuals.may & ("recompute" in treatments)).astype(np.int64),
+        )
     )
-
-
-def _name_treatments(residuals: Residuals, choice: Indices) -> dict[str, Treatment]:
-    words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
-    kinds = zip(residuals.names, choice.tolist(), strict=True)
-    return {name: words[kind] for name, kind in kinds if kind in words}
+    peak = static + max(solution.peak, footprint.step)
+    if solution.fails:
+        return Evaluation(seconds=inf, peak_bytes=peak)
+    treated = cost_choice(footprint, liveness, solution.choice, copies)
+    kinds = zip(residuals.names, solution.choice.tolist(), strict=True)
+    return Evaluation(
+        seconds=treated.turn_s(model, stage, compute_s, window_s),
+        treatments={name: NAMES[kind] for name, kind in kinds if kind != KEEP},
+        peak_bytes=peak,
+    )

@@ -71,7 +71,7 @@ SIZE, BESIDES, WORTH, ADDED, LEAST = range(5)
 freed per second, and seconds added; a peak that the stage does not get below if it is kept again."""
 
 ALLOWANCE, PER_OFFLOADED, HIDDEN, MOST, S_PER_BYTE, SECONDS, PEAK = range(7)
-"""The limits, as in `Task`; then what the choice adds to the stage's time, and its peak."""
+"""The limits, as in `TreatmentProblem`; then what the choice adds to the stage's time, and its peak."""
 
 
 class ChainArrays(NamedTuple):
@@ -138,8 +138,7 @@ def _does_good(row: int, op: int, stage: StageArrays, plan: GreedyState) -> bool
 def _freed(k: int, row: int, op: int, stage: StageArrays, plan: GreedyState) -> float:
     """Bytes that dropping residual k frees at a moment, less what is then made again earlier for it."""
     start, end, forward, marks, _, ahead = stage
-    reads_first, reads = forward.reads_first, forward.reads
-    size, made, last = forward.size, forward.made, forward.last
+    (reads_first, reads), (makes_first, makes), _, _, size, made, last, _ = forward
     _, numbers, figures, sums, _ = plan
     s = numbers[STORAGE, k]
     others = sums[OTHERS + 1] if numbers[CHOICE, k] == OFFLOAD else sums[OTHERS]
@@ -160,9 +159,9 @@ def _freed(k: int, row: int, op: int, stage: StageArrays, plan: GreedyState) -> 
     while count > 0:
         count -= 1
         c = marks[PENDING, count]
-        for i in range(forward.makes_first[c], forward.makes_first[c + 1]):
-            if marks[DROPPED, forward.makes[i]] > 0:
-                freed -= size[forward.makes[i]]
+        for i in range(makes_first[c], makes_first[c + 1]):
+            if marks[DROPPED, makes[i]] > 0:
+                freed -= size[makes[i]]
         for i in range(reads_first[c], reads_first[c + 1]):
             r, m = reads[i], made[reads[i]]
             gone = marks[SAVER, r] < 0 or marks[DROPPED, r] > 0
@@ -283,7 +282,7 @@ def _longer_held(k: int, at: int, stage: StageArrays, plan: GreedyState) -> floa
     """Bytes that may be there behind the op `at` only because residual k is made again in front of its
     backward: what its chain reads that is there so early, and that no backward so late reads."""
     start, _, forward, marks, _, _ = stage
-    reads_first, reads, size, made = forward.reads_first, forward.reads, forward.size, forward.made
+    (reads_first, reads), size, made = forward.reads, forward.size, forward.made
     first, ops, _, _ = plan.chains
     longer = 0.0
     for i in range(first[k], first[k + 1]):
@@ -523,23 +522,13 @@ def _solved(task: TreatmentProblem, begin: Indices) -> TreatmentChoice:
 
 
 def greedy_state(task: TreatmentProblem) -> GreedyState:
-    """What kernels see of a task besides its stage (see greedy_kernels.py). Sets every residual to kept."""
+    """What kernels see of a task besides its stage. Sets every residual to kept."""
     moments, residuals = task.moments, task.moments.residuals
     count = len(residuals)
     numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((LEAST + 1, count))
     numbers[STORAGE], numbers[TOP], numbers[MAY] = residuals.storage, residuals.top + moments.start, task.may
     figures[SIZE], figures[BESIDES] = residuals.size, residuals.besides
-    limits = np.array(
-        [
-            task.allowance,
-            task.per_offloaded,
-            task.hidden,
-            task.most,
-            task.s_per_byte,
-            0.0,
-            0.0,
-        ]
-    )
+    limits = np.array([task.allowance, task.per_offloaded, task.hidden, task.most, task.s_per_byte, 0.0, 0.0])
     users = np.zeros(len(residuals.seconds), np.int64)
     chains = ChainArrays(*residuals.chain, residuals.seconds, users)
     moments.stage.marks[DROPPED] = 0

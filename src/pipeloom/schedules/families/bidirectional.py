@@ -16,15 +16,14 @@ from itertools import accumulate
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ..language.placements import both_ways, wave
-from ..language.recipe import Recipe
-from ..language.shape import Shape, options, path_clock
+from ..language.recipe import Recipe, steady_paces
+from ..language.shape import Shape, options
 from .v_shape import zb_v_recipes
 
 
 def chimera(s: Shape) -> list[Recipe]:
     """Each direction as if alone; the two meet in the gaps. Peak: p micro-batches of one replica."""
-    memory = options(s, memory=s.depth / 2)["memory"]
-    return list(_clocks(s, "FB", memory))
+    return list(_clocks(s, "FB", options(s, memory=s.depth / 2)["memory"]))
 
 
 def dualpipe(s: Shape) -> list[Recipe]:
@@ -54,16 +53,11 @@ def dualpipev(s: Shape) -> list[Recipe]:
 
 def hanayo(s: Shape) -> list[Recipe]:
     """Waves at full pace; peak p micro-batches."""
-    memory = options(s, memory=s.depth)["memory"]
-    return list(_clocks(s, "FB", memory))
+    return list(_clocks(s, "FB", options(s, memory=s.depth)["memory"]))
 
 
 def _clocks(s: Shape, kinds: str, memory: float) -> Iterator[Recipe]:
-    for real in (False,) if s.even else (False, True):
-        for pace in (2.0, 1.5, 1.0):
-            clock = path_clock(s, (pace,), (pace,), real=real, kinds=kinds)
-            for early in ("all", "warm", "none"):
-                yield Recipe(kinds=kinds, clock=clock, memory=memory, early=early)
+    yield from steady_paces(s, kinds, memory, ("all", "warm", "none"))
     yield Recipe(kinds=kinds, priority=lambda a: (a.kind == F, a.microbatch, -a.stage), memory=memory)
 
 
@@ -79,8 +73,9 @@ def _eight_phases(
     if not own or s.microbatches < 2 * half or memory < half + 0.5:
         return []
     rows = [list(_phases_of(stages, half, depth(r), s.microbatches)) for r, stages in enumerate(own)]
-    if any(_peak_bytes(s, row) > limit for row, limit in zip(rows, s.limits_bytes, strict=True)):
-        return []
+    for row, limit in zip(rows, s.limits_bytes, strict=True):
+        if max(accumulate(s.costs[a.stage].held_change(a.kind) for a in row)) > limit:
+            return []
     # Nobody is behind the innermost rank: there the first pair would only delay what its B gives.
     apart = [Action(stages[1], B, 0) for stages in own]
 
@@ -89,11 +84,6 @@ def _eight_phases(
 
     published = Recipe(kinds="FBIW", rows=rows, memory=memory, fill="", together=together)
     return [published] if s.even else [published, replace(published, fill="W")]
-
-
-def _peak_bytes(s: Shape, row: Sequence[Action]) -> int:
-    """Most bytes of residuals that a rank holds."""
-    return max(accumulate(s.costs[a.stage].held_change(a.kind) for a in row))
 
 
 def _phases_of(own: Sequence[int], half: int, depth: int, microbatches: int) -> Iterator[Action]:

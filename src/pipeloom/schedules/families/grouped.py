@@ -30,7 +30,6 @@ from ..list_scheduler.choose import as_published
 
 
 def looped_bfs(s: Shape) -> Recipe:
-    """All forwards chunk by chunk, then all backwards."""
     options(s)
     return Recipe(rows=lambda rank: [*turns(s, rank, F), *turns(s, rank, B)])
 
@@ -50,7 +49,6 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
 
 
 def gis(s: Shape) -> list[Recipe]:
-    """Interleaved with the memory of 1F1B."""
     return [*_gis(s, s.depth), *_as_published(s, gis)]
 
 
@@ -63,7 +61,6 @@ def gis_g(s: Shape) -> list[Recipe]:
 
 
 def gis_h(s: Shape) -> list[Recipe]:
-    """The smallest group."""
     return [*_gis(s, -(-s.depth // 2)), *_as_published(s, gis_h)]
 
 
@@ -111,16 +108,17 @@ def po(s: Shape) -> list[Recipe]:
     # Where messages are long a pace that leaves them time holds the same and waits less.
     paces = () if s.even else (((1.5,), (2.0, 1.0)), ((2.0,), (2.0,)))
     paced = [Recipe(kinds="FIW", clock=path_clock(s, *pace), memory=limit) for pace in paces]
-    slotted = _uniform(s)
-    slots = replace(plain, clock=None, rows=cache(lambda rank: _by_clock(s, rank, slotted)))
+    clock = _uniform(s)
+
+    @cache
+    def slotted(rank: int) -> list[Action]:
+        """F, I and W in the very order of the clock: what is ready sooner waits for its turn."""
+        own = [Action(c, k, b) for c in s.rank_stages[rank] for k in (F, I, W) for b in range(s.microbatches)]
+        return sorted(own, key=lambda a: clock(a.stage, a.kind, a.microbatch))
+
+    slots = replace(plain, clock=None, rows=slotted)
     exact = [] if s.even else [slots, replace(slots, fill="W")]
     return [*timed, plain, *paced, *exact, *as_published(s, po)]
-
-
-def _by_clock(s: Shape, rank: int, clock: Periodic) -> list[Action]:
-    """F, I and W of a rank in the very order of a clock: what is ready sooner waits for its turn."""
-    own = [Action(c, k, b) for c in s.rank_stages[rank] for k in (F, I, W) for b in range(s.microbatches)]
-    return sorted(own, key=lambda a: clock(a.stage, a.kind, a.microbatch))
 
 
 def po_joined(s: Shape) -> Recipe:
@@ -132,6 +130,7 @@ def po_joined(s: Shape) -> Recipe:
 
 def po_held(s: Shape, offload: int) -> float:
     """The most that a rank is to hold with so many stages offloaded, in residuals of one micro-batch on one
+
     stage: p (v - n) (v - n + 1) / 2v, and 3 in transit; 4 with all of them.
 
     Source: arXiv 2503.01328, for a peak of p (v + 1) / 2 where stage c keeps p (v - c) / v.

@@ -1,9 +1,13 @@
-"""Schedules by clock cycles, for any DAG of stages and any placement: forward_only, gpipe and 1f1b.
+"""1F1B and its relatives, for one stage per rank; forward_only, gpipe and 1f1b for any placement and DAG.
 
-A family gives every action a clock time; a rank runs its actions by the clock. No rank can ever wait for
-ever if along every dependency between ranks the clock goes up, and along every dependency within a rank it
-does not go down: all actions sorted by (clock, place in the stage graph) then form one order that every row
-follows. Distances between stages therefore count only the edges that change the rank.
+    eager_1f1b    twice the warm-up, so that transfers hide behind computing; arXiv 2211.05322
+    async_1f1b    PipeDream: no flush, each micro-batch is an update of its own; arXiv 1806.03377
+    seq1f1b       each micro-batch in `slices` sequence slices: a smaller warm-up; arXiv 2406.03488
+
+The first three go by clock cycles: every action has a clock time, and a rank runs its actions by the clock.
+No rank can wait for ever if along every dependency between ranks the clock goes up, and along every
+dependency within a rank it does not go down: all actions sorted by (clock, place in the stage graph) then
+form one order that every row follows. So distances between stages count only the edges that change the rank.
 """
 
 from __future__ import annotations
@@ -12,20 +16,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...ir.action import Action
+from ...ir.action import Action, B
 from ...ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
+from ...ir.errors import ScheduleError
 from ...ir.flow import Flow, flow_of
 from ...ir.stages import StageGraph
+from ..language.patterns import phases
+from ..language.recipe import Recipe
+from ..language.shape import Shape, options
 
 
 def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
-    """Stage -> most rank changes on a path that leads to it: the clock of its first forward.
-
-    >>> from pipeloom.ir.flow import dag, flow_of
-    >>> diamond = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-    >>> distance_from_start(flow_of(diamond), (0, 1, 2, 3))
-    {0: 0, 1: 1, 2: 1, 3: 2}
-    """
+    """Stage -> most rank changes on a path that leads to it: the clock of its first forward."""
     return _longest(flow, flow.order, flow.reads_from, placement)
 
 
@@ -60,11 +62,6 @@ def rows_by_clock(
     forward, backward: clock of micro-batch 0 of each stage; each next micro-batch is `period` later.
     At equal times backwards come first, as they free memory, the reader's before the maker's; then
     forwards, the maker's before the reader's.
-
-    >>> from pipeloom.ir.flow import dag, flow_of
-    >>> flow = flow_of(dag(1, []))
-    >>> [str(a) for a in rows_by_clock(flow, (0,), 2, forward=[0], backward=[1])[0]]
-    ['0F0', '0B0', '0F1', '0B1']
     """
     stages_of_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage in flow.order:
@@ -84,29 +81,22 @@ def rows_by_clock(
 
 
 def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
-    """Forwards without backwards, for evaluation.
-
-        0F0 0F1 0F2
-            1F0 1F1 1F2
-                2F0 2F1 2F2
-
-    Stage s, at distance d from the start, runs the forward of micro-batch i at clock i + d.
-    """
+    """Forwards without backwards, for evaluation: micro-batch i at distance d from the start at clock i + d.
+    0F0 0F1 0F2
+        1F0 1F1 1F2
+            2F0 2F1 2F2"""
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
     return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])
 
 
 def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
-    """GPipe: all forwards, then all backwards. Simple; every micro-batch is in flight at once.
+    """GPipe, arXiv 1811.06965: all forwards, then all backwards; every micro-batch is in flight at once.
 
         0F0 0F1 0F2                 0B0 0B1 0B2
             1F0 1F1 1F2         1B0 1B1 1B2
                 2F0 2F1 2F2 2B0 2B1 2B2
-
-    Source: GPipe, arXiv 1811.06965. Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
-
-    Forwards by distance from the start, as in `forward_only`; then backwards by distance from the end.
+    Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
     """
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
@@ -123,18 +113,10 @@ def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: in
         0F0 0F1 0F2             0B0 0F3     0B1     0B2     0B3
             1F0 1F1         1B0 1F2     1B1 1F3 1B2     1B3
                 2F0     2B0 2F1     2B1 2F2 2B2 2F3 2B3          (drawn with backwards as long as forwards)
-
-    A stage d steps away from the loss runs d forwards ahead, so d + 1 micro-batches are in flight there. In a
-    DAG d is the longest path, so that both sides of a skip connection have what they need.
-
-    Source: PipeDream-Flush in arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145.
-    Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
-
-    The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
-
-    A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
-    A stage whose values never reach the loss, such as one that only updates buffers, has its d from what
-    reads it.
+    A stage d steps away from the loss, by the longest path, runs d forwards ahead: the forward of micro-batch
+    i at clock 2i - d - 1, the backward at 2i + d. A stage whose values never reach the loss, such as one that
+    only updates buffers, has its d from what reads it. Idle share as GPipe's. Source: PipeDream-Flush in
+    arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145.
     """
     flow = flow_of(stages)
     ahead = distance_to_end(flow, placement)
@@ -142,3 +124,48 @@ def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: in
     return rows_by_clock(
         flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
     )
+
+
+def eager_1f1b(s: Shape) -> Recipe:
+    options(s)
+    return Recipe(rows=phases(s, warm_up=lambda r: 2 * _last(s, r), repeat="FB", kinds="FB"))
+
+
+def async_1f1b(s: Shape) -> Recipe:
+    """The order of 1F1B; what differs is that weights change after every backward."""
+    options(s)
+    return Recipe(rows=phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"))
+
+
+def seq1f1b(s: Shape) -> Recipe:
+    """1F1B over slices: forwards in order, backwards from the last slice of a micro-batch.
+
+    Slice i of micro-batch b is action b * slices + i, so `microbatches` is a multiple of `slices`.
+    """
+    k = int(options(s, slices=2)["slices"])
+    s.require(
+        k >= 1 and s.microbatches % k == 0,
+        f"{s.microbatches} slices in groups of {k}",
+        "give as many micro-batches as slices of all micro-batches together",
+    )
+
+    def backward(rank: int) -> list[Action]:
+        starts = range(0, s.microbatches, k)
+        return [
+            Action(c, B, low + k - 1 - i)
+            for low in starts
+            for c in s.rank_stages[rank][::-1]
+            for i in range(k)
+        ]
+
+    rows = phases(s, warm_up=lambda r: _last(s, r) + k - 1, repeat="FB", kinds="FB", backward=backward)
+    return Recipe(rows=rows, slices=k)
+
+
+def _last(s: Shape, rank: int) -> int:
+    if len(s.rank_stages[rank]) != 1:
+        raise ScheduleError(
+            f"rank {rank} has {len(s.rank_stages[rank])} stages, this schedule is for one per rank",
+            hint="use interleaved_1f1b, gis or zb_v for several",
+        )
+    return s.ahead[s.rank_stages[rank][0]]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, permutations, starmap
+from itertools import islice, permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -69,12 +69,10 @@ def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> lis
 
 
 def _patient(s: Shape, clocks: Sequence[Recipe]) -> list[Recipe]:
-    """For uneven times the two published paces, with actions that wait for more urgent ones."""
-    if s.even:
-        return []
     paces = (((1.0, 2.0), (2.0, 1.0), (2.0, 0.0, 2.0)), ((2.0, 1.0), (2.0, 1.0), (0.0, 3.0, 1.0)))
     made = (path_clock(s, forward, backward, turns=turns) for forward, backward, turns in paces)
-    return [Recipe(kinds="FIW", clock=clock, memory=clocks[0].memory, patience=1.0) for clock in made]
+    patient = [Recipe(kinds="FIW", clock=clock, memory=clocks[0].memory, patience=1.0) for clock in made]
+    return [] if s.even else patient
 
 
 def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
@@ -91,7 +89,6 @@ def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
 
 
 def zb_v(s: Shape) -> list[Recipe]:
-    """ZB-V: no bubble but the start, with the memory of 1F1B."""
     return zb_v_recipes(s, options(s, memory=s.depth)["memory"])
 
 
@@ -133,7 +130,6 @@ def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
 
 
 def v_half(s: Shape) -> list[Recipe]:
-    """V-Half: half the memory of 1F1B."""
     clocks = recipes(
         s,
         s.depth // 2 + 1,
@@ -148,7 +144,6 @@ def v_half(s: Shape) -> list[Recipe]:
 
 
 def v_min(s: Shape) -> list[Recipe]:
-    """V-Min: a third of the memory of 1F1B, for the longest models."""
     rest = 2.0 if s.depth % 3 == 0 else 0.0
     clocks = recipes(
         s,
@@ -217,16 +212,12 @@ def block_clock(s: Shape, memory: float) -> Periodic | None:
     for weight in (1.0, 0.75, 1.25):
         start = _starts(times, weight)
         if _peak(times, start) <= memory + EPS:
-            return _clock(s, times, start)
+            at: dict[tuple[int, Kind], float] = {}
+            for rank, (a, b) in enumerate(s.rank_stages):
+                actions = ((a, F), (b, F), (b, I), (a, I), (b, W), (a, W))
+                at.update(zip(actions, map(float, start[rank]), strict=True))
+            return Periodic(at, times.period)
     return None
-
-
-def _clock(s: Shape, times: MeanTimes, start: Floats) -> Periodic:
-    at: dict[tuple[int, Kind], float] = {}
-    for rank, (first, second) in enumerate(s.rank_stages):
-        actions = ((first, F), (second, F), (second, I), (first, I), (second, W), (first, W))
-        at.update(zip(actions, map(float, start[rank]), strict=True))
-    return Periodic(at, times.period)
 
 
 def _starts(times: MeanTimes, weight: float) -> Floats:
@@ -277,7 +268,7 @@ def _path(times: MeanTimes, position: Floats, cost: Floats) -> list[int]:
 
 
 def _unrolled(times: MeanTimes, at: Floats) -> Floats:
-    """MeanTimes within a period -> times of one micro-batch on its way down, up, down and up."""
+    """Times within a period -> times of one micro-batch on its way down, up, down and up."""
     ranks, transfer = times.ranks, times.transfer
     found = np.array(at)
 
@@ -285,14 +276,10 @@ def _unrolled(times: MeanTimes, at: Floats) -> Floats:
         found[rank, action] = ready + times.wait(at[rank, action] - ready, 0.0)
         return float(found[rank, action])
 
-    steps: Sequence[tuple[int, Sequence[int], float]] = (
-        (0, range(1, ranks), times.forward),
-        (1, range(ranks - 1, -1, -1), times.forward),
-        (2, range(ranks), times.forward),
-        (3, range(ranks - 1, -1, -1), times.back),
-    )
+    down, up = range(ranks), range(ranks - 1, -1, -1)
     now = float(at[0, 0])
-    for action, way, turn in steps:
+    for action, way in enumerate((down[1:], up, down, up)):
+        turn = times.back if action == 3 else times.forward
         length = times.forward if action < 2 else times.back
         for i, rank in enumerate(way):
             alone = action > 0 and i == 0  # the turn stays on its rank
@@ -305,14 +292,10 @@ def _unrolled(times: MeanTimes, at: Floats) -> Floats:
 
 def _peak(times: MeanTimes, start: Floats) -> float:
     """Most micro-batches that a rank holds: each chunk counts half, from F to the end of W."""
-
-    def held(rank: int, moment: float) -> float:
-        count = 0.0
-        for forward, weight in ((0, 5), (1, 4)):
-            begun = np.floor((moment - start[rank, forward]) / times.period + SLACK)
-            ended = np.floor((moment - start[rank, weight] - times.weight) / times.period + SLACK)
-            count += begun - ended
-        return count / 2
-
-    moments = ((rank, float(start[rank, forward])) for rank in range(times.ranks) for forward in (0, 1))
-    return max(starmap(held, moments))
+    peak = 0.0
+    for own in start:
+        for moment in own[:2]:
+            begun = np.floor((moment - own[[0, 1]]) / times.period + SLACK)
+            ended = np.floor((moment - own[[5, 4]] - times.weight) / times.period + SLACK)
+            peak = max(peak, float((begun - ended).sum()) / 2)
+    return peak

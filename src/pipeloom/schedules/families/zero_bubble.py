@@ -15,18 +15,16 @@ from math import inf
 
 from ...ir.action import F, I
 from ..language.patterns import phases
-from ..language.recipe import Recipe
+from ..language.recipe import Recipe, steady_paces
 from ..language.shape import Shape, options, path_clock
 from ..list_scheduler.tables import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:
-    """1F1B's order of F and I, and W where it fits: memory as 1F1B."""
     return list(_family(s, options(s, memory=s.depth)["memory"]))
 
 
 def zb_h2(s: Shape) -> list[Recipe]:
-    """More forwards ahead, so that the last rank's W may wait for the end."""
     return list(_family(s, options(s, memory=2 * s.depth)["memory"]))
 
 
@@ -43,7 +41,7 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     one = Recipe(kinds="FIW", rows=rows, memory=memory)
     yield one
     if s.chunks > 1:
-        yield from _clocks(s, memory)
+        yield from steady_paces(s, "FIW", memory)
     if s.even and memory <= s.depth:
         return
     yield replace(one, overlap=1.0)
@@ -55,15 +53,6 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     for early in ("all", "warm"):
         yield Recipe(kinds="FIW", clock=clock, memory=memory, early=early, overlap=1.0)
     yield from _level(s, memory)
-
-
-def _clocks(s: Shape, memory: float) -> Iterator[Recipe]:
-    """For several stages on a rank, of which the patterns say nothing: micro-batches at a steady pace."""
-    for real in (False,) if s.even else (False, True):
-        for pace in (2.0, 1.5, 1.0):
-            clock = path_clock(s, (pace,), (pace,), real=real)
-            for early in ("all", "warm"):
-                yield Recipe(kinds="FIW", clock=clock, memory=memory, early=early)
 
 
 def _level(s: Shape, memory: float) -> Iterator[Recipe]:

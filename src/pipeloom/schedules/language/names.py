@@ -1,15 +1,23 @@
 """Names of schedules: what is built, under whatever name, and with which options.
 
 Interleaved:v=4                 a schedule of the library, or a user's, and behind a colon its options
-mine.py:zigzag:group=2          a function in a file of one's own, see `language.user_files`
-found.csv                       a file that lists every action
+mine.py:zigzag:group=2          a function in a user's file, which takes a `Shape` and returns a `Recipe` or
+                                several; or an `Entry`, which also says where the stages go
+found.csv                       a file that lists every action; or .txt, with a row of actions per rank
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from ...ir.errors import ScheduleError
 
@@ -33,11 +41,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Schedule -> its other names. Capitals, `-`, `_` and a "Schedule" in front make no difference."""
 
 CHUNKS = "v"
-"""The option of every schedule that puts several stages on a rank: how many, as in "interleaved:v=4"."""
+"""The option that says how many stages a rank has, as in "interleaved:v=4"."""
 
 OFFLOAD, LIMIT, FIT = "offload", "limit", "fit"
 COPY_OPTIONS = (OFFLOAD, LIMIT, FIT)
-"""What any schedule may be asked to copy to the host, see `registry.Entry.copies`."""
 
 LISTED = (".csv", ".txt")
 """How the names of files end that list every action."""
@@ -45,11 +52,8 @@ LISTED = (".csv", ".txt")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleName:
-    """A schedule's name, read.
-
-    given: as it was written, without options.  family: the library's own name of it, in small letters with
-    `_`; of a file as given.  listed: the options as they were written.
-    """
+    """A schedule's name, read. given: as written, without options.  family: the library's own name of it;
+    of a file as given.  listed: the options as written."""
 
     given: str
     family: str
@@ -61,7 +65,6 @@ class ScheduleName:
 
     @property
     def written(self) -> str:
-        """As it was written."""
         return f"{self.given}:{self.listed}" if self.listed else self.given
 
     @property
@@ -70,7 +73,6 @@ class ScheduleName:
 
     @property
     def in_python(self) -> bool:
-        """Whether it names a function in a Python file."""
         return self.given.partition(":")[0].endswith(".py")
 
     @property
@@ -108,12 +110,13 @@ class ScheduleName:
 
     @property
     def copies(self) -> bool:
-        """Whether it says what is copied to the host."""
         return OFFLOAD in self.options or LIMIT in self.options or self.fits_caps
 
     def chunks_in(self, place: str) -> int:
-        """The stages per rank that the options give to a schedule with such a place, see `registry.PLACES`;
-        0 without that option. Raises: ScheduleError if there is no choice, or it is no whole number."""
+        """The stages per rank that the options give to a schedule with such a place; 0 without that option.
+
+        Raises: ScheduleError if there is no choice, or it is no whole number.
+        """
         count = self.options.get(CHUNKS)
         if count is None:
             return 0
@@ -178,3 +181,56 @@ def _bare(name: str) -> str:
 
 
 _BY_ALIAS = {_bare(alias): name for name, others in ALIASES.items() for alias in (name, *others)}
+
+
+_HINT = "name a function that takes a Shape and returns a Recipe, as file.py:function"
+
+
+def load_user_schedule(name: ScheduleName) -> Any:
+    """What `file.py:function` names: a recipe's function, or an Entry. An exception inside the user's code
+    is left as it is."""
+    file, _, function = name.family.partition(":")
+    if not function:
+        raise ScheduleError(
+            f"{file} is a file and not a schedule",
+            hint=f"name the schedule in it, as {file}:found if a search has written it",
+        )
+    module = load_file(Path(file))
+    schedule = getattr(module, function, None)
+    if schedule is None:
+        near = get_close_matches(function, [n for n in vars(module) if not n.startswith("_")], n=1)
+        raise ScheduleError(
+            f"{file} has no {function}", hint=f"did you mean {file}:{near[0]}?" if near else _HINT
+        )
+    try:
+        wrong = inspect.isclass(schedule)
+        if callable(schedule) and not wrong:
+            inspect.signature(schedule).bind(None)
+    except TypeError:
+        wrong = True
+    if wrong:
+        raise ScheduleError(f"{name.written} is not a function of one Shape", hint=_HINT)
+    return schedule
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, once. Raises: ScheduleError if there is none."""
+    if not path.is_file():
+        raise ScheduleError(f"there is no file {path}", hint=_HINT)
+    path = path.resolve()
+    # The user's job may be in the same file, which `tracer.job` has then imported under such a name.
+    names = (path.stem, f"pipeloom_job_{path.stem}", f"pipeloom_schedule_{path.stem}")
+    for module_name in names:
+        if getattr(sys.modules.get(module_name), "__file__", None) == str(path):
+            return sys.modules[module_name]
+    name = names[0] if names[0] not in sys.modules else names[2]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

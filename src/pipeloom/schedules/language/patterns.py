@@ -93,7 +93,6 @@ def phases(
 
 
 def _row(queues: dict[str, Columns], warm_up: int, repeat: str, last: str) -> Columns:
-    """The row of a rank. Each letter takes the next of its queue."""
     warm_up = min(warm_up, len(queues["F"]))
     times = -(-(len(queues["F"]) - warm_up) // max(1, repeat.count("F")))
     left = max(0, len(queues[last]) - times * repeat.count(last))

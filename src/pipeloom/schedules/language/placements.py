@@ -51,6 +51,7 @@ def spread(
     The first rank keeps the stage's number; shards for the others are numbered behind all stages, in order.
     They begin F, B and I together, and each sends its part of the outputs to all readers. shared: they hold
     the same parameters, whose gradients are summed before the step; else each has its own.
+
     Raises: ScheduleError if the table does not fit the stages, or a stage names a rank twice or none.
 
     >>> from pipeloom.ir.stages import chain

@@ -17,21 +17,20 @@ A family may return several recipes: the fastest for these costs that keeps to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...ir.action import Action, Kind
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
-from .shape import Shape
+from .shape import Shape, path_clock
 
 PerRank: TypeAlias = Callable[[int], float]
 RowMaker: TypeAlias = Callable[[int], Iterable[Action]]
 
 
 def per_rank(limit: PerRank | float, rank: int) -> float:
-    """A limit that is the same for all ranks, or a function of the rank."""
     return float(limit(rank) if callable(limit) else limit)
 
 
@@ -100,7 +99,6 @@ class Recipe:
                 )
 
     def kinds_of(self, stage: int) -> tuple[Kind, ...]:
-        """The built-in kinds that a stage runs for each micro-batch."""
         text = self.kinds if isinstance(self.kinds, str) else self.kinds(stage)
         if text not in ("F", "FB", "FIW", "FBIW") or (text == "FBIW" and self.rows is None):
             raise ScheduleError(
@@ -108,6 +106,17 @@ class Recipe:
                 hint="use F, FB, FIW or, with rows=, FBIW; further kinds go with insert=",
             )
         return tuple(map(Kind, text))
+
+
+def steady_paces(
+    shape: Shape, kinds: str, memory: float, early: Sequence[str] = ("all", "warm")
+) -> Iterator[Recipe]:
+    """Micro-batches at a steady pace, for shapes of which no pattern says anything."""
+    for real in (False,) if shape.even else (False, True):
+        for pace in (2.0, 1.5, 1.0):
+            clock = path_clock(shape, (pace,), (pace,), real=real, kinds=kinds)
+            for one in early:
+                yield Recipe(kinds=kinds, clock=clock, memory=memory, early=one)
 
 
 def timings(shape: Shape, recipe: Recipe) -> list[Recipe]:

@@ -66,7 +66,6 @@ class Shape:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What others have made of this shape, kept with it."""
         return {}
 
     @cached_property
@@ -87,7 +86,6 @@ class Shape:
 
     @cached_property
     def chunks(self) -> int:
-        """Most stages of any rank."""
         return max(map(len, self.rank_stages))
 
     @cached_property
@@ -127,14 +125,10 @@ class Shape:
         # No path has more ranks than it changes ranks, and one more. It has as many where it never comes
         # back to a rank, as with one stage per rank; and on a chain, where it comes to all ranks.
         most = min(self.ranks, max(self.ahead) + 1)
-        return most if self.chunks == self.stages.replicas else self._most_ranks_on_a_path(most)
-
-    def _most_ranks_on_a_path(self, most: int) -> int:
-        """Exact where few sets of ranks can be visited; `most`, which is never less, where there are many.
-
-        Per stage the sets of ranks that paths up to it visit, as the bits of a number; a set within another
-        one cannot become larger than that, and goes.
-        """
+        if self.chunks == self.stages.replicas:
+            return most
+        # Per stage the sets of ranks that paths up to it visit, as bits; a set within another one goes. Where
+        # there are many, `most`, which is never less.
         visited: list[list[int]] = [[] for _ in self.placement]
         for stage in self.flow.order:
             own = 1 << self.placement[stage]
@@ -146,10 +140,6 @@ class Shape:
 
     @cached_property
     def limits_bytes(self) -> tuple[float, ...]:
-        """Per rank the most bytes of residuals that it may hold; infinite without a limit.
-
-        Raises: ScheduleError unless there is one limit for all ranks or one per rank.
-        """
         limit = self.limit_bytes
         if not isinstance(limit, tuple):
             return (inf if limit is None else float(limit),) * self.ranks
@@ -157,7 +147,6 @@ class Shape:
         return limit
 
     def option(self, name: str, default: float) -> float:
-        """A number that the user may set."""
         return self.options.get(name, default)
 
     def seconds(self, stage: int, kind: Kind) -> float:
@@ -186,7 +175,6 @@ class Shape:
         return self.transfer_s(source, target) if callable(self.transfer_s) else self.transfer_s
 
     def require(self, good: bool, problem: str, hint: str) -> None:
-        """Refuse a shape that a family cannot be built for."""
         if not good:
             raise ScheduleError(problem, hint=hint)
 
@@ -213,6 +201,7 @@ def path_clock(
     """A clock that starts one micro-batch per period and lets it travel at a chosen pace.
 
     The pace decides how long residuals live, so how many are held: a rank holds lifespan / period of them.
+
     forward, backward: slots from a rank to the next, per chunk in the order of travel (backward begins
         with the last chunk); the last number holds for further chunks.
     turns: slots of rest where a micro-batch goes on to a stage of the same rank in its forward; where it
@@ -250,15 +239,11 @@ def path_clock(
         back[s] = max(
             (leave(back, (r, s), kind, hops, turns[2]) for r in flow.gradients_from[s]), default=own
         )
-    step = period if period is not None else _period(shape, kinds, slot)
-
+    busy = (sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.rank_stages)
+    step = period if period is not None else max(busy)
     first = {(s, F): at for s, at in start.items()}
     for s, at in back.items():
         first[s, B] = first[s, I] = at
         if "W" in kinds:
             first[s, W] = at + slot(s, I)
     return Periodic(first, step)
-
-
-def _period(shape: Shape, kinds: str, slot: Callable[[int, Kind], float]) -> float:
-    return max(sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.rank_stages)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from ...ir.costs import StageCost
 
 USUAL_K = 0.75
-"""The ratio k where nothing is known of links: see `with_copies`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +26,7 @@ class Uplinks:
 
 
 def shared_uplinks(costs: Sequence[StageCost], ranks: int, each: int = 1) -> Uplinks:
-    """An uplink for every `each` neighbouring ranks, as fast as the link of each of them.
-
-    >>> from pipeloom.ir.costs import equal_costs
-    >>> shared_uplinks(with_copies(equal_costs(4), 1.0), 4, 2).of_rank
-    (0, 0, 1, 1)
-    """
+    """An uplink for every `each` neighbouring ranks, as fast as the link of each of them."""
     return Uplinks(
         of_rank=tuple(rank // each for rank in range(ranks)),
         seconds=tuple(max(cost.offload_s, cost.reload_s) for cost in costs),

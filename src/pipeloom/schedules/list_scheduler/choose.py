@@ -1,4 +1,10 @@
-"""Chooses among recipes: runs them, gives up on one that cannot win, keeps the fastest."""
+"""Chooses among recipes: runs them, gives up on one that cannot win, keeps the fastest.
+
+Many micro-batches are ordered from few: the steady state is repeated, not ordered again. A clock that starts
+a micro-batch every so often leads to rows that repeat themselves in the middle. Where two periods in a row
+are the same on all ranks, up to the number of the micro-batch, another such period may stand between them:
+all that it needs has then run as long before it, and it holds as much.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +13,156 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from typing import Any
+
+import numpy as np
 
 from ...checks.schedules import check
 from ...ir.action import Action, B, F
-from ...ir.columns import columns_of
+from ...ir.columns import F_, Columns, Floats, Rows, columns_of
 from ...ir.errors import DeadlockError, ScheduleError
 from ...ir.operation import Operation
-from ...ir.schedule import Schedule
-from ..language.recipe import Recipe
-from ..language.row_times import row_times
+from ...ir.schedule import Program, Schedule
+from ...lowering.transfers import add_transfers
+from ...simulator.simulate import time_actions
+from ..language.recipe import Recipe, per_rank
 from ..language.shape import Shape
-from .engine import Outcome, ScheduledRecipe, run
-from .stretch import stretched
+from .engine import ScheduledRecipe, run
 from .tables import EPS, tables_of
 
+LONGEST_PERIOD = 4
+"""Micro-batches of the longest period that is looked for."""
+
+
+def stretched(
+    few: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
+) -> ScheduledRecipe | None:
+    """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats. Only
+    for recipes by a clock that is the same for each micro-batch, and for few and many."""
+    if not _same(few.recipe, recipe, small, microbatches):
+        return None
+    more = microbatches - small.microbatches
+    if recipe.memory_bytes is not None or recipe.in_flight or recipe.in_flight_stage:
+        return None
+    if recipe.memory is not None and any(
+        peak > per_rank(recipe.memory, r) + EPS for r, peak in enumerate(few.peak)
+    ):
+        return None
+    stage = small.flow.order[0]
+    rank = small.placement[stage]
+    columns = columns_of(few.rows)
+    row = slice(*columns.offsets[rank : rank + 2])
+    begins = few.starts[rank][(columns.stage[row] == stage) & (columns.kind[row] == F_)]
+    for size in (size for size in range(1, LONGEST_PERIOD + 1) if more % size == 0):
+        for first in range(len(begins) - 2 * size - 1, len(begins) // 2, -1):
+            middle, end = float(begins[first + size]), float(begins[first + 2 * size])
+            period = end - middle
+            if abs(period - (middle - begins[first])) > EPS:
+                continue
+            rank_cuts: list[tuple[int, int]] = []
+            for r in range(small.ranks):
+                if cut := _cut(few, columns, r, middle, period, size):
+                    rank_cuts.append(cut)
+                else:
+                    break
+            if len(rank_cuts) == small.ranks:
+                return replace(_longer(few, columns, rank_cuts, period, size, more // size), recipe=recipe)
+    return None
+
+
+def _same(few: Recipe, many: Recipe, s: Shape, microbatches: int) -> bool:
+    """Whether two recipes have one clock, with the same time from each micro-batch to the next."""
+    short, clock = few.clock, many.clock
+    if short is None or clock is None or many.slices > 1 or many.insert:
+        return False
+    if many.before is not None or many.together is not None:
+        return False
+    last = microbatches - 1
+    step = clock(0, F, 1) - clock(0, F, 0)
+    near = EPS * max(1.0, abs(step) * last)
+    return all(
+        abs(clock(stage, kind, last) - clock(stage, kind, 0) - step * last) < near
+        and abs(clock(stage, kind, 0) - short(stage, kind, 0)) < near
+        for stage in range(len(s.placement))
+        for kind in many.kinds_of(stage)
+    )
+
+
+def _cut(
+    few: ScheduledRecipe, columns: Columns, rank: int, middle: float, period: float, size: int
+) -> tuple[int, int] | None:
+    """Where the second of two equal periods of a rank begins and ends in its row, if they are equal."""
+    starts, begin = few.starts[rank], int(columns.offsets[rank])
+    low, here, high = np.searchsorted(starts, [middle + k * period - EPS for k in (-1, 0, 1)]).tolist()
+    streams = columns.stage.astype(np.int64) * len(columns.kinds) + columns.kind
+    kinds = len(np.unique(streams[begin : int(columns.offsets[rank + 1])]))
+    if not high - here == here - low == size * kinds:
+        return None
+    one, two = slice(begin + low, begin + here), slice(begin + here, begin + high)
+    same = np.array_equal(streams[one], streams[two]) and np.array_equal(
+        columns.microbatch[one] + size, columns.microbatch[two]
+    )
+    moved = np.abs(starts[here:high] - starts[low:here] - period)
+    return (here, high) if same and (moved <= 4 * EPS).all() else None
+
+
+def _longer(
+    few: ScheduledRecipe, columns: Columns, cuts: list[tuple[int, int]], period: float, size: int, times: int
+) -> ScheduledRecipe:
+    entries, later, starts = [], [], []
+    for rank, (here, high) in enumerate(cuts):
+        count = len(few.starts[rank])
+        again = np.arange(1, times + 1)
+        entry = np.concatenate(
+            [np.arange(high), np.tile(np.arange(here, high), times), np.arange(high, count)]
+        )
+        turn = np.concatenate(
+            [np.zeros(high, np.int64), np.repeat(again, high - here), np.full(count - high, times)]
+        )
+        entries.append(entry + columns.offsets[rank])
+        later.append(turn * size)
+        starts.append(few.starts[rank][entry] + turn * period)
+    entry = np.concatenate(entries)
+    offsets = np.concatenate([[0], np.cumsum([len(start) for start in starts])]).astype(np.int64)
+    made = Columns(
+        kind=columns.kind[entry],
+        stage=columns.stage[entry],
+        peer=columns.peer[entry],
+        microbatch=columns.microbatch[entry] + np.concatenate(later).astype(np.int32),
+        offsets=offsets,
+        kinds=columns.kinds,
+    )
+    more = times * period
+    return replace(
+        few, rows=Rows(made), starts=tuple(starts), step_s=few.step_s + more, span_s=few.span_s + more
+    )
+
+
+def row_times(columns: Columns, shape: Shape) -> tuple[Floats, Floats]:
+    """When each entry of rows that can run begins and ends, in seconds. A rank has two receives posted for
+    each rank that sends to it: a message sent further ahead waits until an earlier one is taken."""
+    program = Program(microbatches=shape.microbatches, placement=shape.placement, rows=Rows(columns))
+    program = add_transfers(program, shape.stages)
+    stages = range(len(shape.placement))
+    seconds = np.zeros((len(stages), len(columns.kinds)))
+    for code in np.unique(columns.kind).tolist():
+        seconds[:, code] = [shape.seconds(s, columns.kinds[code]) for s in stages]
+    shared = shape.uplinks is not None and shape.uplinks.hold_up(shape.costs)
+    begin, end = time_actions(
+        program,
+        shape.stages,
+        seconds,
+        shape.delay_s,
+        uplinks=shape.uplinks.of_rank if shape.uplinks is not None and shared else (),
+        copy_link_s=shape.uplinks.seconds if shape.uplinks is not None and shared else (),
+    )
+    own = ~program.columns.is_transfer
+    return begin[own], end[own]
+
+
 TRIED = 3
-"""Recipes that are tried on all micro-batches, of those that are best on few."""
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
-Near = dict[Action, list[Action]]
 
 
 def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
@@ -39,14 +176,11 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
 
 
 def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
-    """The same, or None once it is certain that the step takes longer than `within_s`."""
     problem = tables_of(shape, recipe)
-    outcome = run(problem, within_s)
-    if outcome is None:
-        return None
-    if problem.beside:
-        outcome = replace(outcome, rows=insert_operations(shape, outcome, problem.beside))
-    return ScheduledRecipe(recipe=recipe, outcome=outcome)
+    scheduled = run(problem, within_s)
+    if scheduled is None or not problem.beside:
+        return scheduled
+    return replace(scheduled, rows=insert_operations(shape, scheduled, problem.beside))
 
 
 def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> ScheduledRecipe:
@@ -77,43 +211,31 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
         return best(shape, recipes)
     small = replace(shape, microbatches=few)
     try:
-        ranked = _ranked(small, _several(family(small)), TRIED)
-        return _lengthened(shape, small, [(scheduled, recipes[index]) for scheduled, index in ranked])
+        scheduled: list[ScheduledRecipe] = []
+        left: list[Recipe] = []
+        for one, index in _ranked(small, _several(family(small)), TRIED):
+            if many := stretched(one, small, recipes[index], shape.microbatches):
+                scheduled.append(many)
+            else:
+                left.append(recipes[index])
+        within_s = min((one.step_s for one in scheduled), default=inf) if _by_step(shape) else inf
+        if left:
+            scheduled += [one for one, _ in _ranked(shape, left, 1, within_s)]
+        return _first(shape, scheduled, posted=True)
     except DeadlockError:  # more micro-batches may need more room
         return best(shape, recipes)
-
-
-def _lengthened(
-    shape: Shape, small: Shape, tries: Sequence[tuple[ScheduledRecipe, Recipe]]
-) -> ScheduledRecipe:
-    """The best of some recipes for all micro-batches, each with what it gives for few of them."""
-    scheduled: list[ScheduledRecipe] = []
-    left: list[Recipe] = []
-    for few, recipe in tries:
-        many = stretched(few, small, recipe, shape.microbatches)
-        if many is None:
-            left.append(recipe)
-        else:
-            scheduled.append(many)
-    within_s = min((each.outcome.step_s for each in scheduled), default=inf) if _by_step(shape) else inf
-    if left:
-        scheduled += [each for each, _ in _ranked(shape, left, 1, within_s)]
-    return _first(shape, scheduled, posted=True)
 
 
 def _ranked(
     shape: Shape, recipes: Sequence[Recipe], most: int, limit_s: float = inf
 ) -> list[tuple[ScheduledRecipe, int]]:
-    """The best few of some recipes, the best first, each with its place in the list.
-
-    limit_s: longer steps than that are no use; then the list may be empty.
-    Raises: what the last recipe raised, if none works.
-    """
+    """The best few of some recipes, the best first, each with its place in the list; those whose step is
+    longer than `limit_s` are left out. Raises: what the last recipe raised, if none works."""
     scheduled: list[tuple[ScheduledRecipe, int]] = []
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
-        steps = sorted(one.outcome.step_s for one, _ in scheduled)
+        steps = sorted(one.step_s for one, _ in scheduled)
         enough = len(steps) >= most and _by_step(shape)
         within_s = steps[most - 1] * (1 + _slack(shape)) if enough else limit_s
         try:
@@ -123,7 +245,7 @@ def _ranked(
             continue
         if one is not None:
             scheduled.append((one, index))
-            if one.outcome.step_s <= bound[0] + EPS and one.outcome.span_s <= bound[1] + EPS:
+            if one.step_s <= bound[0] + EPS and one.span_s <= bound[1] + EPS:
                 break
     if not scheduled and limit_s == inf:
         assert problem is not None
@@ -143,7 +265,8 @@ def _first(shape: Shape, scheduled: Sequence[ScheduledRecipe], *, posted: bool) 
     posted: by the times with few receives posted. As these are never shorter, only those are timed so that
     are shorter than the best so far without.
     """
-    cost = {id(one): one.cost if _by_step(shape) else one.cost[::-1] for one in scheduled}
+    costs = ((one, (round(one.step_s, 9), round(one.span_s, 9))) for one in scheduled)
+    cost = {id(one): seconds if _by_step(shape) else seconds[::-1] for one, seconds in costs}
     close = list(scheduled)
     if posted and len(scheduled) > 1:
         close, least = [], inf
@@ -168,12 +291,11 @@ def simulated_cost(shape: Shape, scheduled: ScheduledRecipe) -> tuple[float, flo
     None where both say the same, as no message takes time, or where rows have pairs, stages on several ranks,
     or operations next to their anchors.
     """
-    outcome, recipe = scheduled.outcome, scheduled.recipe
-    beside = {operation.kind for operation in recipe.insert} - set(recipe.fill)
+    beside = {operation.kind for operation in scheduled.recipe.insert} - set(scheduled.recipe.fill)
     late = any(shape.delay_s(a, b) > 0 for a, b in shape.stages.between)
-    if not late or outcome.pairs or shape.flow.shards or beside:
+    if not late or scheduled.pairs or shape.flow.shards or beside:
         return None
-    columns = columns_of(outcome.rows)
+    columns = columns_of(scheduled.rows)
     begin, end = row_times(columns, shape)
     rows = [slice(low, high) for low, high in pairwise(columns.offsets.tolist()) if low < high]
     span_s = max(float(end[row][-1] - begin[row][0]) for row in rows)
@@ -218,21 +340,11 @@ def as_published(s: Shape, family: Callable[[Shape], Sequence[Recipe]]) -> list[
     """
     if s.even:
         return []
-    one = [
-        replace(cost, forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, backward_s=2.0) for cost in s.costs
-    ]
-    made = fastest(replace(s, costs=tuple(one), transfer_s=lambda source, target: 0.0), family)
-    fixed = replace(
-        made.recipe,
-        rows=made.outcome.rows,
-        clock=None,
-        priority=None,
-        fill="",
-        drain="",
-        early="all",
-        patience=0.0,
-        overlap=0.0,
-    )
+    equal: Any = {"forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0, "backward_s": 2.0}
+    one = tuple(replace(cost, **equal) for cost in s.costs)
+    made = fastest(replace(s, costs=one, transfer_s=0.0), family)
+    plain: Any = {"clock": None, "priority": None, "early": "all", "patience": 0.0, "overlap": 0.0}
+    fixed = replace(made.recipe, rows=made.rows, fill="", drain="", **plain)
     return [fixed, replace(fixed, fill="W"), replace(fixed, fill="W", overlap=1.0)]
 
 
@@ -251,23 +363,23 @@ def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine
         name=name,
         microbatches=shape.microbatches,
         placement=shape.placement,
-        rows=scheduled.outcome.rows,
+        rows=scheduled.rows,
         slices=scheduled.recipe.slices,
-        pairs=scheduled.outcome.pairs,
+        pairs=scheduled.pairs,
     )
     check(schedule, shape.stages)
     return schedule
 
 
 def insert_operations(
-    shape: Shape, outcome: Outcome, operations: Sequence[Operation]
+    shape: Shape, scheduled: ScheduledRecipe, operations: Sequence[Operation]
 ) -> tuple[tuple[Action, ...], ...]:
     """The rows with each operation right after or before its anchor, or `ahead` anchors earlier.
 
     A pair stays together: what belongs between its two actions goes in front of it or behind it.
     """
-    second = dict(outcome.pairs)
-    return tuple(_row(shape, rank, row, operations, second) for rank, row in enumerate(outcome.rows))
+    second = dict(scheduled.pairs)
+    return tuple(_row(shape, rank, row, operations, second) for rank, row in enumerate(scheduled.rows))
 
 
 def _row(
@@ -277,8 +389,8 @@ def _row(
     operations: Sequence[Operation],
     second: dict[Action, Action],
 ) -> tuple[Action, ...]:
-    front: Near = defaultdict(list)
-    behind: Near = defaultdict(list)
+    front: dict[Action, list[Action]] = defaultdict(list)
+    behind: dict[Action, list[Action]] = defaultdict(list)
     for operation in operations:
         for stage in shape.rank_stages[rank]:
             anchors = [a for a in row if a.stage == stage and operation.stands_at(a.kind)]

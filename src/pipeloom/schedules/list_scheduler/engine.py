@@ -29,11 +29,12 @@ from .tables import EPS, RecipeTables, SchedulerState, Tables, as_lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """rows: the actions of each rank.  step_s: until the last rank ends.  span_s: longest first-to-last time
-    of a rank.  peak: most memory of each rank.  starts: of each rank when its actions begin, one entry per
-    action.  pairs: neighbours that run as one unit."""
+class ScheduledRecipe:
+    """What a recipe gives for a shape. step_s: until the last rank ends.  span_s: longest first-to-last time
+    of a rank.  peak: most memory of each rank.  starts: of each rank when its actions begin.  pairs:
+    neighbours that run as one unit."""
 
+    recipe: Recipe
     rows: Sequence[tuple[Action, ...]]
     step_s: float
     span_s: float
@@ -42,20 +43,7 @@ class Outcome:
     pairs: tuple[Pair, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduledRecipe:
-    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
-
-    recipe: Recipe
-    outcome: Outcome = field(repr=False)
-
-    @property
-    def cost(self) -> tuple[float, float]:
-        """Smaller is better: the step, then the longest span of a rank."""
-        return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
-
-
-def run(problem: RecipeTables, within_s: float = inf) -> Outcome | None:
+def run(problem: RecipeTables, within_s: float = inf) -> ScheduledRecipe | None:
     """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
     Raises: DeadlockError if the limits leave no rank anything that it may run.
@@ -74,20 +62,17 @@ def run(problem: RecipeTables, within_s: float = inf) -> Outcome | None:
         return None
     if sum(s.next) < len(t.order):
         raise _stuck(problem, t, s)
-    return _outcome(problem, s, tuple(rules.pairs) if rules is not None else ())
-
-
-def _outcome(problem: RecipeTables, s: SchedulerState, pairs: tuple[Pair, ...]) -> Outcome:
     starts = np.split(np.asarray(s.start), problem.tables.row_at[1:-1])
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
-    return Outcome(
+    return ScheduledRecipe(
+        recipe=recipe,
         rows=Rows(problem.columns(s)),
         step_s=max(ends),
         span_s=max(spans, default=0.0),
         peak=tuple(map(float, s.peak)),
         starts=tuple(starts),
-        pairs=pairs,
+        pairs=() if rules is None else tuple(rules.pairs),
     )
 
 
@@ -102,24 +87,29 @@ class _Rules:
         self.problem, self.recipe, self.streams = problem, problem.recipe, problem.streams
         stages = problem.tables.stage.tolist()
         self.stream_of = {pair: i for i, pair in enumerate(zip(stages, self.streams.kinds, strict=True))}
-        self.second_of = _pairs_in_rows(problem)
+        self.second_of: dict[Action, Action] = {}
+        together, flow = self.recipe.together, problem.shape.flow
+        for row in problem.listed or ():
+            if together is None:
+                break
+            taken = False
+            for a, b in zip(row, row[1:], strict=False):
+                alone = a.stage not in flow.shards and b.stage not in flow.shards
+                taken = not taken and alone and together(a, b)
+                # not if one of them needs the other
+                taken = taken and set(produces(a)).isdisjoint(needs(b, flow))
+                if taken:
+                    self.second_of[a] = b
         self.pairs: list[Pair] = []
         self.order_all = loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
 
     def _hold_back(self, t: Tables, s: SchedulerState, rank: int) -> None:
-        """Hold back what must wait for another action of the rank, or for the other one of its pair."""
         for index in _own(t, rank):
             if s.batch[index] >= 0 and not s.fills[index]:
-                free = self._is_turn(t, s, rank, index)
-                s.hold[index] = self._partner_ready(t, s, index) if free else inf
-
-    def _is_turn(self, t: Tables, s: SchedulerState, rank: int, index: int) -> bool:
-        before = self.recipe.before
-        if before is None:
-            return True
-        action = self._head(s, index)
-        others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
-        return not any(before(other, action) for other in others)
+                others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
+                before, action = self.recipe.before, self._head(s, index)
+                late = before is not None and any(before(other, action) for other in others)
+                s.hold[index] = inf if late else self._partner_ready(t, s, index)
 
     def _second(self, s: SchedulerState, index: int) -> tuple[int, int] | None:
         """Stream and micro-batch of what goes with the next action of a stream, in fixed rows."""
@@ -137,7 +127,6 @@ class _Rules:
         return inf if full or s.missing[place] else float(s.arrival[place])
 
     def _begin_unit(self, t: Tables, s: SchedulerState, index: int, now: float) -> None:
-        """As `loop.begin_unit`, where the unit may be a pair."""
         pair = [index]
         fixed = self._second(s, index)
         if fixed is not None:
@@ -149,7 +138,8 @@ class _Rules:
             return
         first, second = (self._head(s, i) for i in pair)
         self.pairs.append((first, second))
-        before, after = (sum(self._around(t, s, i)[side] for i in pair) for side in (0, 1))
+        places = [i * t.size + s.batch[i] for i in pair] if len(t.before) else []
+        before, after = (sum(side[place] for place in places) for side in (t.before, t.after))
         end = now + before + pair_seconds(self.problem.shape.costs, (first, second))
         for member in pair:
             loop.begin.interpreted(t, s, member, now, end, end + after)
@@ -172,34 +162,11 @@ class _Rules:
                 return [other, index]
         return [index]
 
-    def _around(self, t: Tables, s: SchedulerState, index: int) -> tuple[float, float]:
-        """Seconds of what stands right before and right after the stream's next action."""
-        place = index * t.size + s.batch[index]
-        return (t.before[place], t.after[place]) if len(t.before) else (0.0, 0.0)
-
     def _head(self, s: SchedulerState, index: int) -> Action:
         return self.streams.action(index, s.batch[index])
 
 
-def _pairs_in_rows(problem: RecipeTables) -> dict[Action, Action]:
-    """Neighbours in fixed rows that are to run as one unit; not those of which one needs the other."""
-    second_of: dict[Action, Action] = {}
-    together, flow = problem.recipe.together, problem.shape.flow
-    if together is None:
-        return second_of
-    for row in problem.listed or ():
-        taken = False
-        for a, b in zip(row, row[1:], strict=False):
-            alone = a.stage not in flow.shards and b.stage not in flow.shards
-            taken = not taken and alone and together(a, b)
-            taken = taken and set(produces(a)).isdisjoint(needs(b, flow))
-            if taken:
-                second_of[a] = b
-    return second_of
-
-
 def _own(t: Tables, rank: int) -> Sequence[int]:
-    """The streams of a rank."""
     return t.own[t.own_at[rank] : t.own_at[rank + 1]]  # type: ignore[return-value]
 
 
@@ -216,7 +183,7 @@ def _stuck(problem: RecipeTables, t: Tables, s: SchedulerState) -> DeadlockError
 
 
 def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tuple[bool, str]]:
-    """Of each rank that has not run all whether a limit holds it up, and in words what does."""
+    """Per rank that has not run all: whether a limit holds it up, and in words what does."""
     action_of, before = problem.streams.action, problem.recipe.before
     for rank in range(problem.shape.ranks):
         own = _own(t, rank)
@@ -225,7 +192,8 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
         if problem.listed is not None and at < t.line_at[rank + 1]:
             heads = [int(t.line[at])]
         heads.sort(key=lambda i: s.missing[i * t.size + s.batch[i]] > 0)  # those at hand first
-        full = [i for i in heads if _is_full(t, s, i)]
+        at_hand = (i for i in heads if s.missing[i * t.size + s.batch[i]] == 0 and t.opens[i])
+        full = [i for i in at_hand if not loop.may_open.interpreted(t, s, i, s.batch[i])]
         if full:
             action = action_of(full[0], s.batch[full[0]])
             opened = f"{s.opened[rank]} micro-batches open"
@@ -235,7 +203,8 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
             needed = [
                 str(action_of(i, b))
                 for i in range(len(t.rank))
-                if index in t.feeds[t.feeds_at[i] : t.feeds_at[i + 1]] and not _has_run(t, s, i, b)
+                if index in t.feeds[t.feeds_at[i] : t.feeds_at[i + 1]]
+                and b not in list(t.order[t.order_at[i] : t.order_at[i] + s.next[i]])
             ] or [str(action_of(i, b)) for i in t.unit[t.unit_at[index] : t.unit_at[index + 1]]]
             action = action_of(index, b)
             others = (action_of(i, s.batch[i]) for i in own if s.batch[i] >= 0 and i != index)
@@ -247,15 +216,3 @@ def _waits(problem: RecipeTables, t: Tables, s: SchedulerState) -> Iterator[tupl
             else:
                 what = "is held back by the rows, in which another action stands first"
             yield False, f"rank {rank} at {action} {what}"
-
-
-def _is_full(t: Tables, s: SchedulerState, index: int) -> bool:
-    """Whether only a limit keeps the next action of a stream from running."""
-    b = s.batch[index]
-    at_hand = s.missing[index * t.size + b] == 0
-    return bool(at_hand and t.opens[index] and not loop.may_open.interpreted(t, s, index, b))
-
-
-def _has_run(t: Tables, s: SchedulerState, index: int, b: int) -> bool:
-    begin = t.order_at[index]
-    return b in list(t.order[begin : begin + s.next[index]])

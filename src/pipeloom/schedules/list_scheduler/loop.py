@@ -17,7 +17,6 @@ DONE, TOO_LONG = 0, 1
 
 @kernel
 def look(t: Tables, s: SchedulerState, index: int) -> None:
-    """Note the next action of a stream, if there is one."""
     at = t.order_at[index] + s.next[index]
     if at >= t.order_at[index + 1]:
         s.batch[index] = -1
@@ -73,7 +72,6 @@ def unit_arrival(t: Tables, s: SchedulerState, index: int) -> float:
 
 @kernel
 def unit_may_open(t: Tables, s: SchedulerState, index: int) -> bool:
-    """Whether the limits of all ranks of a unit let its F run now."""
     b = s.batch[index]
     if not may_open(t, s, index, b):
         return False
@@ -244,7 +242,6 @@ def wake(s: SchedulerState) -> tuple[float, int]:
 
 @kernel
 def order_all(t: Tables, s: SchedulerState, ranks: int) -> int:
-    """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
     for rank in range(ranks):
         push(s.event, s.event_rank, s.events, 0.0, rank)
     while s.events[0] > 0:

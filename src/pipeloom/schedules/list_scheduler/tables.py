@@ -7,7 +7,7 @@ actions in the order that it gives (`tables_of`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -27,11 +27,9 @@ EPS = 1e-9
 """Times and sizes this close (relative to 1 s, 1 unit) are equal."""
 
 NEVER = 1 << 40
-"""What an action that is not run waits for: more than there is."""
 
 ALL, WARM, NONE = range(3)
 EARLY = {"all": ALL, "warm": WARM, "none": NONE}
-"""Codes of `Recipe.early`."""
 
 
 class Tables(NamedTuple):
@@ -88,7 +86,7 @@ class Tables(NamedTuple):
     early: int
     patience: float
     overlap: tuple[float, float]
-    within: float
+    within: float = inf
 
 
 class SchedulerState(NamedTuple):
@@ -136,23 +134,28 @@ Table = TypeVar("Table", Tables, SchedulerState)
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Streams:
     """The streams of a shape. kinds, orders: of each its kind, and its micro-batches in their order.
-    tables: without the rules of any recipe.  missing, left, unopened: of the state at the start."""
+
+    fixed: what no recipe changes of `Tables`.  missing, left, unopened: of the state at the start.
+    """
 
     kinds: tuple[Kind, ...]
     orders: tuple[Longs, ...]
-    tables: Tables
+    size: int
+    stage: Longs
+    rank: Longs
+    fixed: Mapping[str, Any]
     missing: Longs
     left: Floats
     unopened: Longs
 
     def action(self, index: int, microbatch: int) -> Action:
-        return Action(int(self.tables.stage[index]), self.kinds[index], int(microbatch))
+        return Action(int(self.stage[index]), self.kinds[index], int(microbatch))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecipeTables:
-    """What a recipe asks of a shape, as tables. listed: its rows, if it gives any, without fillers.
-    beside: the operations that go next to their anchors when all else is ordered."""
+    """What a recipe asks of a shape. listed: its rows, if it gives any, without fillers.  beside: the
+    operations that go next to their anchors when all else is ordered."""
 
     shape: Shape
     recipe: Recipe
@@ -162,7 +165,6 @@ class RecipeTables:
     beside: tuple[Operation, ...]
 
     def new_state(self) -> SchedulerState:
-        """Before anything runs."""
         t, streams = self.tables, self.streams
         count, actions, ranks = len(t.rank), len(t.order), len(t.limit)
         events = 2 * actions + ranks  # one when an action ends, one when its data are there
@@ -200,7 +202,6 @@ class RecipeTables:
         )
 
     def columns(self, s: SchedulerState) -> Columns:
-        """The rows that the loop has written."""
         codes: dict[Kind, int] = dict(CODE)
         for kind in self.streams.kinds:
             codes.setdefault(kind, len(codes))
@@ -221,10 +222,11 @@ def as_lists(table: Table) -> Table:
 
 
 def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
-    """The tables of a recipe on a shape. Raises: ScheduleError if it does not fit the shape."""
     listed = _listed(shape, recipe)
-    named = set(recipe.fill) | (set() if listed is None else _kinds_in(listed.columns))
-    loose = tuple(o for o in recipe.insert if o.kind in named)
+    named = set(recipe.fill)
+    if listed is not None:
+        named |= {listed.columns.kinds[code] for code in np.unique(listed.columns.kind).tolist()}
+    loose = tuple(o for o in recipe.insert if o.kind in named)  # these find their own place, as W does
     for operation in loose:
         if operation.before is not None and operation.kind in recipe.fill:
             raise ScheduleError(
@@ -232,23 +234,27 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
                 hint="leave it out of fill=, or declare it with after=",
             )
     beside = tuple(o for o in recipe.insert if o not in loose)
-    streams = streams_of(shape, recipe, loose, _whole(recipe, listed))
+    streams = _streams_of(shape, recipe, loose, listed)
     filler = np.array([kind in recipe.fill for kind in streams.kinds], np.bool_)
-    if listed is not None:
-        listed = _without(listed, {kind for kind in streams.kinds if kind in recipe.fill})
-    memory, limit = _memory(shape, recipe, streams, beside)
     places = _Places(shape, streams, filler)
     if listed is not None:
+        columns = listed.columns
+        fills = [
+            code for code, kind in enumerate(columns.kinds) if kind in recipe.fill and kind in streams.kinds
+        ]
+        if (filling := np.isin(columns.kind, fills)).any():
+            listed = Rows(columns.where(~filling))
         place, line_at, line = places.by_rows(listed.columns)
     elif recipe.clock is not None:
         place, line_at, line = places.by_clock(recipe.clock)
     else:
         assert recipe.priority is not None
         place, line_at, line = places.by_key(recipe.priority)
+    memory, limit = _memory(shape, recipe, streams, beside)
     before, after = _around(shape, streams, beside)
     overlap = recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap)
-    stages = range(len(shape.placement))
-    tables = streams.tables._replace(
+    tables = Tables(
+        **streams.fixed,
         memory=memory,
         filler=filler,
         drains=np.array([kind in recipe.drain for kind in streams.kinds], np.bool_),
@@ -257,7 +263,7 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
         line=line,
         limit=limit,
         open_rank=_limits(recipe.in_flight, range(shape.ranks)),
-        open_stage=_limits(recipe.in_flight_stage, stages),
+        open_stage=_limits(recipe.in_flight_stage, range(len(shape.placement))),
         before=before,
         after=after,
         strict=listed is not None,
@@ -282,122 +288,83 @@ def _listed(shape: Shape, recipe: Recipe) -> Rows[Action] | None:
     return listed if isinstance(listed, Rows) else Rows(columns_of(listed))
 
 
-def _kinds_in(columns: Columns) -> set[Kind]:
-    return {columns.kinds[code] for code in np.unique(columns.kind).tolist()}
-
-
-def _without(rows: Rows[Action], kinds: set[Kind]) -> Rows[Action]:
-    """The rows without what is to find its own place."""
-    columns = rows.columns
-    codes = [code for code, kind in enumerate(columns.kinds) if kind in kinds]
-    dropped = np.isin(columns.kind, codes)
-    return Rows(columns.where(~dropped)) if dropped.any() else rows
-
-
-def _whole(recipe: Recipe, listed: Rows[Action] | None) -> frozenset[tuple[int, int]]:
-    """Stages and micro-batches whose backward the rows run as one B, where a stage may do either."""
-    if listed is None or recipe.kinds in ("F", "FB", "FIW"):
-        return frozenset()
-    columns = listed.columns
-    at = columns.kind == B_
-    return frozenset(zip(columns.stage[at].tolist(), columns.microbatch[at].tolist(), strict=True))
-
-
-def streams_of(
-    shape: Shape, recipe: Recipe, loose: Sequence[Operation], whole: frozenset[tuple[int, int]]
+def _streams_of(
+    shape: Shape, recipe: Recipe, loose: Sequence[Operation], listed: Rows[Action] | None
 ) -> Streams:
-    """The streams of a shape; for recipes with the same kinds of actions they are made once.
-
-    loose: the operations that find their own place, as W does.  whole: see `_whole`.
-    """
-    count = len(shape.placement)
-    kinds = tuple(recipe.kinds_of(stage) for stage in range(count))
-    key = ("streams", kinds, recipe.slices)
+    kinds = tuple(recipe.kinds_of(stage) for stage in range(len(shape.placement)))
+    # Stages and micro-batches whose backward the rows run as one B, where a stage may do either.
+    whole: frozenset[tuple[int, int]] = frozenset()
+    if listed is not None and recipe.kinds not in ("F", "FB", "FIW"):
+        at = listed.columns.kind == B_
+        pairs = zip(listed.columns.stage[at].tolist(), listed.columns.microbatch[at].tolist(), strict=True)
+        whole = frozenset(pairs)
     if loose or whole:
-        return _streams(shape, recipe, kinds, loose, whole)
+        return _streams(shape, recipe.slices, kinds, loose, whole)
+    key = ("streams", kinds, recipe.slices)
     if key not in shape.memo:
-        shape.memo[key] = _streams(shape, recipe, kinds, loose, whole)
-    found: Streams = shape.memo[key]
-    return found
+        shape.memo[key] = _streams(shape, recipe.slices, kinds, (), whole)
+    streams: Streams = shape.memo[key]
+    return streams
 
 
 def _streams(
     shape: Shape,
-    recipe: Recipe,
+    slices: int,
     built_in: Sequence[tuple[Kind, ...]],
     loose: Sequence[Operation],
     whole: frozenset[tuple[int, int]],
 ) -> Streams:
-    placement, shards = shape.placement, shape.flow.shards
+    placement, flow = shape.placement, shape.flow
     kinds_of = [
-        (*own, *(o.kind for o in loose if any(_runs_at(shape, o, stage))))
-        for stage, own in enumerate(built_in)
+        (*own, *(o.kind for o in loose if any(o.runs(s, placement[s], b) for b in range(shape.microbatches))))
+        for s, own in enumerate(built_in)
     ]
     pairs = [(stage, kind) for stage, own in enumerate(kinds_of) for kind in own]
     index = {pair: number for number, pair in enumerate(pairs)}
     feeds: list[list[tuple[int, float]]] = [[] for _ in pairs]
     needed = [0] * len(pairs)
-    for target in _in_order_of_data(shape, pairs):
+    # Messages of one action to one rank follow each other: those of forwards in the order of the data.
+    place = {stage: number for number, stage in enumerate(flow.order)}
+    for target in sorted(pairs, key=lambda pair: (0, place[pair[0]]) if pair[1] == F else (1, 0)):
         for source, ways in _sources(shape, target, kinds_of):
             needed[index[target]] += 1
             for kind in ways:
                 feeds[index[source, kind]].append((index[target], shape.delay_s(source, target[0])))
     units = [
-        [index[o, kind] for o in shards.get(stage, ())] if kind in (F, B, I) else [] for stage, kind in pairs
+        [index[other, kind] for other in flow.shards.get(stage, ())] if kind in (F, B, I) else []
+        for stage, kind in pairs
     ]
-    orders = tuple(np.asarray(_order(shape, recipe, s, kinds_of[s], k, whole), np.int64) for s, k in pairs)
+    orders = tuple(np.asarray(_order(shape, slices, s, kinds_of[s], k, whole), np.int64) for s, k in pairs)
     size = max((int(order.max()) + 1 for order in orders if len(order)), default=0)
     rank = np.array([placement[stage] for stage, _ in pairs], np.int64)
+    stages = np.array([stage for stage, _ in pairs], np.int64)
     lengths = np.array([len(order) for order in orders], np.int64)
-    seconds = np.array([shape.seconds(s, k) if _occupies(k) else 0.0 for s, k in pairs], np.float64)
+    occupies = [kind not in OPERATIONS or OPERATIONS[kind].stream == "compute" for _, kind in pairs]
+    seconds = np.array([shape.seconds(s, k) if o else 0.0 for (s, k), o in zip(pairs, occupies, strict=True)])
     opens = np.array([kind == F for _, kind in pairs], np.bool_)
-    none, nothing = np.zeros(0), _zeros(0)
-    tables = Tables(
-        size=size,
-        rank=rank,
-        stage=np.array([stage for stage, _ in pairs], np.int64),
-        seconds=seconds,
-        memory=none,
+    edges = [(source, user, delay) for source, own in enumerate(feeds) for user, delay in own]
+    routes = [rank[source] * shape.ranks + rank[user] if delay > 0 else -1 for source, user, delay in edges]
+    fixed = {
+        "size": size,
+        "rank": rank,
+        "stage": stages,
+        "seconds": seconds,
         # An I that only its own W waits for holds up nobody in the drain.
-        urgent=np.array([any(pairs[user][1] != W for user, _ in own) for own in feeds], np.bool_),
-        filler=none.astype(np.bool_),
-        drains=none.astype(np.bool_),
-        opens=opens,
-        closes=np.array([kind in (B, I) for _, kind in pairs], np.bool_),
-        order_at=_offsets(lengths),
-        order=np.concatenate([*orders, nothing]),
-        feeds_at=_offsets([len(own) for own in feeds]),
-        feeds=np.array([user for own in feeds for user, _ in own], np.int64),
-        delay=np.array([delay for own in feeds for _, delay in own], np.float64),
-        place=nothing,
-        line_at=nothing,
-        line=nothing,
-        own_at=_offsets(np.bincount(rank, minlength=shape.ranks)),
-        own=np.argsort(rank, kind="stable"),
-        limit=none,
-        open_rank=none,
-        open_stage=none,
-        before=none,
-        after=none,
-        unit_at=_offsets([len(unit) for unit in units]),
-        unit=np.array([other for unit in units for other in unit], np.int64),
-        row_at=_offsets(np.bincount(rank, lengths, shape.ranks).astype(np.int64)),
-        route=np.array(
-            [
-                rank[source] * shape.ranks + rank[user] if delay > 0 else -1
-                for source, own in enumerate(feeds)
-                for user, delay in own
-            ],
-            np.int64,
-        ),
-        strict=False,
-        safe=False,
-        level=False,
-        early=ALL,
-        patience=0.0,
-        overlap=(0.0, 0.0),
-        within=inf,
-    )
+        "urgent": np.array([any(pairs[user][1] != W for user, _ in own) for own in feeds], np.bool_),
+        "opens": opens,
+        "closes": np.array([kind in (B, I) for _, kind in pairs], np.bool_),
+        "order_at": _offsets(lengths),
+        "order": np.concatenate([*orders, _zeros(0)]),
+        "feeds_at": _offsets([len(own) for own in feeds]),
+        "feeds": np.array([user for _, user, _ in edges], np.int64),
+        "delay": np.array([delay for _, _, delay in edges], np.float64),
+        "route": np.array(routes, np.int64),
+        "own_at": _offsets(np.bincount(rank, minlength=shape.ranks)),
+        "own": np.argsort(rank, kind="stable"),
+        "unit_at": _offsets([len(unit) for unit in units]),
+        "unit": np.array([other for unit in units for other in unit], np.int64),
+        "row_at": _offsets(np.bincount(rank, lengths, shape.ranks).astype(np.int64)),
+    }
     missing = np.repeat(np.array(needed, np.int64)[:, None], size, axis=1)
     for number in np.flatnonzero(lengths < size).tolist():
         runs = np.zeros(size, np.bool_)
@@ -406,18 +373,14 @@ def _streams(
     return Streams(
         kinds=tuple(kind for _, kind in pairs),
         orders=orders,
-        tables=tables,
+        size=size,
+        stage=stages,
+        rank=rank,
+        fixed=fixed,
         missing=missing.reshape(-1),
         left=np.bincount(rank, seconds * lengths, shape.ranks).astype(np.float64),
         unopened=np.bincount(rank, opens * lengths, shape.ranks).astype(np.int64),
     )
-
-
-def _in_order_of_data(shape: Shape, pairs: Sequence[tuple[int, Kind]]) -> list[tuple[int, Kind]]:
-    """Messages of one action to one rank follow each other: those of forwards in the order of the data."""
-    place = {stage: number for number, stage in enumerate(shape.flow.order)}
-    forwards = sorted((pair for pair in pairs if pair[1] == F), key=lambda pair: place[pair[0]])
-    return [*forwards, *(pair for pair in pairs if pair[1] != F)]
 
 
 def _sources(
@@ -437,30 +400,20 @@ def _sources(
     ]
 
 
-def _occupies(kind: Kind) -> bool:
-    return kind not in OPERATIONS or OPERATIONS[kind].stream == "compute"
-
-
-def _runs_at(shape: Shape, operation: Operation, stage: int) -> list[int]:
-    return [b for b in range(shape.microbatches) if operation.runs(stage, shape.placement[stage], b)]
-
-
 def _order(
     shape: Shape,
-    recipe: Recipe,
+    slices: int,
     stage: int,
     kinds: Sequence[Kind],
     kind: Kind,
     whole: frozenset[tuple[int, int]],
 ) -> Sequence[int]:
     """Micro-batches in the order in which a stream runs them; slices go back where they came from."""
-    k = recipe.slices
     order: Sequence[int] = range(shape.microbatches)
-    if k > 1 and kind != F:
-        order = [low + k - 1 - i for low in range(0, shape.microbatches, k) for i in range(k)]
+    if slices > 1 and kind != F:
+        order = [low + slices - 1 - i for low in range(0, shape.microbatches, slices) for i in range(slices)]
     if kind in OPERATIONS:
-        wanted = set(_runs_at(shape, OPERATIONS[kind], stage))
-        order = [b for b in order if b in wanted]
+        order = [b for b in order if OPERATIONS[kind].runs(stage, shape.placement[stage], b)]
     elif kind in (B, I, W) and B in kinds and I in kinds:
         order = [b for b in order if ((stage, b) in whole) == (kind == B)]
     return order
@@ -475,7 +428,7 @@ def _memory(
     one of them needs for itself is kept free.
     """
     ranks = range(shape.ranks)
-    stages = streams.tables.stage.tolist()
+    stages = streams.stage.tolist()
     if recipe.memory_bytes is None and shape.limit_bytes is None:
         most = inf if recipe.memory is None else recipe.memory
         share = [1.0 / len(own) for own in shape.rank_stages]
@@ -508,11 +461,11 @@ def _memory(
 
 def _around(shape: Shape, streams: Streams, beside: Sequence[Operation]) -> tuple[Floats, Floats]:
     """Seconds of what stands right before and right after each action; empty if nothing does."""
-    size = streams.tables.size
+    size = streams.size
     both = np.zeros((2, len(streams.kinds), size))
     some = False
     for index, (kind, order) in enumerate(zip(streams.kinds, streams.orders, strict=True)):
-        stage, rank = int(streams.tables.stage[index]), int(streams.tables.rank[index])
+        stage, rank = int(streams.stage[index]), int(streams.rank[index])
         near = [o for o in beside if o.stands_at(kind)]
         # What runs beside computing costs the rank nothing, unless the anchor must wait for it.
         front = [o for o in near if o.before is not None and (o.stream == "compute" or not o.ahead)]
@@ -530,12 +483,10 @@ class _Places:
 
     def __init__(self, shape: Shape, streams: Streams, filler: Bools) -> None:
         self.shape, self.streams, self.filler = shape, streams, filler
-        self.place = np.full((len(streams.kinds), streams.tables.size), -1, np.int64)
-        t = streams.tables
-        self.own = [t.own[t.own_at[r] : t.own_at[r + 1]].tolist() for r in range(shape.ranks)]
+        self.place = np.full((len(streams.kinds), streams.size), -1, np.int64)
+        self.own = [np.flatnonzero(streams.rank == r).tolist() for r in range(shape.ranks)]
 
     def by_key(self, key: Callable[[Action], Any]) -> tuple[Longs, Longs, Longs]:
-        """Equal keys get one number."""
         for own in self.own:
             entries = [
                 (key(self.streams.action(index, b)), index, b)
@@ -552,30 +503,35 @@ class _Places:
 
     def by_clock(self, clock: Callable[[int, Kind, int], float]) -> tuple[Longs, Longs, Longs]:
         """At equal times backwards come first, as they let memory go, and later stages first."""
-        kinds, orders, stages = self.streams.kinds, self.streams.orders, self.streams.tables.stage.tolist()
+        kinds, orders, stages = self.streams.kinds, self.streams.orders, self.streams.stage.tolist()
         place = {stage: number for number, stage in enumerate(self.shape.flow.order)}
         shards = self.shape.flow.shards
         # The same for all ranks of a stage, so that these have their units in one order.
         depth = [place[min(s, *shards.get(s, (s,)))] for s in range(len(place))]
+
+        def moments_of(stage: int, kind: Kind, order: Longs) -> Floats:
+            if isinstance(clock, Periodic):
+                return np.asarray(clock(stage, kind, 0) + clock.period * order, np.float64)
+            return np.array([clock(stage, kind, b) for b in order.tolist()], np.float64)
+
         lines = []
         for own in self.own:
             own.sort(key=lambda i: (kinds[i] == F, -depth[stages[i]], i))
             stream = np.repeat(np.array(own, np.int64), [len(orders[i]) for i in own])
             batch = np.concatenate([orders[i] for i in own])
-            moments = np.concatenate([_moments(clock, stages[i], kinds[i], orders[i]) for i in own])
+            moments = np.concatenate([moments_of(stages[i], kinds[i], orders[i]) for i in own])
             order = np.argsort(moments, kind="stable")
             lines.append(stream[order])
             self.place[stream[order], batch[order]] = np.arange(len(order))
         return self.place.reshape(-1), _offsets([len(line) for line in lines]), np.concatenate(lines)
 
     def by_rows(self, rows: Columns) -> tuple[Longs, Longs, Longs]:
-        """Raises: ScheduleError if they are not what the streams run."""
         streams, stages = self.streams, len(self.shape.placement)
         stream = np.full((stages, len(rows.kinds)), -1, np.int64)
         codes = {kind: code for code, kind in reversed(list(enumerate(rows.kinds)))}
         for index, kind in enumerate(streams.kinds):
             if kind in codes:
-                stream[streams.tables.stage[index], codes[kind]] = index
+                stream[streams.stage[index], codes[kind]] = index
         known = (rows.stage >= 0) & (rows.stage < stages)
         line = np.where(known, stream[np.where(known, rows.stage, 0), rows.kind], -1)
         if (line < 0).any():
@@ -591,7 +547,7 @@ class _Places:
         self.place[line, rows.microbatch] = position
         for index, order in enumerate(streams.orders):
             own = self.place[index, order]
-            rank = int(streams.tables.rank[index])
+            rank = int(streams.rank[index])
             if not self.filler[index] and (own < 0).any():
                 lacking = streams.action(index, order[np.argmax(own < 0)])
                 raise ScheduleError(f"the rows never run {lacking}", hint=f"add it to the row of rank {rank}")
@@ -608,43 +564,31 @@ class _Places:
     def _refuse_strays(self, rows: Columns, line: Longs) -> None:
         """Entries that would never get their turn: in the wrong row, of no micro-batch, beside a B, or
         twice."""
-        size = self.streams.tables.size
-
-        def refuse(bad: Bools, problem: Callable[[Action], str], hint: str) -> None:
-            if bad.any():
-                at = int(np.argmax(bad))
-                action, where = rows.at(at), f"the row of rank {rows.rank_of(at)}"
-                assert isinstance(action, Action)
-                raise ScheduleError(f"{where} has {action}{problem(action)}", hint=hint)
-
+        size = self.streams.size
         rank = np.repeat(np.arange(rows.ranks), np.diff(rows.offsets))
-        refuse(
-            self.streams.tables.rank[line] != rank,
-            lambda a: f", but stage {a.stage} is on another rank",
-            "move it to the row of that rank, or place the stage here",
-        )
-        refuse(
-            (rows.microbatch < 0) | (rows.microbatch >= size),
-            lambda a: f", but there are {size} micro-batches",
-            "drop it: micro-batches count from 0",
-        )
+        out = (rows.microbatch < 0) | (rows.microbatch >= size)
         runs = self.streams.missing.reshape(-1, size) != NEVER
-        refuse(
-            ~runs[line, rows.microbatch],
-            lambda a: ", which its stage does not run at this micro-batch",
-            "a micro-batch has B, or I and W; an operation only those that its every= says",
-        )
         _, first = np.unique(line * size + rows.microbatch, return_index=True)
         again = np.ones(len(line), np.bool_)
         again[first] = False
-        refuse(again, lambda a: " a second time", "run every action once")
-
-
-def _moments(clock: Callable[[int, Kind, int], float], stage: int, kind: Kind, order: Longs) -> Floats:
-    """What a clock says for each micro-batch of a stream."""
-    if isinstance(clock, Periodic):
-        return np.asarray(clock(stage, kind, 0) + clock.period * order, np.float64)
-    return np.array([clock(stage, kind, b) for b in order.tolist()], np.float64)
+        for bad, problem, hint in (
+            (
+                self.streams.rank[line] != rank,
+                ", but stage {stage} is on another rank",
+                "move it to the row of that rank, or place the stage here",
+            ),
+            (out, f", but there are {size} micro-batches", "drop it: micro-batches count from 0"),
+            (
+                ~runs[line, np.where(out, 0, rows.microbatch)],
+                ", which its stage does not run at this micro-batch",
+                "a micro-batch has B, or I and W; an operation only those that its every= says",
+            ),
+            (again, " a second time", "run every action once"),
+        ):
+            if bad.any():
+                at = int(np.argmax(bad))
+                where = f"the row of rank {rows.rank_of(at)} has {rows.at(at)}"
+                raise ScheduleError(where + problem.format(stage=rows.stage[at]), hint=hint)
 
 
 def _offsets(lengths: Sequence[int] | Longs) -> Longs:

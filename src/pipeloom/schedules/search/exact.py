@@ -31,17 +31,23 @@ from typing import Any
 import numpy as np
 
 from ...ir.action import B, F, W
-from .bounds import Bound, one_microbatch, residual_seconds
 from .moments import written
-from .orders import Found, OrderCandidate, Repeating, Round, fits, timed
+from .orders import (
+    Bound,
+    Found,
+    OrderCandidate,
+    Repeating,
+    Round,
+    fits,
+    one_microbatch,
+    residual_seconds,
+    timed,
+)
 from .problem import SearchProblem
 
 
 def new_solver(seed: int, effort: float) -> Any:
-    """A solver that gives the same answer every time. effort: in CP-SAT's deterministic seconds.
-
-    Raises: ImportError without OR-tools.
-    """
+    """A solver that gives the same answer every time. effort: in CP-SAT's deterministic seconds."""
     from ortools.sat.python import cp_model
 
     solver: Any = cp_model.CpSolver()
@@ -53,7 +59,6 @@ def new_solver(seed: int, effort: float) -> Any:
 
 
 MOST_ENTRIES = 100
-"""Entries of an order up to which it is tried."""
 
 EFFORT = 1.5
 """CP-SAT's own measure of work, about seconds; unlike seconds it is the same on every machine."""
@@ -73,26 +78,20 @@ class Exact:
 
 
 def solver_installed() -> bool:
-    """Whether OR-tools is there."""
     return importlib.util.find_spec("ortools") is not None
 
 
 def solve_orders(task: Round) -> Iterator[Found]:
-    """Solve the case if it is small and OR-tools is installed."""
     if len(task.best.order) > MOST_ENTRIES or not solver_installed():
         return
     answer = solve(task.problem, hint=task.best, effort=EFFORT * task.effort, seed=task.seed)
-    bound = Bound(seconds=answer.bound_s, name="exact", why="CP-SAT has searched all orders below it")
+    bound = Bound(answer.bound_s, "exact", "CP-SAT has searched all orders below it")
     yield Found(candidate=answer.candidate, evaluations=1, bound=bound)
 
 
 def solve(
     problem: SearchProblem, *, hint: OrderCandidate | None = None, effort: float = 30.0, seed: int = 0
 ) -> Exact:
-    """The fastest order of a small case, or the best one within the effort.
-
-    Raises: ImportError without OR-tools.
-    """
     from ortools.sat.python import cp_model
 
     scale = scale_of(problem)
@@ -146,13 +145,10 @@ def solve(
 
 
 def _limit_bytes(problem: SearchProblem, model: Any, rank: int, start: Any, seconds: list[int]) -> None:
-    """The residuals of a rank never take more than its limit: each from the start of F to the end of B or
-    W."""
     cap, m, units = problem.limits[rank], problem.microbatches, problem.units
-    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
-    parts = lcm(*(size.denominator for size in sizes))
     if cap == inf:
         return
+    parts, sizes = _whole_sizes(problem)
     first = {u.stage: i for i, u in enumerate(units) if u.kind == F and rank in u.ranks}
     spans, amounts = [], []
     for i, u in enumerate(units):
@@ -162,9 +158,16 @@ def _limit_bytes(problem: SearchProblem, model: Any, rank: int, start: Any, seco
             begin = start[first[u.stage]][b]
             length = model.new_int_var(0, 1 << 40, "")
             spans.append(model.new_interval_var(begin, length, start[i][b] + seconds[i], ""))
-            amounts.append(int(sizes[u.stage] * parts))
+            amounts.append(sizes[u.stage])
     if spans:
         model.add_cumulative(spans, amounts, floor(cap * parts * (1 + 1e-12)))
+
+
+def _whole_sizes(problem: SearchProblem) -> tuple[int, list[int]]:
+    """Residuals of all stages as whole numbers, and how many of them one byte is."""
+    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
+    parts = lcm(*(size.denominator for size in sizes))
+    return parts, [int(size * parts) for size in sizes]
 
 
 def scale_of(problem: SearchProblem) -> int:
@@ -179,21 +182,19 @@ def scale_of(problem: SearchProblem) -> int:
 
 
 PERIOD_EFFORT = 0.1
-"""CP-SAT's own measure of work for one period, about seconds."""
 
 MOST_PERIODS = 3
-"""Periods that are tried, the shortest first."""
 
 FINER = 32
 """Parts of the shortest period by which the next ones are longer."""
 
 MOST_PAIRS = 1500
-"""Pairs of units that share a rank up to which it is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTimes:
-    """What CP-SAT is asked: times are whole numbers, `scale` of them one second."""
+    """Times as whole numbers, `scale` of them one second: fine enough for periods that are no multiples of
+    them."""
 
     problem: SearchProblem
     scale: int
@@ -202,7 +203,6 @@ class WholeTimes:
 
 
 def solve_periods(task: Round) -> Iterator[Found]:
-    """Solve one period after the other, if OR-tools is installed and the case is not too large."""
     if not solver_installed():
         return
     asked = whole_times(task.problem)
@@ -210,21 +210,30 @@ def solve_periods(task: Round) -> Iterator[Found]:
         return
     m, best = task.problem.microbatches, task.best.cost_s
     path = one_microbatch(task.problem)
-    for period in periods(asked):
+    problem = task.problem
+    busy = max(
+        sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
+        for r in range(problem.ranks)
+    )
+    lie = max(
+        residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
+        for r in range(problem.ranks)
+    )
+    least = max(1, busy, ceil(lie * asked.scale - 1e-6))
+    for number in range(MOST_PERIODS):
+        period = least + number * max(1, least // FINER)
         if (m - 1) * period / asked.scale + path >= best:
             return
-        first = solve_period(asked, period, hint=None, effort=PERIOD_EFFORT * task.effort)
-        if first is None:
-            yield Found(candidate=None, evaluations=1)
-            continue
-        found = written(task.problem, first, "kernel")
-        good = fits(found, task.problem.arrays.cap)
-        best = min(best, found.cost_s) if good else best
-        yield Found(candidate=found if good else None, evaluations=1)
+        first = solve_period(asked, period, effort=PERIOD_EFFORT * task.effort)
+        found = None if first is None else written(task.problem, first, "kernel")
+        if found is not None and fits(found, task.problem.arrays.cap):
+            best = min(best, found.cost_s)
+        else:
+            found = None
+        yield Found(candidate=found, evaluations=1)
 
 
 def whole_times(problem: SearchProblem) -> WholeTimes:
-    """Times as whole numbers, fine enough for periods that are no multiples of them."""
     scale = scale_of(problem)
     scale *= max(1, ceil(FINER / max(1.0, max(problem.work) * scale)))
     units = range(len(problem.units))
@@ -236,30 +245,9 @@ def whole_times(problem: SearchProblem) -> WholeTimes:
     )
 
 
-def periods(asked: WholeTimes) -> Iterator[int]:
-    """The least period that any order has, and longer ones."""
-    problem = asked.problem
-    work = max(
-        sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
-        for r in range(problem.ranks)
-    )
-    lie = max(
-        residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
-        for r in range(problem.ranks)
-    )
-    least = max(1, work, ceil(lie * asked.scale - 1e-6))
-    for number in range(MOST_PERIODS):
-        yield least + number * max(1, least // FINER)
-
-
-def solve_period(
-    asked: WholeTimes, period: int, *, hint: Repeating | None, effort: float
-) -> Repeating | None:
+def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating | None:
     """The order with that period in which a micro-batch takes least; None if there is none, or none was found
-    within the effort.
-
-    Raises: ImportError without OR-tools.
-    """
+    within the effort."""
     from ortools.sat.python import cp_model
 
     problem, seconds = asked.problem, asked.seconds
@@ -288,15 +276,11 @@ def solve_period(
     for rank in range(problem.ranks):
         _limit_turns(problem, model, rank, turn, ahead)
     model.minimize(end)
-    if hint is not None:
-        for u, moment in enumerate(hint.first):
-            model.add_hint(turn[u], int(moment // hint.period))
-            model.add_hint(phase[u], int(moment % hint.period / hint.period * period))
     solver = new_solver(1, effort)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     moments = [solver.value(turn[u]) * period + solver.value(phase[u]) for u in range(len(seconds))]
-    return Repeating(first=tuple(at / asked.scale for at in moments), period=period / asked.scale)
+    return Repeating(moments=tuple(at / asked.scale for at in moments), period=period / asked.scale)
 
 
 def _limit_turns(problem: SearchProblem, model: Any, rank: int, turn: Any, ahead: Any) -> None:
@@ -309,14 +293,13 @@ def _limit_turns(problem: SearchProblem, model: Any, rank: int, turn: Any, ahead
     if cap == inf:
         return
     own = [i for i, u in enumerate(units) if rank in u.ranks and problem.stages[u.stage].residual_bytes]
-    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
-    parts = lcm(*(size.denominator for size in sizes))
+    parts, sizes = _whole_sizes(problem)
     opens = {units[i].stage: i for i in own if units[i].kind == F}
     closes = {units[i].stage: i for i in own if units[i].kind in (B, W)}
     for at in opens.values():
         held = []
         for stage, begin in opens.items():
-            last, amount = closes[stage], int(sizes[stage] * parts)
+            last = closes[stage]
             here = 1 if begin == at else ahead[begin, at]
-            held.append(amount * (turn[last] - turn[begin] + here - ahead[last, at]))
+            held.append(sizes[stage] * (turn[last] - turn[begin] + here - ahead[last, at]))
         model.add(sum(held) <= floor(cap * parts * (1 + 1e-12)))

@@ -16,18 +16,15 @@ from ...ir.schedule import Schedule
 from ..language.placements import both_ways, loop, wave
 from ..registry import FAMILIES, build, entry
 from .orders import Found, OrderCandidate, Round, fits, timed
-from .problem import SearchProblem
-from .timing import Units
+from .problem import SearchProblem, Units
 
 LARGE = 3000
 """Actions of a step from which a schedule is built once, and only where it is meant to run."""
 
 PAIRED = ("dualpipe", "dualpipev")
-"""Made of pairs, which a search has not: their orders are timed slowly."""
 
 
 def library_orders(task: Round) -> Iterator[Found]:
-    """Build them one by one, within the limits of the round; without limits if there are none."""
     if not task.problem.caps:
         for name in fitting(task.problem):
             yield Found(candidate=without_limits(task.problem, name), evaluations=1)
@@ -59,42 +56,18 @@ def fitting(problem: SearchProblem) -> list[str]:
     return names
 
 
-def library_order(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    """A schedule of the library as an order; None if it does not run so, or breaks a limit.
-
-    The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
-    """
-    free = without_limits(replace(problem, caps=()), name)
-    if free is None or not problem.caps:
-        return free
-    free = free if fits(free, problem.arrays.cap) else None
-    if free is not None and problem.entries > LARGE:
-        return free
-    limited = within_limits(problem, name)
-    known = [one for one in (free, limited) if one is not None]
-    return min(known, key=lambda one: one.cost_s, default=None)
-
-
 def without_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    """A schedule of the library that knows no limits."""
-    if not all(stage.split for stage in problem.stages) and _splits(problem, name):
-        return None
+    if not all(stage.split for stage in problem.stages):
+        # Whether it splits a backward that is whole one micro-batch tells as well as all.
+        made = _schedule(replace(problem, microbatches=1), name, limited=False)
+        for action in (action for row in made.rows for action in row) if made is not None else ():
+            if action.kind in (I, W) and not problem.stages[problem.origin(action.stage)].split:
+                return None
     return _built(problem, name, limited=False)
 
 
 def within_limits(problem: SearchProblem, name: str) -> OrderCandidate | None:
-    """What a schedule that runs without limits makes of them; None if it does not know how."""
     return None if entry(name).recipe is None else _built(problem, name, limited=True)
-
-
-def _splits(problem: SearchProblem, name: str) -> bool:
-    """Whether a schedule splits a backward that is whole: of one micro-batch it tells as well as of all."""
-    made = _schedule(replace(problem, microbatches=1), name, limited=False)
-    return made is not None and any(
-        action.kind in (I, W) and not problem.stages[problem.origin(action.stage)].split
-        for row in made.rows
-        for action in row
-    )
 
 
 def _built(problem: SearchProblem, name: str, *, limited: bool) -> OrderCandidate | None:
@@ -176,9 +149,6 @@ def _begins(problem: SearchProblem, rank: int) -> dict[tuple[int, Kind], list[in
 
 
 class Merge(NamedTuple):
-    """rows: entries of all ranks, those of rank r from `first[r]` on.  at: how many of each are done.  done:
-    per entry.  order: what is written."""
-
     rows: Longs
     first: Longs
     at: Longs

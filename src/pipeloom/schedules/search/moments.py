@@ -22,16 +22,15 @@ import numpy as np
 from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
 from .orders import Found, OrderCandidate, Repeating, Round, fits, new_clock, timed
-from .problem import SearchProblem
-from .timing import EPS, TimingArrays, Units, draw, excess, reset, rest, run_entry
+from .problem import EPS, SearchProblem, TimingArrays, Units, draw, excess, reset, rest, run_entry
 
 OVER = 4.0
 """What holding twice a limit costs, in periods."""
 
 
 class ClockState(NamedTuple):
-    """Per unit: now, before the last move, and of the best so far; the units by phase, and their turns;
-    costs: of now, of the best.  order: that of now, as `run_turns` wrote it."""
+    """Per unit its moment now, before the last move, and of the best so far; the units by phase.  cost: of
+    now, of the best.  order: that of now, as `run_turns` wrote it."""
 
     first: Floats
     before: Floats
@@ -148,8 +147,8 @@ def anneal_moments(t: Units, c: TimingArrays, s: ClockState, plan: Floats, seed:
 
 
 def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
-    count = len(repeating.first)
-    first = np.array(repeating.first)
+    count = len(repeating.moments)
+    first = np.array(repeating.moments)
     return ClockState(
         first=first,
         before=first.copy(),
@@ -163,7 +162,6 @@ def moments_of(repeating: Repeating, microbatches: int) -> ClockState:
 
 
 def written(problem: SearchProblem, repeating: Repeating, engine: str) -> OrderCandidate:
-    """The order of a repeating order for all micro-batches, timed."""
     t, m = problem.arrays, problem.microbatches
     moments = moments_of(repeating, m)
     settle(t, moments, repeating.period)
@@ -189,7 +187,7 @@ def repeating_of(problem: SearchProblem, candidate: OrderCandidate) -> OrderCand
         for share in (0.5, 0.4, 0.6, 0.3, 0.7):
             batch = np.argmin(np.abs(starts - share * candidate.step_s), axis=1)
             first = starts[np.arange(len(batch)), batch] - batch * period
-            moments = Repeating(first=tuple(map(float, first - first.min())), period=period)
+            moments = Repeating(moments=tuple(map(float, first - first.min())), period=period)
             tries.append(written(problem, moments, candidate.engine))
     cap = problem.arrays.cap
     return min(tries, key=lambda one: (not fits(one, cap), one.cost_s))
@@ -203,7 +201,6 @@ FEW = (2, 4, 2)
 """Micro-batches on which they anneal, in ranks: a few show what an order is worth, and soon."""
 
 HEATS = (0.3, 0.1, 0.05)
-"""Their temperatures at the start, in periods."""
 
 TRIES = 6_000
 """Moves of one annealing; more for many units, which have more ways to move."""
@@ -216,7 +213,6 @@ COMPILED = 1_000_000
 
 
 def anneal_repeating(task: Round) -> Iterator[Found]:
-    """Anneal on few micro-batches, then on all."""
     problem, m = task.problem, task.problem.microbatches
     units = len(problem.units)
     near = repeating_of(problem, task.best)
@@ -251,4 +247,4 @@ def anneal(
     kernel = anneal_moments.form(COMPILED)
     tried = int(kernel(t, clock, moments, plan, seed, tries))
     first = moments.best if moments.cost[1] < 1e18 else moments.first
-    return Repeating(first=tuple(map(float, first)), period=start.period), tried
+    return Repeating(moments=tuple(map(float, first)), period=start.period), tried

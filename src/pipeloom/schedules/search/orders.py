@@ -1,35 +1,135 @@
-"""Orders that engines find, what they are compared by, and what engines are given and give back."""
+"""Orders that engines find, the bounds below which no order can be, and what engines are given and give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeAlias
 
 import numpy as np
 
+from ...ir.action import B, F, I, W
 from ...ir.columns import Floats, Longs
-from .bounds import Bound
-from .problem import SearchProblem
-from .timing import TimingArrays, run_order
+from .problem import SearchProblem, TimingArrays, run_order
+
+
+@dataclass(frozen=True)
+class Bound:
+    """name: "busiest rank", "critical path" or "memory x time".  why: in words."""
+
+    seconds: float
+    name: str
+    why: str
+
+
+def lower_bound(problem: SearchProblem) -> Bound:
+    """The largest of all bounds; of equal ones the first.
+
+    >>> from .problem import SearchStage
+    >>> parts = {"forward_s": 1.0, "input_grad_s": 1.5, "weight_grad_s": 1.5}
+    >>> chain = [SearchStage(name=str(s), after=(s - 1,) if s else (), ranks=(s,), **parts) for s in range(4)]
+    >>> lower_bound(SearchProblem(stages=tuple(chain), microbatches=16)).why
+    'rank 3 begins at 3, is busy for 64 and leaves 9 to others'
+    """
+    return max(all_bounds(problem), key=lambda bound: bound.seconds)
+
+
+def all_bounds(problem: SearchProblem) -> list[Bound]:
+    longest = one_microbatch(problem)
+    where = "on one rank" if problem.shortest == "span" else "from front to back"
+    bounds = [Bound(longest, "critical path", f"one micro-batch takes {longest:g} {where}")]
+    for rank in range(problem.ranks):
+        bounds += [_busy(problem, rank), _memory(problem, rank)]
+    return bounds
+
+
+def one_microbatch(problem: SearchProblem) -> float:
+    """Seconds from the first forward of a micro-batch to its last action; where spans count, of one rank."""
+    units = problem.units
+    if problem.shortest == "step":
+        return max(h + problem.seconds(u) for h, u in zip(problem.heads, units, strict=True))
+    first = {(u.stage, r): i for i, u in enumerate(units) if u.kind == F for r in u.ranks}
+    return max(_longest(problem, first[u.stage, r], i) for i, u in enumerate(units) for r in u.ranks)
+
+
+def _ends(problem: SearchProblem, rank: int) -> tuple[float, float]:
+    """When a rank can begin at the earliest, and what others do at least after its last action.
+
+    The last action of a rank is the W of a stage, if it has any: whatever I is last, its W comes later.
+    Where spans count, a rank's own time is all that does.
+    """
+    if problem.shortest == "span":
+        return 0.0, 0.0
+    own = [i for i, u in enumerate(problem.units) if rank in u.ranks]
+    head = min(problem.heads[i] for i in own if problem.units[i].kind == F)
+    last = [i for i in own if problem.units[i].kind not in (F, I)]
+    return head, min(problem.tails[i] for i in last)
+
+
+def _busy(problem: SearchProblem, rank: int) -> Bound:
+    head, tail = _ends(problem, rank)
+    busy = problem.microbatches * problem.work[rank]
+    why = f"rank {rank} begins at {head:g}, is busy for {busy:g} and leaves {tail:g} to others"
+    if problem.shortest == "span":
+        why = f"rank {rank} is busy for {busy:g}"
+    return Bound(head + busy + tail, "busiest rank", why)
+
+
+def _memory(problem: SearchProblem, rank: int) -> Bound:
+    """Bytes x seconds: each residual lies from the start of its F to the end of its B or W, at least as long
+    as its micro-batch takes to come back; all of them must find room between the rank's first and last
+    action.
+
+        m * sum of bytes * lifespan <= cap * (step - head - tail)
+    """
+    head, tail = _ends(problem, rank)
+    cap = problem.limits[rank]
+    product = problem.microbatches * residual_seconds(problem, rank)
+    seconds = product / cap if cap < inf and product else 0.0
+    why = f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
+    why += f"and it leaves {tail:g} to others"
+    if problem.shortest == "span":
+        why = f"residuals of rank {rank} fill its limit for {seconds:g}"
+    return Bound(head + seconds + tail if seconds else 0.0, "memory x time", why)
+
+
+def residual_seconds(problem: SearchProblem, rank: int) -> float:
+    """Bytes x seconds of the residuals of one micro-batch on a rank, at least."""
+    first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
+    return sum(
+        problem.stages[u.stage].residual_bytes * _longest(problem, first[u.stage], i)
+        for i, u in enumerate(problem.units)
+        if rank in u.ranks and u.kind in (B, W)
+    )
+
+
+def _longest(problem: SearchProblem, source: int, target: int) -> float:
+    """From the start of one unit to the end of another of the same micro-batch, along what units need."""
+    far = {source: 0.0}
+    for i in range(source + 1, target + 1):
+        ways = [
+            far[p] + problem.seconds(problem.units[p]) + problem.delay(p, i)
+            for p in problem.needs[i]
+            if p in far
+        ]
+        if ways:
+            far[i] = max(ways)
+    return far[target] + problem.seconds(problem.units[target])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeating:
     """A repeating order: per unit when micro-batch 0 runs it, in units of `period`."""
 
-    first: tuple[float, ...]
+    moments: tuple[float, ...]
     period: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderCandidate:
-    """An order of everything, timed.
-
-    order: see `timing`.  step_s: of it.  cost_s: what the search makes short, the step or the longest span of
-        a rank.  peaks: bytes of residuals per rank.  ends: per entry.
-    engine: who found it.  repeating: the moments that it follows, if it does.
-    """
+    """An order of everything, timed: see `problem`. cost_s: what the search makes short, the step or the
+    longest span of a rank.  peaks: bytes per rank.  ends: per entry.  engine: who found it."""
 
     order: Longs = field(repr=False)
     step_s: float
@@ -54,7 +154,6 @@ def new_clock(problem: SearchProblem) -> TimingArrays:
 def timed(
     problem: SearchProblem, order: Longs, engine: str, repeating: Repeating | None = None
 ) -> OrderCandidate:
-    """An order with its times."""
     clock = new_clock(problem)
     cost_s = float(run_order(problem.arrays, clock, order))
     return OrderCandidate(
@@ -69,7 +168,6 @@ def timed(
 
 
 def fits(candidate: OrderCandidate, caps: Floats) -> bool:
-    """Whether it keeps to the limits."""
     return bool((np.array(candidate.peaks) <= caps).all())
 
 
@@ -86,10 +184,9 @@ def one_by_one(problem: SearchProblem) -> OrderCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """problem: with the limits of this round.  best: what is known and keeps to them.  repeating: the best
-    that repeats, if it has `repeating`.  bound: of this problem.  seed: of random moves.  effort: by which
-    orders that are tried are multiplied.  without_limits: by name the schedules of the library as they are
-    without limits."""
+    """What an engine is given. problem: with the limits of this round.  best: known, within them.  repeating:
+    the best that repeats, if it has `repeating`.  without_limits: by name the library's schedules without
+    limits."""
 
     problem: SearchProblem
     best: OrderCandidate
@@ -102,8 +199,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A candidate, if there is one that keeps to the limits, how many orders were timed for it, and what it
-    proves."""
+    """A candidate that keeps to the limits, how many orders were timed for it, and what it proves."""
 
     candidate: OrderCandidate | None
     evaluations: int

@@ -9,7 +9,7 @@ Our closest reading of the scheduler of FlexPipe, arXiv 2510.05112, of which onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
@@ -21,8 +21,7 @@ from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
 from .moments import COMPILED
 from .orders import Found, OrderCandidate, Round, fits, new_clock, timed
-from .problem import SearchProblem
-from .timing import EPS, TimingArrays, Units, reset, run_entry
+from .problem import EPS, SearchProblem, TimingArrays, Units, reset, run_entry
 
 
 class DispatchRules(NamedTuple):
@@ -39,7 +38,6 @@ class DispatchRules(NamedTuple):
 
 @kernel
 def may_begin(t: Units, c: TimingArrays, r: DispatchRules, u: int) -> bool:
-    """Whether limits let the head of a unit run."""
     if t.memory[u] > 0 or t.kind[u] == 0:
         if r.next[u] - r.next[r.last[u]] >= r.ahead[u]:
             return False
@@ -91,13 +89,11 @@ def dispatch(t: Units, c: TimingArrays, r: DispatchRules, order: Longs) -> float
 
 
 CHANGES = 60
-"""Random changes of the best rules."""
 
 MOST = 150_000_000
 """Looks at units that the plain rules may take, and their changes again."""
 
 PART = 20
-"""Orders between two places at which the search may end."""
 
 
 def dispatch_orders(task: Round) -> Iterator[Found]:
@@ -145,7 +141,14 @@ def plain_rules(problem: SearchProblem) -> list[DispatchRules]:
     deep = {s: i for i, s in enumerate(problem.order_of_stages)}
     count = len(deep)
     split = any(unit.kind not in (F, B) for unit in problem.units)
-    ahead = [_ahead(problem, flight) for flight in range(5)]
+    # Micro-batches that stages may have in flight: as many as keep one busy while a micro-batch comes back,
+    # so many times; or any number.
+    period = max(*problem.work, 1e-9)
+    seconds = problem.arrays.seconds.tolist()
+    turns = [ceil((tail + own) / period) for tail, own in zip(problem.tails, seconds, strict=True)]
+    ahead = [[max(1.0, one * times) for one in turns] for times in (1.0, 1.5, 2.0, 3.0)]
+    ahead.append([inf] * len(turns))
+    last = {(u.stage, r): i for i, u in enumerate(problem.units) for r in u.ranks}
     found = []
     for backward_first, deepest_first, flight, patience, late in product(
         (True, False), (True, False), range(5), (0.0, 1.0), (True, False) if split else (True,)
@@ -156,33 +159,16 @@ def plain_rules(problem: SearchProblem) -> list[DispatchRules]:
             kind = (unit.kind == F) == backward_first
             w = 2 if late else -1
             priority.append(place + count * (2 * kind if unit.kind in (F, B, I) else 2 * w))
-        found.append(rules_of(problem, priority, ahead[flight], patience))
+        found.append(
+            DispatchRules(
+                priority=np.array(priority, np.float64),
+                ahead=np.array(ahead[flight], np.float64),
+                patience=np.array([patience]),
+                last=np.array([last[u.stage, u.ranks[0]] for u in problem.units], np.int64),
+                next=np.zeros(len(problem.units), np.int64),
+            )
+        )
     return found
-
-
-def _ahead(problem: SearchProblem, flight: int) -> list[float]:
-    """Micro-batches that stages may have in flight, per unit: as many as keep one busy while a micro-batch
-    comes back, so many times; or any number."""
-    units = range(len(problem.units))
-    if flight == 4:
-        return [inf for _ in units]
-    period = max(*problem.work, 1e-9)
-    seconds = problem.arrays.seconds
-    back = [problem.tails[u] + float(seconds[u]) for u in units]
-    return [max(1.0, ceil(one / period) * (1.0, 1.5, 2.0, 3.0)[flight]) for one in back]
-
-
-def rules_of(
-    problem: SearchProblem, priority: Sequence[float], ahead: Sequence[float], patience: float
-) -> DispatchRules:
-    last = {(u.stage, r): i for i, u in enumerate(problem.units) for r in u.ranks}
-    return DispatchRules(
-        priority=np.array(priority, np.float64),
-        ahead=np.array(ahead, np.float64),
-        patience=np.array([patience]),
-        last=np.array([last[u.stage, u.ranks[0]] for u in problem.units], np.int64),
-        next=np.zeros(len(problem.units), np.int64),
-    )
 
 
 def changed(problem: SearchProblem, rules: DispatchRules, random: np.random.Generator) -> DispatchRules:
@@ -202,4 +188,4 @@ def changed(problem: SearchProblem, rules: DispatchRules, random: np.random.Gene
         ahead[u] = max(1.0, now + random.choice([-1, 1]))
     else:
         patience[0] = random.choice([0.0, 0.5, 1.0, 2.0])
-    return DispatchRules(priority=priority, ahead=ahead, patience=patience, last=rules.last, next=rules.next)
+    return rules._replace(priority=priority, ahead=ahead, patience=patience)

@@ -1,8 +1,13 @@
-"""What the schedule search is asked: stages with times, bytes and ranks; and the same as arrays.
+"""What the schedule search is asked: stages with times, bytes and ranks; the same as arrays; and the plain
+timing of an order, which all engines share.
 
 A unit is what begins at one moment: F, B or I of a stage, on all of its ranks; W of a stage on one rank.
 Units are numbered so that those which one waits for stand before it: forwards in the order of the data,
 backwards in the opposite one, then the weight gradients.
+
+An order lists everything once: entry e stands for unit e // m and micro-batch e % m. Each entry begins as
+soon as its ranks are free and what it waits for is there; so an order in which nothing stands before what it
+needs can never block, and gives the times that the simulator gives for its rows.
 """
 
 from __future__ import annotations
@@ -10,20 +15,126 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
 from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.columns import Bools, Floats, Longs
 from ...ir.costs import StageCost
 from ...ir.errors import ScheduleError
 from ...ir.flow import dag
+from ...ir.kernels import kernel
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
 from ...ir.text import enough_bytes
 from ..language.placements import spread
 from ..language.shape import Shape
-from .timing import Units
+
+EPS = 1e-9
+
+
+class Units(NamedTuple):
+    """Per unit its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
+    its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive.  meet:
+    whether two units share a rank.  tail: what must follow.  span: whether the longest time from a rank's
+    first action to its last is to be short, and not the step."""
+
+    microbatches: int
+    seconds: Floats
+    memory: Floats
+    kind: Longs
+    on_at: Longs
+    on: Longs
+    need_at: Longs
+    need: Longs
+    delay: Floats
+    meet: Bools
+    tail: Floats
+    cap: Floats
+    span: bool
+
+
+class TimingArrays(NamedTuple):
+    """What timing writes. Per entry its end; per rank when it is free, what it holds and has held at most,
+    and when its time began: negative before its first action where spans count, else 0."""
+
+    end: Floats
+    free: Floats
+    used: Floats
+    peak: Floats
+    began: Floats
+
+
+@kernel
+def reset(t: Units, c: TimingArrays) -> None:
+    for rank in range(len(c.free)):
+        c.free[rank] = 0.0
+        c.used[rank] = 0.0
+        c.peak[rank] = 0.0
+        c.began[rank] = -1.0 if t.span else 0.0
+
+
+@kernel
+def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
+    """Run unit u of micro-batch b after all that came before. Returns: when it ends; or how long its ranks
+    have then been at it, where spans count."""
+    begin = 0.0
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        begin = max(begin, c.free[t.on[at]])
+    for at in range(t.need_at[u], t.need_at[u + 1]):
+        begin = max(begin, c.end[t.need[at] * m + b] + t.delay[at])
+    end = begin + t.seconds[u]
+    taken = 0.0
+    c.end[u * m + b] = end
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        rank = t.on[at]
+        c.free[rank] = end
+        c.used[rank] += t.memory[u]
+        c.peak[rank] = max(c.peak[rank], c.used[rank])
+        if c.began[rank] < 0.0:
+            c.began[rank] = begin
+        taken = max(taken, end - c.began[rank])
+    return taken
+
+
+@kernel
+def run_order(t: Units, c: TimingArrays, order: Longs) -> float:
+    """Run an order. Returns: the seconds that are to be few, of the step or of the longest span."""
+    reset(t, c)
+    m, cost = t.microbatches, 0.0
+    for entry in order:
+        cost = max(cost, run_entry(t, c, entry // m, entry % m, m))
+    return cost
+
+
+@kernel
+def excess(t: Units, c: TimingArrays) -> float:
+    """By which share of their limits the ranks hold too much, all together."""
+    over = 0.0
+    for rank in range(len(t.cap)):
+        if c.peak[rank] > t.cap[rank]:
+            over += (c.peak[rank] - t.cap[rank]) / max(t.cap[rank], EPS)
+    return over
+
+
+@kernel
+def rest(c: TimingArrays) -> float:
+    """When ranks end on average: of orders with the same step the one that leaves more room is nearer a
+    better one."""
+    total = 0.0
+    for rank in range(len(c.free)):
+        total += c.free[rank]
+    return total / len(c.free)
+
+
+@kernel
+def draw(seed: Longs) -> float:
+    """A number from 0 to 1, the same sequence compiled or not. Source: MINSTD, Park and Miller, 1988."""
+    seed[0] = seed[0] * 48271 % 2147483647
+    drawn: float = seed[0] / 2147483647
+    return drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +172,7 @@ class SearchStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """stage: by its number in the problem.  ranks: all on which it begins."""
+    """All that begins at one moment, on all of `ranks`."""
 
     stage: int
     kind: Kind
@@ -72,12 +183,10 @@ class Unit:
 class SearchProblem:
     """Stages with their ranks, micro-batches, seconds of messages, and limits.
 
-    transfer_s: seconds of a message between two ranks; of single edges by (from stage, to stage).
-    caps: most bytes of residuals per rank; infinite without a limit.
-    operations: kinds of actions that a user declared, placed like W: anywhere behind their anchor.
-    shortest: "step"; or "span", the longest time from a rank's first action to its last.
-    unit: bytes that the number 1 stands for where sizes were given as plain numbers; 1 where they are bytes.
-    Raises: ScheduleError if a stage or rank is missing.
+    transfer_s: of a message between two ranks; of single edges by (from stage, to stage).
+    caps: most bytes of residuals per rank, if limited.  operations: that a user declared, anywhere behind
+    their anchor.  shortest: "step"; or "span", the longest time from a rank's first action to its last. unit:
+    bytes that the number 1 stands for where sizes were given as plain numbers.
     """
 
     stages: tuple[SearchStage, ...]
@@ -98,7 +207,16 @@ class SearchProblem:
         if empty := sorted(set(range(self.ranks)) - {r for s in self.stages for r in s.ranks}):
             raise ScheduleError(f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps")
         for operation in self.operations:
-            _refuse_other_operations(operation)
+            what = ""
+            if operation.after is None or operation.stream != "compute" or operation.every > 1:
+                what = "is not a computation behind every one of its anchors"
+            elif operation.acquired(0) or operation.released(0) or operation.meets is not None:
+                what = "holds memory, or meets other stages"
+            if what:
+                raise ScheduleError(
+                    f"operation {operation.letters} {what}: the search does not place such",
+                    hint="search without it, and add it to the found recipe with insert=",
+                )
         if self.caps and len(self.caps) != self.ranks:
             raise ScheduleError(
                 f"{len(self.caps)} limits for {self.ranks} ranks", hint="give one limit, or one per rank"
@@ -109,7 +227,6 @@ class SearchProblem:
         return 1 + max((rank for stage in self.stages for rank in stage.ranks), default=0)
 
     def shown_size(self, size: float) -> str:
-        """Bytes for a message: in the plain numbers that stages were given in, or with a unit."""
         return enough_bytes(int(size)) if self.unit == 1 else f"{size / self.unit:g}"
 
     @cached_property
@@ -118,7 +235,6 @@ class SearchProblem:
 
     @cached_property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Per rank the residuals of one micro-batch on all its stages."""
         return tuple(sum(s.residual_bytes for s in self.stages if r in s.ranks) for r in range(self.ranks))
 
     @cached_property
@@ -128,37 +244,32 @@ class SearchProblem:
         return spread(dag(len(self.stages), edges), [stage.ranks for stage in self.stages])
 
     def origin(self, stage: int) -> int:
-        """The stage of the problem that a stage of `placed` is."""
         return self.placed[0].origin(stage)
 
     @cached_property
     def shape(self) -> Shape:
         """The problem as the schedule language has it. Sizes are rounded up to whole bytes."""
         graph, placement = self.placed
-        return Shape(
-            stages=graph,
-            placement=placement,
-            microbatches=self.microbatches,
-            costs=self.costs(),
-            transfer_s=self._seconds_between,
-            limit_bytes=self.caps or None,
-            shortest=self.shortest,
-        )
-
-    def costs(self) -> tuple[StageCost, ...]:
-        """One per stage of `placed`."""
         own = [
             StageCost(
                 forward_s=s.forward_s,
                 backward_s=s.backward_s,
                 input_grad_s=s.input_grad_s,
                 weight_grad_s=s.weight_grad_s,
-                residual_bytes=-int(-s.residual_bytes // 1),
-                carried_bytes=-int(-s.residual_bytes // 1),
+                residual_bytes=ceil(s.residual_bytes),
+                carried_bytes=ceil(s.residual_bytes),
             )
             for s in self.stages
         ]
-        return tuple(own[self.origin(s)] for s in range(len(self.placed[1])))
+        return Shape(
+            stages=graph,
+            placement=placement,
+            microbatches=self.microbatches,
+            costs=tuple(own[self.origin(s)] for s in range(len(placement))),
+            transfer_s=self._seconds_between,
+            limit_bytes=self.caps or None,
+            shortest=self.shortest,
+        )
 
     def _seconds_between(self, source: int, target: int) -> float:
         one, other = self.origin(source), self.origin(target)
@@ -177,7 +288,6 @@ class SearchProblem:
 
     @cached_property
     def order_of_stages(self) -> tuple[int, ...]:
-        """Each after those whose outputs it reads."""
         flow = self.shape.flow
         return tuple(s for s in flow.order if s < len(self.stages))
 
@@ -205,12 +315,10 @@ class SearchProblem:
 
     @property
     def entries(self) -> int:
-        """Of an order: how much begins in a step."""
         return len(self.units) * self.microbatches
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Per unit the units that it waits for, of the same micro-batch."""
         at = {(u.stage, u.kind): i for i, u in enumerate(self.units) if u.kind in (F, B, I)}
         late = {(u.stage, u.kind, u.ranks): i for i, u in enumerate(self.units)}
         anchors = {o.kind: ANCHORS[o.anchor] for o in self.operations}
@@ -243,7 +351,6 @@ class SearchProblem:
         return times[unit.kind]
 
     def memory(self, unit: Unit) -> float:
-        """What a unit adds to the residuals of each of its ranks, or gives back."""
         own = self.stages[unit.stage].residual_bytes
         return {F: own, B: -own, W: -own}.get(unit.kind, 0.0)
 
@@ -258,7 +365,6 @@ class SearchProblem:
             seconds=np.array([self.seconds(u) for u in units], np.float64),
             memory=np.array([self.memory(u) for u in units], np.float64),
             kind=np.array([kinds.get(u.kind, 2) for u in units], np.int64),
-            stage=np.array([u.stage for u in units], np.int64),
             on_at=_offsets([len(u.ranks) for u in units]),
             on=np.array([r for u in units for r in u.ranks], np.int64),
             need_at=_offsets([len(own) for own in needs]),
@@ -272,8 +378,7 @@ class SearchProblem:
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
-        """Per unit the earliest moment at which micro-batch 0 may begin it: its longest way from the
-        front."""
+        """Per unit its longest way from the front, in seconds."""
         head: list[float] = []
         for i, u in enumerate(self.units):
             ways = (
@@ -294,7 +399,6 @@ class SearchProblem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Per rank the busy seconds of one micro-batch."""
         return tuple(sum(self.seconds(u) for u in self.units if r in u.ranks) for r in range(self.ranks))
 
     def actions(self, unit: int) -> tuple[tuple[int, int, Kind], ...]:
@@ -312,20 +416,6 @@ class SearchProblem:
             for rank, stage, kind in known[unit]:
                 rows[rank].append(Action(stage, kind, b))
         return tuple(map(tuple, rows))
-
-
-def _refuse_other_operations(operation: Operation) -> None:
-    moves = bool(operation.acquired(0) or operation.released(0))
-    if operation.after is None or operation.stream != "compute" or operation.every > 1:
-        what = "is not a computation behind every one of its anchors"
-    elif moves or operation.meets is not None:
-        what = "holds memory, or meets other stages"
-    else:
-        return
-    raise ScheduleError(
-        f"operation {operation.letters} {what}: the search does not place such",
-        hint="search without it, and add it to the found recipe with insert=",
-    )
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

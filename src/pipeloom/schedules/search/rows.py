@@ -16,17 +16,14 @@ from ...ir.columns import Floats, Longs
 from ...ir.kernels import kernel
 from .moments import COMPILED
 from .orders import Found, OrderCandidate, Round, fits, new_clock, timed
-from .problem import SearchProblem
-from .timing import EPS, TimingArrays, Units, draw, run_entry
+from .problem import EPS, SearchProblem, TimingArrays, Units, draw, run_entry
 
 EVERY = 16
-"""Entries between two snapshots."""
 
 
 class RowsState(NamedTuple):
-    """order: now.  best: of all.  known: ends as of now.  snapshots: per place of which
-    there is one, what is free, used and held at most per rank and when it began, and the longest seconds so
-    far.  cost: of now, of best."""
+    """known: ends as of now.  free to longest: snapshots of the ranks, one per `EVERY` places.  cost: of now,
+    of best."""
 
     order: Longs
     best: Longs
@@ -41,7 +38,6 @@ class RowsState(NamedTuple):
 
 @kernel
 def take(s: RowsState, c: TimingArrays, number: int, longest: float) -> None:
-    """Write a snapshot."""
     ranks = len(c.free)
     for rank in range(ranks):
         s.free[number * ranks + rank] = c.free[rank]
@@ -84,7 +80,6 @@ def time_from(t: Units, c: TimingArrays, s: RowsState, low: int, within: float, 
 
 @kernel
 def needs_it(t: Units, user: int, maker: int) -> bool:
-    """Whether a unit needs another one, or is the same."""
     if user == maker:
         return True
     for at in range(t.need_at[user], t.need_at[user + 1]):
@@ -116,7 +111,6 @@ def target_of(t: Units, s: RowsState, place: int, past: int, later: bool) -> int
 
 @kernel
 def shift(s: RowsState, place: int, target: int) -> None:
-    """Move the entry at a place to another one."""
     entry, at = s.order[place], place
     while at < target:
         s.order[at] = s.order[at + 1]
@@ -130,7 +124,9 @@ def shift(s: RowsState, place: int, target: int) -> None:
 @kernel
 def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Longs, tries: int) -> int:
     """Try so many moves. plan: the temperature at the start and at the end, a step that cannot be bettered.
-    Returns: how many orders were timed."""
+
+    Returns: how many orders were timed.
+    """
     heat, timed = plan[0], 0
     cooling = (plan[1] / plan[0]) ** (1.0 / max(tries, 1))
     count = len(s.order)
@@ -166,14 +162,11 @@ def anneal_rows(t: Units, c: TimingArrays, s: RowsState, plan: Floats, seed: Lon
 
 
 ENTRIES = 1_000_000
-"""Entries that a round may time; an order has as many as there are units times micro-batches."""
 
 PARTS = 2
-"""Annealings of a round, each from the best so far."""
 
 
 def anneal_best(task: Round) -> Iterator[Found]:
-    """Anneal the order that is best so far."""
     problem, best = task.problem, task.best
     tries = round(ENTRIES * task.effort / len(best.order) / PARTS)
     for part in range(PARTS):
@@ -188,7 +181,6 @@ def anneal_best(task: Round) -> Iterator[Found]:
 def anneal(
     problem: SearchProblem, start: OrderCandidate, seed: np.ndarray, bound_s: float, tries: int
 ) -> tuple[np.ndarray, int]:
-    """The best order on the way, and how many were timed."""
     t, clock, count = problem.arrays, new_clock(problem), len(start.order)
     places = -(-count // EVERY)
     state = RowsState(

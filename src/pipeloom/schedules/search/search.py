@@ -25,9 +25,8 @@ from math import ceil, inf, log2
 
 from ...ir.errors import PlanError
 from . import exact, library, moments, priorities, rows
-from .bounds import Bound, lower_bound
 from .moments import repeating_of
-from .orders import Engine, OrderCandidate, Round, fits, one_by_one
+from .orders import Bound, Engine, OrderCandidate, Round, fits, lower_bound, one_by_one
 from .problem import SearchProblem
 
 ENGINES: dict[str, Engine] = {
@@ -62,13 +61,12 @@ EVERY = 2
 """Of the thorough sizes for which the library is built."""
 
 LIBRARY = "library: "
-"""What the engine of a candidate begins with that is a schedule of the library."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """effort: by which the orders that are tried are multiplied.  time_limit_s: after which the best so far
-    is returned.  engines: by name, all unless given."""
+    is returned."""
 
     effort: float = 1.0
     time_limit_s: float = inf
@@ -78,8 +76,8 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What is known while the search runs. cost_s: of the best, its step or its longest span, as was asked.
-    evaluations: orders that were timed so far, in `seconds`."""
+    """What is known while the search runs. cost_s: of the best, its step or its longest span.  evaluations:
+    orders that were timed so far, in `seconds`."""
 
     cost_s: float
     bound: Bound
@@ -89,14 +87,13 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """By which share the best may at most be improved, of the bound."""
         return max(0.0, self.cost_s / self.bound.seconds - 1) if self.bound.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """best: the fastest order within the limits.  repeating: the fastest that repeats, for any number of
-    micro-batches.  ended: "searched", "optimal", "time limit" or "interrupted"."""
+    """repeating: the fastest order that repeats, for any number of micro-batches.  ended: "searched",
+    "optimal", "time limit" or "interrupted"."""
 
     problem: SearchProblem = field(repr=False)
     best: OrderCandidate
@@ -132,10 +129,9 @@ class _Known:
 
 @dataclass(kw_only=True)
 class _Climb:
-    """Where the climb is. gained: the last size that gave a shorter order, or below which
-    memory set the pace.  thorough: the next size at which
-    `clock` and `kernel` run.  grown, due: doublings since the round before, and since such a size.  solver:
-    whether `kernel` goes on: what it found last was the best."""
+    """gained: the last size that gave a shorter order, or below which memory set the pace.  thorough: the
+    next size at which `clock` and `kernel` run.  grown, due: doublings since the round before, and since such
+    a size. solver: whether `kernel` goes on: what it found last was the best."""
 
     size: float
     gained: float
@@ -175,7 +171,13 @@ class _Search:
         self.bound = lower_bound(problem)
         self.evaluations = 0
         self.first = one_by_one(problem)
-        _refuse_too_little(problem, self.first)
+        for rank, (held, cap) in enumerate(zip(self.first.peaks, problem.arrays.cap, strict=True)):
+            if held > cap:
+                raise PlanError(
+                    f"rank {rank} holds {problem.shown_size(held)} for one micro-batch, its limit is "
+                    f"{problem.shown_size(problem.limits[rank])}",
+                    hint="allow more memory, or give some of its stages to other ranks",
+                )
         self.levels = levels_of(problem)
         self.known = _Known(problem, self.first)
         self.without_limits: dict[str, OrderCandidate] = {}
@@ -198,9 +200,6 @@ class _Search:
     def optimal(self) -> bool:
         return self.best.cost_s <= self.bound.seconds * (1 + SAME) + SAME
 
-    def late(self) -> bool:
-        return time.monotonic() - self.began > self.options.time_limit_s
-
     def run(self) -> str:
         for name, task, known in self.rounds():
             for found in ENGINES[name](task):
@@ -212,7 +211,7 @@ class _Search:
                 self.report(self.progress())
                 if self.optimal:
                     return "optimal"
-                if self.late():
+                if time.monotonic() - self.began > self.options.time_limit_s:
                     return "time limit"
         return "searched"
 
@@ -311,13 +310,9 @@ def search_orders(
     options: SearchOptions = SearchOptions(),
     report: Callable[[Progress], None] = lambda p: None,
 ) -> SearchResult:
-    """The fastest order that the engines find within the limits, and a bound on any.
-
-    The same for the same seed unless a time limit or an interrupt (Ctrl-C) ends it early: then the best so
-    far.
-    report: called now and then.
-    Raises: PlanError if no order keeps to the limits.
-    """
+    """The fastest order that the engines find within the limits, and a bound on any; the same for the same
+    seed unless a time limit or an interrupt (Ctrl-C) ends it early: then the best so far. Raises: PlanError
+    if no order keeps to the limits."""
     running = _Search(problem, options, report)
     try:
         ended = running.run()
@@ -330,16 +325,6 @@ def search_orders(
         progress=running.progress(),
         ended=ended,
     )
-
-
-def _refuse_too_little(problem: SearchProblem, first: OrderCandidate) -> None:
-    for rank, (held, cap) in enumerate(zip(first.peaks, problem.arrays.cap, strict=True)):
-        if held > cap:
-            raise PlanError(
-                f"rank {rank} holds {problem.shown_size(held)} for one micro-batch, its limit is "
-                f"{problem.shown_size(problem.limits[rank])}",
-                hint="allow more memory, or give some of its stages to other ranks",
-            )
 
 
 FINE, CLOSE, THOROUGH = 1.03, 1.06, 4 / 3
@@ -386,7 +371,6 @@ class Levels:
 
     @property
     def fine(self) -> float:
-        """By which neighbouring sizes are apart."""
         return min(COARSEST, 1 + (FINE - 1) * max(1.0, self.problem.entries / LARGE))
 
     def thorough(self) -> tuple[float, ...]:
@@ -420,7 +404,6 @@ class Levels:
 
 
 def levels_of(problem: SearchProblem) -> Levels:
-    """The levels of a problem in which one micro-batch after the other keeps to the limits."""
     unit, finite = max(problem.rank_bytes), [cap for cap in problem.limits if cap < inf]
     most = max(finite, default=inf)
     shares = tuple(

@@ -1,9 +1,11 @@
-"""search_schedule: the fastest order for stages under a memory limit."""
+"""search_schedule: the fastest order for stages under a memory limit; and a found schedule as a file, to be
+read, edited and used for any micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -19,25 +21,130 @@ from ...ir.timeline import Timeline
 from ...lowering.passes import lower
 from ...simulator.simulate import simulate
 from ...simulator.summary import summarise
+from ..language.names import load_file
 from ..language.placements import loop, wave
-from ..language.user_files import load_file
 from ..scenario import Scenario, between, load_work, wired
 from .exact import solver_installed
-from .found_file import found_text
+from .orders import OrderCandidate
 from .problem import SearchProblem, SearchStage
-from .search import Progress, Progress as SearchProgress, SearchOptions, SearchResult, search_orders
+from .search import Progress, SearchOptions, SearchResult, search_orders
+
+_TEXT = '''\
+"""A schedule found by `pipeloom schedule search`, for {ranks} ranks and {stages} stages.
+
+{figures}
+
+Every rank runs its line of TURN again and again, each time one micro-batch further: 0F is the forward of
+stage 0 for the micro-batch of the turn, 0B-3 the backward of the micro-batch three turns before. Edit it as
+you like: every command checks it.
+
+    pipeloom schedule show {name}:found -p {ranks} -m {microbatches}
+"""
+
+{imports}
+TURN = (
+{turn}
+)
+RANKS = ({placement})
+"""For each stage its rank, or the ranks that run it together.{shards}"""
+EDGES = [{edges}]
+"""Which stage sends to which."""
+
+
+def order(shape: Shape) -> Recipe:
+    return Recipe(kinds={kinds}, rows=repeating(shape, TURN), fill=""{insert})
+
+
+found = Entry(
+    recipe=order,
+    place="table",
+    table=lambda ranks: RANKS,
+    stages=dag({stages}, EDGES),
+    about="found by a search",
+)
+'''
+
+
+def found_text(result: SearchResult, name: str = "found.py", declared_in: str = "") -> str:
+    """The best repeating order of a search as a file's text. Raises: ScheduleError if none keeps to the
+    limits."""
+    problem, repeating = result.problem, result.repeating
+    if repeating.repeating is None:
+        raise ScheduleError(
+            "no repeating order that was found keeps to the limits",
+            hint="write rows instead, -o found.txt; or search longer, with --effort 4",
+        )
+    kinds = [
+        "FIW" if problem.stages[problem.origin(s)].split else "FB" for s in range(len(problem.placed[1]))
+    ]
+    return _TEXT.format(
+        name=name,
+        ranks=problem.ranks,
+        stages=len(problem.stages),
+        microbatches=problem.microbatches,
+        figures=_figures(result),
+        turn="\n".join(f'    "{line}",' for line in turn_of(problem, repeating)),
+        placement=", ".join(str(s.ranks[0] if len(s.ranks) == 1 else s.ranks) for s in problem.stages)
+        + ("," if len(problem.stages) == 1 else ""),
+        shards=""
+        if all(len(stage.ranks) == 1 for stage in problem.stages)
+        else f" On further ranks a stage has numbers from {len(problem.stages)} on.",
+        edges=", ".join(f"({a}, {s})" for s, stage in enumerate(problem.stages) for a in stage.after),
+        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
+        imports=_imports(problem, declared_in),
+        insert=", insert=OPERATIONS" if problem.operations else "",
+    )
+
+
+def turn_of(problem: SearchProblem, candidate: OrderCandidate) -> list[str]:
+    assert candidate.repeating is not None
+    period, first = candidate.repeating.period, candidate.repeating.moments
+    settled = list(first)
+    for unit, needs in enumerate(problem.needs):
+        settled[unit] = max([settled[unit], *(settled[p] for p in needs)])
+    turns = [int(moment // period) for moment in settled]
+    phases = [moment - turn * period for moment, turn in zip(settled, turns, strict=True)]
+    base = min(turns)
+    lines: list[list[str]] = [[] for _ in range(problem.ranks)]
+    for unit in sorted(range(len(settled)), key=lambda u: (phases[u], u)):
+        late = turns[unit] - base
+        for rank, stage, kind in problem.actions(unit):
+            lines[rank].append(f"{stage}{kind}" + (f"-{late}" if late else ""))
+    return [" ".join(line) for line in lines]
+
+
+def _figures(result: SearchResult) -> str:
+    progress, repeating = result.progress, result.repeating
+    text = f"With {result.problem.microbatches} micro-batches a step takes {repeating.step_s:g}."
+    text += f" No order takes less than\n{progress.bound.seconds:g}: {progress.bound.why}."
+    if result.best.step_s < repeating.step_s - 1e-9:
+        text += f"\nAn order that does not repeat takes {result.best.step_s:g}: write it with -o found.txt."
+    return text
+
+
+def _imports(problem: SearchProblem, declared_in: str) -> str:
+    names = "Entry, Recipe, Shape, dag, repeating"
+    if not problem.operations:
+        return f"from pipeloom.schedule_language import {names}\n"
+    own = ", ".join(f'DECLARED["{operation.letters}"]' for operation in problem.operations)
+    return (
+        "from pathlib import Path\n\n"
+        "from pipeloom.ir.operation import OPERATIONS as DECLARED\n"
+        f"from pipeloom.schedule_language import {names}, load_file\n\n"
+        f"load_file(Path({declared_in!r}))\nOPERATIONS = ({own},)\n"
+    )
+
 
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
 
 FINE = 1 << 20
-"""Bytes that a unit of memory stands for where sizes are small numbers: residuals are counted in whole
-bytes."""
+"""Bytes that a unit of memory stands for where sizes are small numbers: residuals are counted in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesToSchedule:
-    """stages: those without ranks get some from the search.  ranks: how many there are.  unit: bytes that the
-    number 1 stands for, in sizes and limits.  memory: the file's own limit, or none."""
+    """stages: those without ranks get some from the search.  unit: bytes that the number 1 stands for, in
+    sizes and limits.  memory: the file's own limit, or none."""
 
     stages: tuple[SearchStage, ...]
     ranks: int
@@ -47,10 +154,6 @@ class StagesToSchedule:
     memory: str = ""
 
     def caps(self, memory: str) -> tuple[float, ...]:
-        """Bytes per rank: of one limit for all ranks, or of several with commas; none without a limit.
-
-        Raises: ConfigError if it cannot be read.
-        """
         parts = [part.strip() for part in (memory or self.memory).split(",") if part.strip()]
         if not parts:
             return ()
@@ -104,10 +207,9 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
 
 
 def stages_of_plan(path: Path) -> StagesToSchedule:
-    """The stages of a saved plan as a chain, each on its rank, with their times and residuals; of one of its
-    pipelines, where it has several.
-
-    Raises: ConfigError if the file is none, or if its stages run side by side: what they read is not in it.
+    """The stages of one pipeline of a saved plan as a chain, each on its rank, with their times and
+    residuals. Raises: ConfigError if the file is none, or if its stages run side by side: what they read is
+    not in it.
     """
     plan = load_plan(path)
     if any(key.startswith("branches.") for key in plan.notes):
@@ -115,25 +217,21 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
             f"the stages of {path} are no chain, and a plan does not say which reads which",
             hint="write a TOML file with a [[stage]] for each and what it runs `after`",
         )
-    times = load_work(path)
-    assert isinstance(times.forward_s, tuple) and isinstance(times.input_grad_s, tuple)
-    assert isinstance(times.weight_grad_s, tuple)
-    count = len(times.forward_s)
-    placement = plan.placement[:count]  # of the first replica
+    placement = plan.placement[: len(plan.stages)]  # of the first replica
     ranks = sorted(set(placement))
-    sizes = times.residual_bytes or (1.0,) * count
+    sizes = load_work(path).residual_bytes or (1.0,) * len(plan.stages)
     stages = tuple(
         SearchStage(
             name=str(s),
-            forward_s=times.forward_s[s],
-            input_grad_s=times.input_grad_s[s],
-            weight_grad_s=times.weight_grad_s[s],
+            forward_s=stage.forward_s,
+            input_grad_s=stage.input_grad_s,
+            weight_grad_s=stage.weight_grad_s,
             split=True,
             residual_bytes=sizes[s],
             after=(s - 1,) if s else (),
             ranks=(ranks.index(placement[s]),),
         )
-        for s in range(count)
+        for s, stage in enumerate(plan.stages)
     )
     return StagesToSchedule(stages=stages, ranks=len(ranks))
 
@@ -143,7 +241,8 @@ def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int
     refuse_unknown(table, KEYS, what)
     split = "I" in table or "W" in table
     if "F" not in table or ("B" in table) == split or (split and not {"I", "W"} <= set(table)):
-        raise ConfigError(f"{what} has the times {_given(table)}", hint="give F and B, or F, I and W")
+        times = ", ".join(key for key in ("F", "B", "I", "W") if key in table) or "none"
+        raise ConfigError(f"{what} has the times {times}", hint="give F and B, or F, I and W")
     whole = 0.0 if split else _seconds(table["B"], f"{what}: B")
     after = table.get("after", [s - 1] if s else [])
     return SearchStage(
@@ -156,10 +255,6 @@ def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int
         after=tuple(_stage_named(one, names, what) for one in _listed(after)),
         ranks=tuple(_rank(one, what) for one in _listed(table.get("ranks", []))),
     )
-
-
-def _given(table: Mapping[str, Any]) -> str:
-    return ", ".join(key for key in ("F", "B", "I", "W") if key in table) or "none"
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -219,13 +314,6 @@ SHORTEST = ("step", "span")
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSchedule:
-    """What a search found, proved and simulated.
-
-    step_s: of `timeline`, the simulator's word.  bound_s, bound: no step, or no span, is shorter, and why.
-    gap: by which share of the bound it may at most be improved.  peaks: most residuals per rank, in the
-    file's unit.
-    """
-
     schedule: Schedule
     stages: StageGraph
     timeline: Timeline = field(repr=False)
@@ -239,17 +327,14 @@ class FoundSchedule:
 
     @property
     def span_s(self) -> float:
-        """The longest time from a rank's first action to its last."""
         return summarise(self.timeline).span_s
 
     @property
     def shortest(self) -> str:
-        """What was to be short: "step" or "span"."""
         return self.result.problem.shortest
 
     @property
     def left_out(self) -> str:
-        """Why engines that could have found more did not run, in a sentence; empty if all ran."""
         if self.result.ended == "optimal" or solver_installed():
             return ""
         return (
@@ -266,7 +351,6 @@ class FoundSchedule:
         return max(0.0, took / self.bound_s - 1) if self.bound_s else 0.0
 
     def text(self, name: str) -> str:
-        """As a file of this name: ending in .py a schedule in the language, in .txt its rows."""
         if name.endswith(".py"):
             return found_text(self.result, name, self.declared_in)
         if name.endswith(".txt"):
@@ -274,7 +358,6 @@ class FoundSchedule:
         raise ConfigError(f"cannot write a schedule as {name}", hint="end the name in .py or .txt")
 
     def figures(self) -> dict[str, Any]:
-        """What `--json` prints."""
         progress = self.result.progress
         return {
             "step_s": self.step_s,
@@ -306,7 +389,7 @@ def search_schedule(
     operations: Path | None = None,
     shortest: str = "step",
     options: SearchOptions | None = None,
-    report: Callable[[SearchProgress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
 ) -> FoundSchedule:
     """Search for the fastest order of stages within a limit, and say how far from the best it may be.
 
@@ -332,36 +415,31 @@ def search_schedule(
     if shortest not in SHORTEST:
         raise ConfigError(f"shortest={shortest!r} is no length of a step", hint='use "step" or "span"')
     asked = _asked(stages, ranks)
-    declared = () if operations is None else _declared_in(operations)
-    caps = asked.caps(memory)
+    declared: tuple[Operation, ...] = ()
+    if operations is not None:
+        declared = tuple(o for o in vars(load_file(operations)).values() if isinstance(o, Operation))
+        if not declared:
+            raise ConfigError(
+                f"{operations} declares no operation", hint="write NAME = declare(Operation(...)) in it"
+            )
     options = options or SearchOptions()
-
-    def problem(placed: tuple[SearchStage, ...]) -> SearchProblem:
-        return SearchProblem(
-            stages=placed,
-            microbatches=microbatches,
-            transfer_s=asked.transfer_s,
-            edge_s=asked.edge_s,
-            caps=caps,
-            operations=declared,
-            shortest=shortest,
-            unit=asked.unit,
-        )
-
+    problem = partial(
+        SearchProblem,
+        microbatches=microbatches,
+        transfer_s=asked.transfer_s,
+        edge_s=asked.edge_s,
+        caps=asked.caps(memory),
+        operations=declared,
+        shortest=shortest,
+        unit=asked.unit,
+    )
     if all(stage.ranks for stage in asked.stages):
-        result = search_orders(problem(asked.stages), options, report)
+        result = search_orders(problem(stages=asked.stages), options, report)
     else:
         result = search_placed(problem, asked.stages, asked.ranks, options, report)
     return prove_search(
         result, asked.unit, declared_in="" if operations is None else str(operations.resolve())
     )
-
-
-def _declared_in(path: Path) -> tuple[Operation, ...]:
-    found = tuple(o for o in vars(load_file(path)).values() if isinstance(o, Operation))
-    if not found:
-        raise ConfigError(f"{path} declares no operation", hint="write NAME = declare(Operation(...)) in it")
-    return found
 
 
 def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
@@ -378,7 +456,6 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
 
 
 def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
-    """Check what a search found by every rule, and simulate it. unit: of sizes, in bytes."""
     problem = result.problem
     graph, placement = problem.placed
     schedule = Schedule(
@@ -405,7 +482,6 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
 
 
 SHORT = 0.2
-"""Effort of the short searches, of the one that was asked for."""
 
 
 def tables(stages: Sequence[SearchStage], ranks: int) -> dict[str, tuple[SearchStage, ...]]:
@@ -413,6 +489,7 @@ def tables(stages: Sequence[SearchStage], ranks: int) -> dict[str, tuple[SearchS
 
     Stages go in the order in which they are given, which is that of the data. What names its ranks keeps
     them.
+
     Raises: ScheduleError if there are fewer such stages than ranks that no other stage is on.
     """
     free = [s for s, stage in enumerate(stages) if not stage.ranks]
@@ -464,22 +541,19 @@ def _neighbours(stages: Sequence[SearchStage], ranks: int) -> list[int]:
 
 
 def search_placed(
-    problem: Callable[[tuple[SearchStage, ...]], SearchProblem],
+    problem: Callable[..., SearchProblem],
     stages: Sequence[SearchStage],
     ranks: int,
     options: SearchOptions,
     report: Callable[[Progress], None],
 ) -> SearchResult:
-    """The best of all placements: the one that a short search likes best is searched in full.
-
-    Raises: PlanError if no order of any of them keeps to the limits.
-    """
+    """The best of all placements: the one that a short search likes best is searched in full."""
     best: SearchResult | None = None
     refused: PlanError | None = None
     short = replace(options, effort=options.effort * SHORT)
     for placed in tables(stages, ranks).values():
         try:
-            found = search_orders(problem(placed), short, report)
+            found = search_orders(problem(stages=placed), short, report)
         except PlanError as error:
             refused = error
             continue

@@ -7,22 +7,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from traceback import clear_frames
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
+from ..autocast import Autocast, autocast_region
 from ..blueprint import Blueprint
 from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode
 from ..op_graph import model_buffers, model_parameters
-from ..tensors import autocast_region, zeros_like_value
+from ..tensors import zeros_like_value
 from ..user_code import at, definition_of
 from .functions import ModuleFunctions
 from .ops import ModuleOp, build_ops, is_dynamic
@@ -52,7 +52,7 @@ class ModuleCut:
     recording: RecordedRun
     module_ops: Sequence[ModuleOp]
     batch: Mapping[str, Tensor]
-    autocast: torch.dtype | None
+    autocast: Autocast | None
     together: tuple[SameStage, ...] = ()
 
 
@@ -62,7 +62,7 @@ def cut_modules(
     blueprint: Blueprint,
     *,
     reason: str,
-    autocast: torch.dtype | None = None,
+    autocast: Autocast | None = None,
     like: ModuleCut | None = None,
 ) -> tuple[OpGraph, ModuleCut]:
     """Record a run of a job's model and make one op of each unit call.
@@ -171,16 +171,13 @@ def _recorded(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     like: ModuleCut | None,
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, RecordedRun]:
     """The units and a run with them. A module that decides on data within becomes a unit itself."""
     if like is not None:
-        return (
-            like.units,
-            like.groups,
-            _record(job, batch, skeleton, autocast, like.recording.tainted_decisions),
-        )
+        recording = _record(job, batch, skeleton, autocast, like.recording.tainted_decisions)
+        return like.units, like.groups, recording
     groups = listed_units(skeleton.model, job.modules) if job.modules is not None else None
     whole = skeleton.with_hooks
     _refuse_cut_hooks(skeleton, groups)
@@ -242,7 +239,7 @@ def _record(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     forced: Sequence[float],
 ) -> RecordedRun:
     """Try without data, then on the CPU, then on a GPU if there is one."""
@@ -273,11 +270,11 @@ def _attempt(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> RecordedRun:
-    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    mode = _fake_mode(skeleton) if parameters.fake else None
     if mode is None:
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
@@ -301,36 +298,29 @@ def _watched_run(
     job: Job,
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
-    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    mode = _fake_mode(skeleton) if parameters.fake else nullcontext()
     trunks = trunks_of(list(skeleton.units))
     recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
-    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
-    changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
+    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
+    changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
     with torch.random.fork_rng(), watch.watching():
-        with autocast_region(parameters.device.type, autocast), mode or nullcontext(), changes.watching():
+        cast = autocast_region(autocast, run_on=parameters.device.type)
+        with cast, mode, changes.watching():
             recording = recorder.record(job, batch)
         watch.look()
     skeleton.rest()
     return recording, watch, changes
 
 
-def _is_inside(recorder: ForwardRecorder) -> bool:
-    return recorder.inside
-
-
-def _is_between(recorder: ForwardRecorder) -> bool:
-    return not recorder.inside
-
-
-def _fakes(skeleton: Skeleton) -> list[FakeTensor]:
-    tensors = [t for name in skeleton.names if isinstance(t := skeleton.resting(name), FakeTensor)]
-    if not tensors:
-        raise ValueError("the model has no parameters")
-    return tensors
+def _fake_mode(skeleton: Skeleton) -> FakeTensorMode:
+    for name in skeleton.names:
+        if isinstance(tensor := skeleton.resting(name), FakeTensor):
+            return tensor.fake_mode
+    raise ValueError("the model has no parameters")
 
 
 def module_stage_functions(

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from ...ir.errors import CutError
 from ...ir.graph import Value
+from ..autocast import Autocast, autocast_region
 from ..job import Job
 from ..job_calls import evaluation_mode
 from ..random import one_thread_at_a_time, seeded
 from ..stage.functions import Sink, Slot, StageFunctions, Tensors
-from ..tensors import LiveBytes, autocast_region, ensure_unshared, storage_ids
+from ..tensors import LiveBytes, ensure_unshared, storage_ids
 from .absent import KEEP_TOGETHER
 from .intercept import call_name
 from .path import PATH_PREFIX, ForwardPath, decode_path, encode_path
@@ -77,7 +78,7 @@ class ModuleFunctions(StageFunctions):
     values: Mapping[str, Value]
     updated: frozenset[str]
     trainable: frozenset[str]
-    autocast: torch.dtype | None
+    autocast: Autocast | None
     saved_inputs: frozenset[str] = frozenset()
     peaks: dict[str, int] = field(default_factory=dict)
 
@@ -236,7 +237,7 @@ class ModuleFunctions(StageFunctions):
             device=device,
             training=training,
         )
-        with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
+        with self.skeleton.using(graph.state), autocast_region(self.autocast, run_on=device.type):
             with lack_of_data_explained(self.task):
                 result = run.run(self.job, batch)
             graph.resolved = run.resolved

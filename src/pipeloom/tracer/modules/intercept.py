@@ -52,9 +52,11 @@ def glue_name(stretch: str, index: int) -> str:
 class InterceptedForward(TorchFunctionMode):
     """One run. Subclasses say what happens at units and at functions.
 
-    stretch, index: where the run is: the last unit call, and how many functions have run since.
+    stretch, index: where the run is: the last unit call, and how many functions have made or changed tensors
+        since.
     random: names of functions that draw random numbers; each call is seeded by its place.
     python_random: seed Python's own generators too, at every unit and stretch.
+    inside: whether a unit runs now, or something else in which nothing is intercepted.
     """
 
     def __init__(
@@ -68,12 +70,7 @@ class InterceptedForward(TorchFunctionMode):
         self.stretch = START
         self.index = 0
         self.counts: Counter[str] = Counter()
-        self._inside = False
-
-    @property
-    def inside(self) -> bool:
-        """Whether a unit runs now, or something else in which nothing is intercepted."""
-        return self._inside
+        self.inside = False
 
     @abstractmethod
     def call(self, unit: ModuleUnit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,15 +95,12 @@ class InterceptedForward(TorchFunctionMode):
     def autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
         """The user's autograd function is called: like any other, but for checkpoints with units inside."""
         with inside_checkpoint() if is_checkpoint(name) else nullcontext():
-            return self._autograd_function(apply, name, args)
-
-    def _autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
-        if self._inside:
-            return apply(*args)
-        if is_checkpoint(name):
-            return self.checkpoint(apply, args)
-        with self._passing():
-            return self.function(apply, name, args, {})
+            if self.inside:
+                return apply(*args)
+            if is_checkpoint(name):
+                return self.checkpoint(apply, args)
+            with self._passing():
+                return self.function(apply, name, args, {})
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
         """Reentrant checkpointing, which runs what it is given without a graph. One unit runs so; of several,
@@ -134,7 +128,7 @@ class InterceptedForward(TorchFunctionMode):
 
     def enter(self, unit: ModuleUnit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's forward was called; inside another unit it just runs."""
-        if self._inside:
+        if self.inside:
             return unit.original_forward(*args, **kwargs)
         number = self.counts[unit.fqn]
         self.counts[unit.fqn] += 1
@@ -149,7 +143,7 @@ class InterceptedForward(TorchFunctionMode):
     @contextmanager
     def _passing(self) -> Iterator[None]:
         """Nothing is intercepted in the block."""
-        self._inside = True
+        self.inside = True
         try:
             top = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
             if top is self:
@@ -158,16 +152,12 @@ class InterceptedForward(TorchFunctionMode):
             else:  # the user's own mode lies above: calls come through here, and pass
                 yield
         finally:
-            self._inside = False
-
-    def move_on(self) -> None:
-        """A function has made or changed tensors."""
-        self.index += 1
+            self.inside = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._inside:
+        if self.inside:
             return func(*args, **(kwargs or {}))
         return self.function(func, function_name(func), args, kwargs or {})
 

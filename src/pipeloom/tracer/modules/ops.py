@@ -52,7 +52,11 @@ def build_ops(
     joined = list(together)
     while True:
         builder = OpBuilder(recording, skeleton, groups, joined)
-        torn = [calls for calls in builder.same_stage() if builder.separates(calls)]
+        torn = [
+            same
+            for same in builder.same_stage()
+            if len({id(builder.op_of_call[call]) for call in range(same.first, same.last + 1)}) > 1
+        ]
         if not torn:
             return builder
         if groups is not None:
@@ -91,20 +95,15 @@ class OpBuilder:
             yield SameStage(first, self.last if last < 0 else last, why)
         for module_op in self.module_ops:
             for name in module_op.inputs:
-                source = self._maker_op(name)
-                if source is not None and name in self.recording.stale:
-                    why = f"{name} is changed in place through a view"
-                    yield SameStage(source.calls[0], module_op.calls[-1], why)
-                if source is not None and name in self.recording.data_sized:
-                    why = f"the size of {name} depends on data"
-                    yield SameStage(source.calls[0], module_op.calls[-1], why)
+                for names, why in (
+                    (self.recording.stale, f"{name} is changed in place through a view"),
+                    (self.recording.data_sized, f"the size of {name} depends on data"),
+                ):
+                    if name in names and (source := self._maker_op(name)) is not None:
+                        yield SameStage(source.calls[0], module_op.calls[-1], why)
             if not module_op.outputs:
                 index = module_op.calls[-1]
                 yield SameStage(index, min(index + 1, self.last), f"nothing uses {module_op.name}")
-
-    def separates(self, calls: SameStage) -> bool:
-        """Whether calls that must stay together are in several ops."""
-        return len({id(self.op_of_call[call]) for call in range(calls.first, calls.last + 1)}) > 1
 
     def _maker_op(self, name: str) -> ModuleOp | None:
         """The op that makes a value; None for a batch input."""
@@ -173,9 +172,8 @@ class OpBuilder:
         for name in sorted(names):
             if is_source(name):
                 kind, _, target = name.partition(":")
-                {"param": module_op.params, "buffer": module_op.buffers, "batch": module_op.inputs}[kind][
-                    target
-                ] = None
+                of_kind = {"param": module_op.params, "buffer": module_op.buffers, "batch": module_op.inputs}
+                of_kind[kind][target] = None
             elif self._maker_op(name) is not module_op:
                 module_op.inputs[name] = None
 
@@ -219,7 +217,6 @@ class OpBuilder:
     # --- the result -------------------------------------------------------------------------------
 
     def ops(self) -> tuple[Op, ...]:
-        """The ops in order."""
         done: set[str] = set()
         ops = []
         for module_op in self.module_ops:

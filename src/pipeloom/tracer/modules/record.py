@@ -208,7 +208,7 @@ class IsolatedCall:
         self._flat: list[Any] = []
 
     def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: CallEffects) -> TreeSpec:
-        """Run it with these parameters. Returns how its result is built of leaves."""
+        """Returns how its result is built of leaves."""
         versions = [_version(leaf) for leaf in self.arguments]
         buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
         parameters = {n: (t, t.untyped_storage()._cdata) for n, t in state.items() if n not in buffers}
@@ -239,11 +239,7 @@ class IsolatedCall:
         return built
 
     def detached_outputs(self, call: str) -> tuple[tuple[UnitOutput, ...], list[Any]]:
-        """Let go of the unit's autograd graph.
-
-        call: name of the call, from which the names of the outputs are made.
-        Returns: what other code sees of the call, and the leaves of its result.
-        """
+        """What other code sees of the call of this name, and the leaves of its result, without graph."""
         outputs = []
         for index in self._changed:
             leaf, copy = self.leaves[index], self.arguments[index]
@@ -371,7 +367,6 @@ class ForwardRecorder(InterceptedForward):
         self.python_state = python_state()
 
     def record(self, job: Job, batch: Mapping[str, Tensor]) -> RecordedRun:
-        """Run model and loss on a micro-batch."""
         self.batch = frozenset(batch)
         for key, tensor in batch.items():
             self._name(tensor, f"batch:{key}", tainted=False)
@@ -446,9 +441,6 @@ class ForwardRecorder(InterceptedForward):
             )
         return known
 
-    def _known_of(self, tensors: Sequence[Tensor]) -> list[KnownTensor]:
-        return [known for tensor in tensors if (known := self._known(tensor)) is not None]
-
     def _real_tensor(self, leaf: Any) -> Any:
         """The tensor to compute with in place of a resting parameter or buffer."""
         if not isinstance(leaf, Tensor):
@@ -472,12 +464,14 @@ class ForwardRecorder(InterceptedForward):
             refuse_new_tensor(parameter)
         args, kwargs = tree_map(self._real_tensor, (args, kwargs))
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
-        sources = self._known_of(tensors)
+        sources = [known for tensor in tensors if (known := self._known(tensor)) is not None]
         tainted = any(known.tainted for known in sources)
         data_sized = any(known.data_sized for known in sources)
         origins = _union(sources)
         if data_sized and name in SHAPES and tainted:
-            self._keep_rest_together("the forward asks for the size of a tensor that depends on data")
+            # no later stage could replay this stretch: what follows stays together
+            why = "the forward asks for the size of a tensor that depends on data"
+            self.recording.same_stage.append(SameStage(max(self._last_call, 0), -1, why))
         if name in READS:
             return self._read(function, name, args, kwargs, origins, tainted=tainted)
         if sized_by_data(name, args):
@@ -492,15 +486,18 @@ class ForwardRecorder(InterceptedForward):
         new = tensors_of(result)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if new or changed:
-            self.move_on()
+            self.index += 1
             self.recording.glue.append(
                 f"{name}{[a for a in leaves_in(args, kwargs) if not isinstance(a, Tensor)]}"
             )
             untouched = {id(t) for t in tensors} - {id(t) for t in changed}
             outputs = [t for t in (*new, *changed) if id(t) not in untouched]
             if needs_grad and name not in DETACHING:
-                _require_grad(outputs)
-            if updates := self._changed_buffers(changed):
+                for tensor in outputs:
+                    if tensor.is_floating_point() or tensor.is_complex():
+                        tensor.requires_grad_()
+            names = [self.state_names[t] for t in changed if t in self.state_names]
+            if updates := tuple(name for name in names if name not in self.skeleton.params):
                 self.recording.effects.append(
                     GlueEffect(call=self._last_call, reads=origins.reads, updates=updates)
                 )
@@ -526,14 +523,6 @@ class ForwardRecorder(InterceptedForward):
     @property
     def _last_call(self) -> int:
         return len(self.recording.calls) - 1
-
-    def _keep_rest_together(self, why: str) -> None:
-        """No later stage could replay this stretch: what follows stays together."""
-        self.recording.same_stage.append(SameStage(max(self._last_call, 0), -1, why))
-
-    def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
-        names = [self.state_names[t] for t in changed if t in self.state_names]
-        return tuple(name for name in names if name not in self.skeleton.params)
 
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
@@ -592,7 +581,7 @@ class ForwardRecorder(InterceptedForward):
                 if (known := self._known(tensor, reader=number)) is None:
                     continue
                 data_sized = data_sized or known.data_sized
-                before = self._calls_before(known)
+                before = reduce(or_, (self.calls_before[name] for name in known.origins.reads), 0)
                 calls |= before
                 if tensor is not leaf or known.name in made_of or not self._belongs_to_last_call(before):
                     others.append(known)
@@ -636,9 +625,6 @@ class ForwardRecorder(InterceptedForward):
                     self._note_change(tensor, Origins(reads, reads if tensor.requires_grad else frozenset()))
                 self._name(tensor, output.name, tainted=True, data_sized=data_sized, calls=calls)
         return tree_unflatten(flat, built)
-
-    def _calls_before(self, known: KnownTensor) -> int:
-        return reduce(or_, (self.calls_before[name] for name in known.origins.reads), 0)
 
     def _belongs_to_last_call(self, calls: int) -> bool:
         """Whether what depends on these calls can be made where the last one ran: it needs its results, and
@@ -687,12 +673,6 @@ def _value(name: str, tensor: Tensor) -> Value:
         dtype=str(tensor.dtype).removeprefix("torch."),
         needs_grad=tensor.requires_grad,
     )
-
-
-def _require_grad(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.requires_grad_()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -82,7 +82,10 @@ class CallPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class StopPoint:
-    """Where a stage stops: at the first unit call behind `last`. arguments: of that call, by leaf."""
+    """Where a stage stops: at the first unit call behind its last one, at position `last`.
+
+    arguments: of that call, by leaf.
+    """
 
     last: int
     arguments: Mapping[int, str]
@@ -108,11 +111,6 @@ class StageTask:
     stop: StopPoint
     sources: Mapping[int, StopPoint]
     units: tuple[str, ...]
-
-    @property
-    def last(self) -> int:
-        """Position of the last recorded call of this stage."""
-        return self.stop.last
 
     def before(self) -> StageTask:
         """The same run, ended where this stage's own modules would start."""
@@ -167,7 +165,6 @@ def derive_stage_task(
     stages: StageGraph,
     index: int,
 ) -> StageTask:
-    """The task of stage `index`."""
     number = {module_op.name: i for i, module_op in enumerate(module_ops)}
     op_numbers = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
     sends = {c.value.name for c in stages.crossings if c.source == index}
@@ -198,7 +195,7 @@ class _Stop(BaseException):
 
 @dataclass(eq=False)
 class StageRunResult:
-    """What a run gives. bound: values for other stages.  path: the way up to where it stopped."""
+    """bound: values for other stages.  path: the way up to where it stopped."""
 
     bound: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -348,7 +345,7 @@ class StageRun(InterceptedForward):
     def _count(self, result: Any, changed: list[Tensor]) -> Any:
         """Random functions are seeded by how many made or changed tensors before them."""
         if changed or any(isinstance(leaf, (Tensor, MissingValue)) for leaf in tree_leaves(result)):
-            self.move_on()
+            self.index += 1
         return result
 
     def _bind(self, name: str, leaf: Any) -> Any:
@@ -400,7 +397,7 @@ class StageRun(InterceptedForward):
         leaves = [self._resolve(leaf) for leaf in leaves]
         self._bind_arguments(place, leaves)
         leaves = [self._resolve(leaf) for leaf in leaves]
-        if not place.runs_here and place.position > self.task.last:
+        if not place.runs_here and place.position > self.task.stop.last:
             self._bind_all(self.task.stop.arguments, leaves)
             self._note_call(unit)  # so that the next stage can see that it takes the same way
             raise _Stop

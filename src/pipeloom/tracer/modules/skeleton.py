@@ -99,7 +99,6 @@ class Skeleton:
         return self._resting[name]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """FQN of a resting tensor."""
         return self._canonical.get(id(tensor))
 
     def current(self, name: str) -> Tensor:
@@ -183,16 +182,10 @@ def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, L
             continue
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value, Location(store, key)
-        elif isinstance(value, list):
-            pairs: list[tuple[Any, Any]] = list(enumerate(value))
-            yield from (
-                (f"{prefix}{key}.{i}", t, Location(value, i)) for i, t in pairs if isinstance(t, Tensor)
-            )
-        elif isinstance(value, dict):
-            pairs = list(value.items())
-            yield from (
-                (f"{prefix}{key}.{k}", t, Location(value, k)) for k, t in pairs if isinstance(t, Tensor)
-            )
+        elif isinstance(value, (list, dict)):
+            for k, t in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if isinstance(t, Tensor):
+                    yield f"{prefix}{key}.{k}", t, Location(value, k)
 
 
 def initial_state(skeleton: Skeleton, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@
 
 What the backward needs from the forward becomes a residual: always the tensor that owns the storage, never
 a view of it, so that no storage is counted or kept twice; views are made again where they are used.
-Parameters and buffers are not residuals: they are passed again.
+Parameters and buffers are not residuals: they are passed again, and mixed precision casts them again.
 
 What the forward drops is recomputed either ahead of the backward, by a graph of its own and all at once, or
 inside the backward: each in front of the first op that reads it, and gone behind the last. A split backward
@@ -39,6 +39,7 @@ from .joint import Joint
 from .residuals import ancestors, chain, describe_residuals, is_view, residual_names, storage_owner
 
 _ADD = torch.ops.aten.add.Tensor
+_CAST = torch.ops.aten._to_copy.default
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 
@@ -177,6 +178,7 @@ class Splitter:
         self.weight_grads = {n: g for n, g in joint.grads.items() if n in state}
         self.input_grads = {n: g for n, g in joint.grads.items() if n not in state}
         self.forward_nodes = self._forward_nodes()
+        self.made_of_state = {n for n in self.forward_nodes if self._is_cast_of_state(n)}
         self.names = residual_names(joint, self.forward_nodes)
         self.keys = draw_keys(self.nodes)
 
@@ -192,6 +194,14 @@ class Splitter:
                 needed |= ancestors([node], lambda n: n.op == "placeholder")
         assert not needed & after_tangent
         return needed
+
+    def _is_cast_of_state(self, node: fx.Node) -> bool:
+        """Mixed precision casts each weight. Kept as a residual, the cast would be there once per micro-batch
+        in flight; a backward casts the weight anew."""
+        if node.target is not _CAST:
+            return False
+        source = storage_owner(node.args[0])  # type: ignore[arg-type]
+        return self.joint.inputs.get(source) in self.state - self.updated
 
     def residuals(self) -> dict[str, Residual]:
         """What the backward needs of the forward, and how each can be made again."""
@@ -339,7 +349,7 @@ class Splitter:
         pending = [n for n in needed if n not in members]
         while pending:
             node = pending.pop()
-            if is_view(node) and node not in members:
+            if (is_view(node) or node in self.made_of_state) and node not in members:
                 pending.extend(s for s in node.all_input_nodes if s not in members)
             else:
                 sources.add(node)

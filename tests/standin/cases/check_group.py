@@ -1,0 +1,184 @@
+"""The process group orders transfers as NCCL does. Ranks are threads, each with a device of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import standin
+import torch
+import torch.distributed as dist
+from standin.process_group import BACKEND, StandinGroup
+from torch import Tensor
+
+LIMIT_S = 60.0
+
+
+def on_ranks(work: Callable[[int, Callable[[str], StandinGroup]], Any]) -> list[Any]:
+    """What `work` returns on each of two ranks. It gets its rank, and what makes a group of that name."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        torch.accelerator.set_device_index(rank)
+
+        def group(name: str) -> StandinGroup:
+            return StandinGroup(dist.PrefixStore(name, store), rank, 2, timedelta(seconds=LIMIT_S))
+
+        return work(rank, group)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result(LIMIT_S) for future in [pool.submit(run, rank) for rank in range(2)]]
+
+
+def tensor(rank: int, *values: float) -> Tensor:
+    return torch.tensor(values, device=f"standin:{rank}")
+
+
+def test_messages_arrive_in_the_order_of_the_sender() -> None:
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> list[float]:
+        lane = group("lane")
+        if rank == 0:
+            for i in range(3):
+                lane.send([tensor(0, float(i))], 1, 0).wait()
+            torch.accelerator.synchronize()
+            return []
+        buffers = [torch.empty(1, device="standin:1") for _ in range(3)]
+        works = [lane.recv([buffer], 0, 0) for buffer in buffers]
+        for one in works:
+            one.wait()
+        return [float(buffer) for buffer in buffers]
+
+    assert on_ranks(work)[1] == [0, 1, 2]
+
+
+def test_who_does_not_wait_is_reported() -> None:
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> str:
+        lane = group("lane")
+        if rank == 0:
+            x = tensor(0, 1.0)
+            transfer = lane.send([x], 1, 0)
+            with pytest.raises(RuntimeError) as caught:
+                x.zero_()
+        else:
+            buffer = torch.empty(1, device="standin:1")
+            transfer = lane.recv([buffer], 0, 0)
+            with pytest.raises(RuntimeError) as caught:
+                buffer + 1
+        transfer.wait()
+        torch.accelerator.synchronize()
+        return str(caught.value)
+
+    sender, receiver = on_ranks(work)
+    assert "zero_ on stream 0 of standin:0 writes 4 bytes that send on communicator 0-1" in sender
+    assert "add on stream 0 of standin:1 reads 4 bytes that recv on communicator 0-1" in receiver
+    standin.reports.clear()
+
+
+def test_a_wait_holds_up_the_stream_and_not_the_host() -> None:
+    received, waited = threading.Event(), threading.Event()
+
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> None:
+        lane = group("lane")
+        if rank == 0:
+            transfer = lane.send([tensor(0, 1.0)], 1, 0)
+            transfer.wait()
+            assert not transfer.is_completed()
+            waited.set()
+        else:
+            lane._pair(
+                0, torch.device("standin", 1)
+            )  # both hosts wait for a communicator, so it is made before
+            assert waited.wait(LIMIT_S)
+            lane.recv([torch.empty(1, device="standin:1")], 0, 0).wait()
+        torch.accelerator.synchronize()
+        received.set()
+
+    on_ranks(work)
+    assert received.is_set()
+
+
+def exchange(rank: int, to_peer: StandinGroup, from_peer: StandinGroup) -> list[Any]:
+    """Each rank first receives and then sends, as with receives that are posted ahead."""
+    peer = 1 - rank
+    buffer = torch.empty(1, device=f"standin:{rank}")
+    return [from_peer.recv([buffer], peer, 0), to_peer.send([tensor(rank, 1.0)], peer, 0)]
+
+
+def test_both_directions_in_one_lane_are_stuck_until_an_abort() -> None:
+    posted = threading.Barrier(2)
+
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> None:
+        lane = group("lane")
+        works = exchange(rank, lane, lane)
+        posted.wait(LIMIT_S)
+        assert not any(one.is_completed() for one in works)
+        posted.wait(LIMIT_S)
+        if rank == 0:
+            lane.abort()
+        torch.accelerator.synchronize()
+        assert all(one.is_completed() and not one.is_success() for one in works)
+        with pytest.raises(RuntimeError, match="aborted"):
+            works[0].wait()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="aborted"):
+                lane.send([tensor(0, 1.0)], 1, 0)
+
+    on_ranks(work)
+
+
+def test_a_lane_for_each_direction_is_not_stuck() -> None:
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> None:
+        up, down = group("up"), group("down")
+        first, second = (up, down) if rank == 0 else (down, up)
+        if rank == 0:  # communicators are made in the same order
+            first._pair(1, torch.device("standin", 0)), second._pair(1, torch.device("standin", 0))
+        else:
+            second._pair(0, torch.device("standin", 1)), first._pair(0, torch.device("standin", 1))
+        for one in exchange(rank, first, second):
+            one.wait()
+        torch.accelerator.synchronize()
+
+    on_ranks(work)
+
+
+def test_a_group_bound_to_a_device_has_one_stream_for_all() -> None:
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> bool:
+        bound, free = group("bound"), group("free")
+        bound.bound_device_id = torch.device("standin", rank)
+        shared = [made._pair(1 - rank, torch.device("standin", rank)) for made in (bound, free)]
+        everyone = [made._all(torch.device("standin", rank)) for made in (bound, free)]
+        return shared[0] is everyone[0] and shared[1] is not everyone[1]
+
+    assert on_ranks(work) == [True, True]
+
+
+def test_collectives() -> None:
+    def work(rank: int, group: Callable[[str], StandinGroup]) -> list[list[float]]:
+        all_ranks = group("all")
+        summed, largest, copied, at_1 = (tensor(rank, rank + 1.0, 2.0) for _ in range(4))
+        gathered = [torch.empty(2, device=f"standin:{rank}") for _ in range(2)]
+        most, to_1, from_1 = dist.AllreduceOptions(), dist.ReduceOptions(), dist.BroadcastOptions()
+        most.reduceOp, to_1.rootRank, from_1.rootRank = dist.ReduceOp.MAX, 1, 1
+        works = [
+            all_ranks.allreduce([summed]),
+            all_ranks.allreduce([largest], most),
+            all_ranks.broadcast([copied], from_1),
+            all_ranks.reduce([at_1], to_1),
+            all_ranks.allgather([gathered], [tensor(rank, rank, rank)]),
+        ]
+        for one in works:
+            one.wait()
+        all_ranks.barrier()
+        return [t.cpu().tolist() for t in (summed, largest, copied, at_1, *gathered)]
+
+    first, second = on_ranks(work)
+    assert first[:3] == second[:3] == [[3, 4], [2, 2], [2, 2]]
+    assert second[3] == [3, 4] and first[4:] == second[4:] == [[0, 0], [1, 1]]
+
+
+def test_torch_finds_the_backend() -> None:
+    assert dist.get_default_backend_for_device("standin") == BACKEND

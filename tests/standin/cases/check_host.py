@@ -1,0 +1,73 @@
+"""Each time that the host waits for the device is counted, with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import standin
+import torch
+from torch import Tensor
+
+DEVICE = "standin"
+
+
+def pinned() -> Tensor:
+    return torch.zeros(8, pin_memory=True)
+
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: float(x[0]),
+    "copy to the host": lambda x: x.cpu(),
+    "copy from pageable memory": lambda x: torch.zeros(8).to(DEVICE),
+    "nonzero": lambda x: torch.nonzero(x),
+    "equal": lambda x: torch.equal(x, x),
+    "stream.synchronize": lambda x: torch.accelerator.current_stream().synchronize(),
+    "device.synchronize": lambda x: torch.accelerator.synchronize(),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_wait_is_counted_with_file_and_line(what: str) -> None:
+    x = torch.ones(8, device=DEVICE)
+    with standin.counted_syncs() as waits:
+        WAITS[what](x)
+    assert [wait.text for wait in waits] == [what]
+    assert waits[0].place.rpartition("/")[2].startswith("check_host.py:")
+
+
+def test_a_pageable_copy_waits_though_it_should_not_block() -> None:
+    with standin.counted_syncs() as waits:
+        torch.zeros(8).to(DEVICE, non_blocking=True)
+        torch.tensor(1.0, device=DEVICE)
+    assert len(waits) == 2
+
+
+def test_kernels_and_pinned_copies_do_not_wait() -> None:
+    x, host = torch.ones(8, device=DEVICE), pinned()
+    with standin.counted_syncs() as waits:
+        y = torch.softmax(x * 2 + x.sum(), 0)
+        y = torch.where(y > 0, y, 0)
+        host.copy_(y, non_blocking=True)
+        x.copy_(host, non_blocking=True)
+        y.add_(x, alpha=2)
+        torch.full((), 0.5, device=DEVICE)
+        event = torch.Event(device=DEVICE)
+        event.record()
+        event.query()
+    assert not waits
+
+
+def test_what_the_host_has_waited_for_is_not_waited_for_again() -> None:
+    event = torch.Event(device=DEVICE)
+    x = torch.ones(8, device=DEVICE)
+    event.record()
+    x.sum().item()
+    with standin.counted_syncs() as waits:
+        event.synchronize()
+    assert not waits
+
+
+def test_a_kernel_without_written_shapes_orders_nothing() -> None:
+    """The stand-in waits for it; on a GPU the host would go on."""
+    assert not standin.hidden_waits(), standin.hidden_waits()

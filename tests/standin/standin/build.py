@@ -1,0 +1,85 @@
+"""The stand-in's library, built once per version of its source and of torch, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import platformdirs
+import torch
+from filelock import FileLock
+from torch.utils.cpp_extension import include_paths, library_paths
+
+HERE = Path(__file__).parent
+SOURCES = ("device.cpp", "kernels.cpp", "torch_device.cpp")
+FLAGS = (
+    "-std=c++20",
+    "-g0",
+    "-w",
+    "-fPIC",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+)
+QUICK = {"device.cpp": "-O1"}
+"""What runs at every op; of the others, mostly torch's templates, compiling takes longer than it saves."""
+
+
+def why_not() -> str | None:
+    """Why the stand-in cannot be here; None if it can."""
+    if sys.platform != "linux":
+        return "the stand-in accelerator needs Linux: it maps memory twice"
+    if not _library().exists() and _compiler() is None:
+        return "the stand-in accelerator needs a C++ compiler: no g++ here, and CXX names none"
+    return None
+
+
+def library() -> Path:
+    """The built library; builds it if need be.
+
+    Raises: subprocess.CalledProcessError if it does not compile; the compiler has printed why.
+    """
+    path = _library()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            _compile(path)
+    return path
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _library() -> Path:
+    digest = hashlib.sha256(f"{torch.__version__} {FLAGS} {QUICK}".encode())
+    for source in (*SOURCES, *(path.name for path in sorted(HERE.glob("*.h")))):
+        digest.update((HERE / source).read_bytes())
+    return Path(platformdirs.user_cache_dir("pipeloom")) / "standin" / f"{digest.hexdigest()[:16]}.so"
+
+
+def _compile(path: Path) -> None:
+    compiler = _compiler()
+    assert compiler is not None, "ask why_not() first"
+    paths = [f"-I{folder}" for folder in include_paths()]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [str(Path(folder, source).with_suffix(".o")) for source in SOURCES]
+        compiling = [
+            subprocess.Popen(
+                [compiler, *FLAGS, QUICK.get(source, "-O0"), *paths, "-c", str(HERE / source), "-o", target]
+            )
+            for source, target in zip(SOURCES, objects, strict=True)
+        ]
+        for one in compiling:
+            if one.wait():
+                raise subprocess.CalledProcessError(one.returncode, one.args)
+        linked = Path(folder, path.name)
+        found = [f"-L{folder}" for folder in library_paths()]
+        subprocess.run(
+            [compiler, "-shared", *objects, "-o", linked, *found, "-lc10", "-ltorch_cpu", "-ltorch"],
+            check=True,
+        )
+        linked.replace(path)  # at once: another process sees all of it or nothing

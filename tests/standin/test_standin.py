@@ -1,0 +1,40 @@
+"""Runs `cases`, each file in a process that has the stand-in accelerator."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from os import environ
+from pathlib import Path
+
+import processes
+import pytest
+
+CASES = Path(__file__).parent / "cases"
+RULES = ("check_order.py", "check_memory.py", "check_host.py", "check_ops.py", "check_group.py")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(RULES, id="rules"),
+        pytest.param(("check_pipelines.py",), marks=pytest.mark.slow, id="pipelines"),
+    ],
+)
+def test_the_stand_in(names: tuple[str, ...]) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the stand-in accelerator needs Linux: it maps memory twice")
+    if shutil.which(environ.get("CXX", "g++")) is None:
+        pytest.skip("the stand-in accelerator needs a C++ compiler: no g++ here, and CXX names none")
+    words = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *(CASES / name for name in names),
+    )
+    status, said, errors = processes.run(*words, env={"STANDIN": "1"})
+    assert status == 0, said + errors

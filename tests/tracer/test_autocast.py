@@ -1,0 +1,159 @@
+"""`tracer.autocast`: CPU tensors are cast as CUDA's are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from runs import capture_of, even, plan_for
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeloom import Job, Options, verify
+from pipeloom.ir.graph import CAST
+from pipeloom.ir.stages import cut
+from pipeloom.tracer import autocast
+from pipeloom.tracer.autocast import Autocast, autocast_region
+from pipeloom.tracer.stage.trace import stage_residuals
+
+HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+
+
+def listed(macro: str) -> set[str]:
+    text = HEADER.read_text()
+    body = re.search(rf"#define {macro}\(_\)(.*?[^\\])\n\n", text, re.DOTALL)
+    assert body, f"PyTorch has no {macro} any more"
+    return {m[1] + (f".{m[2]}" if m[2] else "") for m in re.finditer(r"_\((\w+)(?:,\s*(\w+))?\)", body[1])}
+
+
+def test_the_lists_are_those_of_pytorch() -> None:
+    extra = {"cudnn_convolution", "cudnn_convolution_transpose"}  # registered beside the list
+    norms = {"norm.Scalar", "norm.ScalarOpt_dim"}
+    assert set(autocast.LOWER_PRECISION) - extra == listed("AT_FORALL_LOWER_PRECISION_FP")
+    assert set(autocast.FLOAT32) - norms == listed("AT_FORALL_FP32")
+    assert set(autocast.FLOAT32_RESULT) == listed("AT_FORALL_FP32_SET_OPT_DTYPE")
+    assert set(autocast.WIDEST) == listed("AT_FORALL_PROMOTE")
+    ours = {
+        *autocast.LOWER_PRECISION,
+        *autocast.FLOAT32,
+        *autocast.FLOAT32_RESULT,
+        *autocast.WIDEST,
+        *autocast.REFUSED,
+    }
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    assert {f"aten::{name}" for name in ours} == set(registered)
+
+
+x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+low = x.bfloat16()
+
+CASES = {
+    "linear": (lambda: functional.linear(x, x), torch.bfloat16),
+    "layer_norm": (lambda: functional.layer_norm(low, (6,)), torch.float32),
+    "rms_norm": (lambda: functional.rms_norm(low, (6,)), torch.float32),
+    "softmax": (lambda: torch.softmax(low, -1), torch.float32),
+    "softmax with a dtype": (lambda: torch.softmax(low, -1, dtype=torch.bfloat16), torch.bfloat16),
+    "sum": (lambda: low.sum(), torch.float32),
+    "mean": (lambda: low.mean(), torch.bfloat16),
+    "pow": (lambda: low.pow(2), torch.float32),
+    "norm": (lambda: torch.linalg.vector_norm(low), torch.float32),
+    "loss": (lambda: functional.mse_loss(low, low), torch.float32),
+    "mixed": (lambda: torch.addcmul(x, low, low), torch.float32),
+    "elementwise": (lambda: torch.relu(low), torch.bfloat16),
+    "cross entropy": (lambda: functional.cross_entropy(low, torch.zeros(4).long()), torch.float32),
+    "square": (lambda: low.square(), torch.float32),
+    "same padding": (lambda: functional.conv1d(x[None], x[:, :4, None], padding="same"), torch.bfloat16),
+    "interpolated": (
+        lambda: functional.interpolate(low[None, None], scale_factor=2, mode="bilinear"),
+        torch.float32,
+    ),
+    "LSTM": (lambda: nn.LSTM(6, 6)(x)[0], torch.bfloat16),
+    "float64": (lambda: x.double() @ x.double().T, torch.float64),
+    "attention": (
+        lambda: functional.scaled_dot_product_attention(*(x.view(1, 2, 2, 6),) * 3),
+        torch.bfloat16,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operation_has_the_dtype_that_it_has_on_a_gpu(case: str) -> None:
+    call, dtype = CASES[case]
+    with autocast_region(Autocast(torch.bfloat16, "cuda")):
+        assert call().dtype == dtype
+    with autocast_region(None):
+        assert call().dtype == call().dtype
+
+
+def test_what_the_cpu_casts_and_a_gpu_does_not_is_left_alone() -> None:
+    spectrum = torch.fft.fft
+    with autocast_region(Autocast(torch.bfloat16, "cpu")):
+        spectrum(low)  # the CPU's lists cast it to float32
+    with autocast_region(Autocast(torch.bfloat16, "cuda")), pytest.raises(RuntimeError, match="BFloat16"):
+        spectrum(low)
+
+
+def test_the_cpus_lists_are_back_afterwards() -> None:
+    with autocast_region(Autocast(torch.bfloat16, "cuda")), autocast_region(Autocast(torch.bfloat16, "cuda")):
+        pass
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.softmax(low, -1).dtype == torch.bfloat16
+
+
+def test_gradients_flow_through_the_casts() -> None:
+    weight = nn.Parameter(x.clone())
+    with autocast_region(Autocast(torch.bfloat16, "cuda")):
+        torch.softmax(low @ weight.T, -1).square().sum().backward()
+    by_hand = nn.Parameter(x.clone())
+    scores = low @ by_hand.bfloat16().T
+    torch.softmax(scores, -1, dtype=torch.float32).float().square().sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, by_hand.grad)
+
+
+def test_a_loss_that_loses_its_gradients_is_refused() -> None:
+    with autocast_region(Autocast(torch.bfloat16, "cuda")), pytest.raises(RuntimeError, match="logits"):
+        functional.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(x))
+
+
+class Wide(nn.Module):
+    """Activations of far more numbers than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum()
+
+
+WIDE = Job(
+    name="wide",
+    model=Wide,
+    batch=lambda seed, rows: {"x": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))},
+)
+
+
+def test_residuals_take_half_the_bytes_and_no_cast_of_a_weight_is_one() -> None:
+    whole, halved = (residuals_of(WIDE, 256, autocast) for autocast in (None, torch.bfloat16))
+    assert halved.pop("_to_copy") == 256 * 16 * 2  # of the batch
+    assert halved == {name: size / 2 for name, size in whole.items()}
+
+
+def residuals_of(job: Job, rows: int, autocast: torch.dtype | None) -> dict[str, int]:
+    captured = capture_of(job, rows, autocast=autocast, device="cuda")
+    casts_of_weights = {op.name for op in captured.graph.ops if op.target == CAST and op.params}
+    residuals = stage_residuals(captured, cut(captured.graph, even(captured.graph, 1)), 0)
+    assert not casts_of_weights & residuals.keys() and bool(casts_of_weights) == (autocast is not None)
+    return {name: residual.bytes for name, residual in residuals.items()}
+
+
+@pytest.mark.parametrize("name", ["wide", "gpt"])
+def test_a_pipeline_equals_one_process_under_a_gpus_autocast(name: str) -> None:
+    job = WIDE if name == "wide" else zoo.job("gpt")
+    captured = capture_of(job, 2, autocast=torch.bfloat16, device="cuda")
+    plan = plan_for(captured, even(captured.graph, 2), microbatches=2)
+    compared = verify(job, plan, options=Options(autocast=torch.bfloat16), captured=captured, tolerance=1e-5)
+    assert compared.passed and compared.independent, compared.verdict
