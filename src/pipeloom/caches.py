@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,7 +48,6 @@ _log = logging.getLogger("pipeloom")
 
 
 def cache_folder(name: str) -> Path:
-    """The folder for things of one kind. It need not be there."""
     return user_cache_path("pipeloom") / name
 
 
@@ -73,10 +73,8 @@ def daily(
     """
     known = None
     if age_s(path) < A_DAY_S:
-        try:
+        with suppress(OSError, ConfigError):
             known = from_json(path.read_bytes(), kind, what=str(path))
-        except (OSError, ConfigError):
-            known = None
     if known is not None and is_whole(known):
         return known
     measured = measure(known)
@@ -88,7 +86,7 @@ def daily(
 
 
 def age_s(path: Path) -> float:
-    """Seconds since a file was written; infinite for one that is not there."""
+    """Seconds since a file was written; infinite if it is not there."""
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
@@ -96,12 +94,11 @@ def age_s(path: Path) -> float:
 
 
 def cache_key(*parts: object) -> str:
-    """A name for what holds as long as none of these changes."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def machine_name() -> str:
-    """A name for this machine as far as its speed goes, PyTorch's version included."""
+    """Names this machine as far as its speed goes, PyTorch's version included."""
     import torch
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -116,11 +113,9 @@ def machine_name() -> str:
 def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> Profile:
     """The times of a captured model's ops on this machine's CPU: those of the last day, or measured now.
 
-    They are those of the same ops, with the same arguments and layouts, on the same machine, with the same
-    version and settings of PyTorch. Measured each time is a model that is cut between its modules, and one
-    with ops that are not PyTorch's own: what these compute may change under the same name.
-
-    measure: measures them, with one thread.
+    Kept times are of the same ops, arguments, layouts, machine, version and settings of PyTorch. A model that
+    is cut between its modules, or has ops that are not PyTorch's own, is measured each time, because what
+    these compute may change under the same name.
     """
     if not may_keep(captured):
         return measure(captured)
@@ -135,23 +130,17 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
 
     profile = daily(path, Profile, lambda _: measure(captured), is_whole)
     if OLD_S < (age := age_s(path)) < A_DAY_S:  # what is measured now is written now
-        _log.warning(
-            "%s is planned with op times that were measured %.0f h ago; %s=0 measures them again",
-            captured.graph.name,
-            age / 3600,
-            KEEP_VARIABLE,
-        )
+        text = "%s is planned with op times that were measured %.0f h ago; %s=0 measures them again"
+        _log.warning(text, captured.graph.name, age / 3600, KEEP_VARIABLE)
     return profile
 
 
 def may_keep(captured: Captured) -> bool:
-    """Whether what was measured of a model's ops holds when it is planned again."""
     own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
     return own and os.environ.get(KEEP_VARIABLE) != "0"
 
 
 def times_key(captured: Captured, *more: object) -> str:
-    """What the times hold for. more: that they depend on, besides."""
     import torch
 
     from .profiler.measure_ops import op_signatures
@@ -172,21 +161,14 @@ def times_key(captured: Captured, *more: object) -> str:
 
 
 def beside_ranks(profile: Profile, graph: OpGraph, ranks: int) -> Profile:
-    """A profile measured by one process of this machine's CPU, as ops take beside the other ranks.
-
-    ranks: processes that will compute at once on this machine. A profile of another device, or one that was
-    not measured, is returned as it is, and so is one of a single rank.
-    """
+    """A profile measured by one process of this machine's CPU, as ops take beside the other ranks; any other
+    profile as it is. ranks: processes that will compute at once on this machine."""
     if ranks < 2 or profile.source != "measured" or profile.device != "cpu":
         return profile
     return contention(ranks).slowed(profile, graph)
 
 
 def contention(ranks: int) -> Contention:
-    """How ranks of this machine slow each other.
-
-    Raises: ConfigError if the environment's factor is none.
-    """
     from .profiler.contention import Contention, measure_contention  # only now: they import torch
 
     if given := os.environ.get(CONTENTION_VARIABLE):

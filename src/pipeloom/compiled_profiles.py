@@ -38,31 +38,40 @@ what it compiles once. Measured on two shared cores, of the built-in GPT."""
 COMPILER_VARIABLES = ("CC", "CXX", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
 """What names of environment variables begin with that change what is compiled, and how."""
 
-
 _log = logging.getLogger("pipeloom")
 
 
 def compiled_profile(captured: Captured, eager: Profile, *, device: str = "cpu") -> Profile:
     """The costs of a captured model's ops as parts of compiled functions.
 
-    eager: their measured costs, each op alone.  device: where, "cpu" or "cuda".
+    eager: their measured costs, each op alone.
     Compiling takes minutes at most (`BUDGET_S`), and is announced. What cannot be compiled keeps its eager
     times, which a line says, and so does `Profile.compiled`.
-    Raises: PlanError for costs that were not measured, or are of compiled functions already.
     """
     if eager.source != "measured" or eager.compiled:
         what = "costs of compiled functions" if eager.compiled else f"costs by {eager.source}"
         raise PlanError(f"{what} cannot be compared with compiled ones", hint="measure eager ops first")
     if captured.graph.fallback:
-        told = "not measured, as this model is cut between its modules; eager ones stand for them"
-        _log.warning("times of %s stay %s", captured.graph.name, told)
-        return replace(eager, compiled=told)
+        why = "not measured, as this model is cut between its modules; eager ones stand for them"
+        _log.warning("times of %s stay %s", captured.graph.name, why)
+        return replace(eager, compiled=why)
     from .profiler.compiled_pieces import compiled_costs
 
     pieces = pieces_of(captured.graph)
     ratios = _ratios(captured, eager, pieces, device)
     costs = compiled_costs(eager, pieces, ratios)
-    return replace(costs, compiled=_told(eager, costs, pieces, ratios))
+    # How the costs of all pieces together compare with eager ones.
+    ops = [name for piece in pieces.stages for name in piece.ops]
+
+    def ratio(kind: str) -> float:
+        before, after = (sum(getattr(p.costs[name], kind) for name in ops) for p in (eager, costs))
+        return after / before if before else 1.0
+
+    left = sum(1 for each in ratios if each.why_not)
+    rest = f"; {left} of {len(pieces.stages)} pieces could not be compiled and count as eager" if left else ""
+    forward, backward = ratio("forward_s"), ratio("backward_s")
+    text = f"forwards {forward:.2f} and backwards {backward:.2f} times as long as eager{rest}"
+    return replace(costs, compiled=text)
 
 
 def pieces_of(graph: OpGraph) -> StageGraph:
@@ -119,7 +128,13 @@ def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str)
             measure=measure_piece,
             known=known,
         )
-        for why_not, names in _not_compiled(captured.graph, pieces, ratios).items():
+        layer_of = layer_names(captured.graph.ops)
+        reasons: dict[str, list[str]] = {}  # why pieces could not be compiled -> their layers, or first ops
+        for piece, ratio in zip(pieces.stages, ratios, strict=True):
+            if ratio.why_not:
+                first = captured.graph.op[piece.ops[0]]
+                reasons.setdefault(ratio.why_not, []).append(layer_of[first.module] or first.name)
+        for why_not, names in reasons.items():
             _log.warning("times of %s stay eager: %s", ", ".join(names), why_not)
         return ratios
 
@@ -132,27 +147,3 @@ def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str)
     cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
     path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, chosen)}.json"
     return daily(path, list[CompiledRatio], measure, is_whole)
-
-
-def _not_compiled(graph: OpGraph, pieces: StageGraph, ratios: list[CompiledRatio]) -> dict[str, list[str]]:
-    """Why pieces could not be compiled -> which: named by their layers, or first ops."""
-    layer_of = layer_names(graph.ops)
-    reasons: dict[str, list[str]] = {}
-    for piece, ratio in zip(pieces.stages, ratios, strict=True):
-        if ratio.why_not:
-            first = graph.op[piece.ops[0]]
-            reasons.setdefault(ratio.why_not, []).append(layer_of[first.module] or first.name)
-    return reasons
-
-
-def _told(eager: Profile, costs: Profile, pieces: StageGraph, ratios: list[CompiledRatio]) -> str:
-    """How the costs of all pieces together compare with eager ones."""
-    ops = [name for piece in pieces.stages for name in piece.ops]
-
-    def of(kind: str) -> float:
-        before, after = (sum(getattr(p.costs[name], kind) for name in ops) for p in (eager, costs))
-        return after / before if before else 1.0
-
-    left = sum(1 for ratio in ratios if ratio.why_not)
-    rest = f"; {left} of {len(pieces.stages)} pieces could not be compiled and count as eager" if left else ""
-    return f"forwards {of('forward_s'):.2f} and backwards {of('backward_s'):.2f} times as long as eager{rest}"

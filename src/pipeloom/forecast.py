@@ -68,10 +68,6 @@ class Forecast:
     tier: Tier | None
 
     def untimed(self) -> Timeline:
-        """A step with exact memory and times in units of a forward.
-
-        Raises: InfeasibleError if a rank needs more than its cap.
-        """
         cluster = self.cluster(Link(bandwidth_bytes_per_s=1e15))
         timeline = self._round(self.program, self._of_all_ranks(self.memory()), cluster)
         for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
@@ -102,7 +98,7 @@ class Forecast:
         return self._step(costs, self.cluster(cpu_cluster(self.channel.ranks).within_node))
 
     def timed(self, costs: Mapping[int, StageCost], walk: ActionTimes, cluster: Cluster) -> Timeline:
-        """A step with these costs of this rank's stages, and the times that its actions took."""
+        """Costs of this rank's stages, and the times that its actions took."""
         walks = self.channel.all_gather_object(walk)
         action_s = {action: seconds for walk in walks for action, seconds in walk.items()}
         return self._step(self._of_all_ranks(costs), cluster, action_s)
@@ -118,7 +114,10 @@ class Forecast:
         events: list[Event] = []
         begin_s = [0.0] * self.channel.ranks
         for left in range(self.rounds - 1, -1, -1):
-            program = without_update(self.program) if left else self.program
+            program = self.program
+            if left:  # other rounds follow, the last of which updates
+                rows = (tuple(i for i in row if not isinstance(i, StageAction)) for row in program.rows)
+                program = replace(program, rows=tuple(rows))
             step = self._round(program, costs, cluster, action_s=action_s, begin_s=begin_s)
             if self.rounds == 1:
                 return step
@@ -137,28 +136,21 @@ class Forecast:
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
         alive = self.rounds if self.plan.steady is None else self.plan.steady.window
-        batch_bytes = (
-            self.plan.microbatches_on(self.channel.rank) * alive * sum(t.nbytes for t in self.sample.values())
-        )
+        sample_bytes = sum(t.nbytes for t in self.sample.values())
+        batch_bytes = self.plan.microbatches_on(self.channel.rank) * alive * sample_bytes
         shares, stages = self.weights.shares, self.variant.stages
         rows = names_for_owners(stages, self.plan.placement, shares) if shares else ()
         for_owners = rows[self.channel.rank] if rows else frozenset[str]()
         costs: dict[int, StageCost] = {}
         counted: set[str] = set()
         for index, functions in self.variant.functions.items():
-            held = stage_memory(
-                functions,
-                stages,
-                self.weights,
-                batch_bytes=0 if costs else batch_bytes,
-                counted=counted,
-            )
+            size = 0 if costs else batch_bytes
+            held = stage_memory(functions, stages, self.weights, batch_bytes=size, counted=counted)
             costs[index] = replace(held, for_owners=for_owners)
             counted.update(functions.params, functions.buffers)
         return costs
 
     def cluster(self, link: Link) -> Cluster:
-        """This run's ranks, joined by a link."""
         caps = self.plan.caps or (2**63,) * self.channel.ranks
         devices = tuple(Device(name=self.device.type, memory_bytes=cap) for cap in caps)
         return Cluster(devices=devices, within_node=link)
@@ -209,7 +201,7 @@ class Rehearsals:
         """Of several steps, simulated with the times of one walk each, the middle one."""
 
     def rehearse(self) -> Timeline:
-        """A step simulated with the times of one walk, made now. Not within a step."""
+        """Simulated with the times of one walk, made now. Not within a step."""
         return self._simulated(self._walk())
 
     def _walk_several(self) -> list[ActionTimes]:
@@ -253,12 +245,6 @@ def number_of_walks(walk_s: float, least: int) -> int:
     (3, 1, 5)
     """
     return min(max(least, math.ceil(ENOUGH_S / max(walk_s, 1e-6))) | 1, MOST_WALKS)
-
-
-def without_update(program: Program) -> Program:
-    """The program of a round that other rounds of the same step follow."""
-    rows = tuple(tuple(i for i in row if not isinstance(i, StageAction)) for row in program.rows)
-    return replace(program, rows=rows)
 
 
 def by_stage(costs: Mapping[int, StageCost]) -> tuple[StageCost, ...]:

@@ -44,7 +44,6 @@ PARENT_ENDED = 75
 ROWS, WIDTH, LAYERS, MEMORY = 512, 1024, 6, ("170MiB", "150MiB")
 """Of the small model, and of devices for it: in the second residuals must be freed."""
 
-
 CODE = f"import time; time.sleep({AFTER_S}); from {__name__} import main; main()"
 """What the process runs: before it loads anything it waits, so that a short capture ends it first."""
 
@@ -56,9 +55,8 @@ def kernels_compiled_beside(
     """Around the capture of a model that this planner is to cut: has the code made if that takes long.
 
     Yields: a function that waits until the code is there, for a graph that large. What is not waited for ends
-    with the block.
-    Nothing is started where that was done before, for a planner that treats no residuals, which needs little
-    code, and on a machine with one core.
+    with the block. Nothing is started if that was done before, for a planner that treats no residuals, which
+    needs little code, and on a machine with one core.
     """
     process: subprocess.Popen[bytes] | None = None
     treats = planner(name).optimises == "always" if treatments is None else bool(treatments)
@@ -82,19 +80,17 @@ def kernels_compiled_beside(
 
 
 def main() -> None:
-    """What the process does."""
     Thread(target=_end_with_parent, daemon=True).start()
     compile_kernels_for(sys.argv[1], tuple(sys.argv[2:]) or None)  # type: ignore[arg-type]  # as given above
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it ends, however it does: that closes the pipe."""
+    """However the parent ends, that closes the pipe."""
     os.read(0, 1)
     os._exit(PARENT_ENDED)
 
 
 def _note(name: str, treatments: tuple[Treatment, ...] | None) -> Path:
-    """The file that says that the code has been made, on this machine by this installation."""
     package = Path(__file__).parent
     newest = max(file.stat().st_mtime_ns for file in package.rglob("*.py"))
     where = (platform.node(), package, os.environ.get("NUMBA_CACHE_DIR"))
@@ -102,7 +98,6 @@ def _note(name: str, treatments: tuple[Treatment, ...] | None) -> Path:
 
 
 def compile_kernels_for(name: str, treatments: tuple[Treatment, ...] | None = None) -> None:
-    """Compile in this process what a search by this planner calls, if the code can be kept."""
     note = _note(name, treatments)
     if code_is_kept():
         compile_at_once()
@@ -113,15 +108,9 @@ def compile_kernels_for(name: str, treatments: tuple[Treatment, ...] | None = No
 
 
 def plan_small(name: str, memory: str, treatments: tuple[Treatment, ...] | None = None) -> Plan:
-    """Plan the small model for two devices of so much memory. Raises: InfeasibleError if it does not fit."""
     graph, cluster = small_model(), find_cluster(f"2 nodes of 1 x a100-40 with {memory}")
-    return make_plan(
-        graph,
-        roofline(graph, cluster.devices[0]),
-        cluster,
-        PlanOptions(microbatches=4, planner=name, treatments=treatments),
-        explained=False,
-    )
+    options = PlanOptions(microbatches=4, planner=name, treatments=treatments)
+    return make_plan(graph, roofline(graph, cluster.devices[0]), cluster, options, explained=False)
 
 
 def small_model() -> OpGraph:

@@ -21,7 +21,7 @@ ALIKE = 1.5
 
 @dataclass(frozen=True)
 class Detected:
-    """A measured machine. measured: each figure with its spread."""
+    """measured: each figure with its spread."""
 
     cluster: Cluster
     measured: tuple[Measurement, ...]
@@ -39,9 +39,6 @@ def detect(
     kind: "cpu" or "cuda".  devices: so many processes of one thread each, by default one per core; of the
     GPUs the first so many, by default all.  directory: where files of offloaded tensors would be, for the
     CPU; without it, it has nowhere to offload to.  progress: told what is measured next.
-
-    Raises: ConfigError if there is no such device or the directory takes no file; CommunicationError if
-        processes cannot send each other messages.
     """
     if devices is not None and devices < 1:
         raise ConfigError(f"{devices} devices to measure", hint="use at least 1")
@@ -73,12 +70,8 @@ def _processes(count: int, directory: Path | None, progress: Callable[[str], Non
 
 
 def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measurement]]:
-    """The same processes of this machine with files in a directory to offload to: a disk that they share, as
-    fast as it is found to be now, which takes a few seconds.
-
-    directory: made if it is not there.
-    Raises: ConfigError if it takes no file.
-    """
+    """The same processes with files in a directory to offload to, which is made if need be: a disk that they
+    share, as fast as it is found to be now, which takes a few seconds."""
     from .profiler.host_copies import file_tier, free_disk
 
     try:
@@ -98,7 +91,6 @@ def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measure
 
 
 def disk_speed(cluster: Cluster) -> str:
-    """A sentence on a cluster `with_files`."""
     device = cluster.devices[0]
     assert device.host_link is not None and device.host_link_back is not None, "files were measured"
     out, back = (link.bandwidth_bytes_per_s / 1e6 for link in (device.host_link, device.host_link_back))
@@ -109,7 +101,7 @@ def disk_speed(cluster: Cluster) -> str:
 
 
 def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
-    """The median of each figure of a link that was measured several times."""
+    """The median of each figure."""
     units = dict(bandwidth_bytes_per_s="B/s", latency_s="s", overhead_s="s", overhead_s_per_byte="s/B")
     rows = {
         key: summarise_runs(f"within_node.{key}", [getattr(link, key) for link in links], unit)
@@ -147,9 +139,8 @@ def _gpus(count: int | None, directory: Path | None, progress: Callable[[str], N
     within, groups, group = grouped(links, len(devices))
     devices = [replace(device, group=name) for device, name in zip(devices, group, strict=True)]
     through_host = Link(bandwidth_bytes_per_s=first.bandwidth_bytes_per_s / 2, latency_s=2 * first.latency_s)
-    cluster = Cluster(
-        devices=tuple(devices), within_node=within or through_host, groups=groups, switches=switches
-    )
+    joined = within or through_host
+    cluster = Cluster(devices=tuple(devices), within_node=joined, groups=groups, switches=switches)
     return Detected(cluster, (*rows, *between))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
 from .ir.timeline import Timeline
 from .lowering.passes import lower
+from .lowering.steady import SteadyRows
 from .options import Options, mixed_precision
 from .rank_stages import RankStages, StageVariants
-from .ranks import join_ranks, rank_device
+from .ranks import join_ranks, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
@@ -38,7 +39,7 @@ from .runtime.optimizer_bytes import optimizers_of
 from .runtime.rank import Rank
 from .runtime.recorder import CudaClock, HostClock, Recorder
 from .runtime.tier import Tier
-from .steady_run import SteadyRun, steady_rows
+from .steady_run import SteadyRun
 from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
 from .tracer.capture import capture
@@ -97,8 +98,9 @@ class Pipeline:
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
-        self.joined = join_ranks(self.plan, self.device, self.options, group=group, channel=channel)
-        self.watch = self.joined.watch
+        self.watch, self._open_channel = join_ranks(
+            self.plan, self.device, self.options, group=group, channel=channel
+        )
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.tier: Tier | None = None
         self.steps_done = 0
@@ -118,7 +120,7 @@ class Pipeline:
     def _cut_model(self, captured: Captured | None) -> RankStages:
         """Capture the model and cut it as planned, and open the channel to the other ranks."""
         job, plan, options = self.job, self.plan, self.options
-        self.joined.require_same_plan(plan)
+        require_same_plan(self.watch, plan, options.timeout_s)
         if len(set(plan.placement)) != self.ranks:
             raise PlanError(
                 f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
@@ -138,7 +140,7 @@ class Pipeline:
             updates=plan.updates,
             clips=options.clip_norm is not None,
         )
-        self.channel = self.joined.channel(self.program, self.device, options)
+        self.channel = self._open_channel(self.program)
         rank_stages = RankStages(
             job=job,
             plan=plan,
@@ -154,7 +156,6 @@ class Pipeline:
         return rank_stages
 
     def _make_weights(self, rank_stages: RankStages) -> None:
-        """Make the rank's weights and their optimizer, and foresee what a step holds."""
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
@@ -202,10 +203,25 @@ class Pipeline:
         self.record = StepRecord(
             channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
         )
-        rows = steady_rows(plan, plan.replicated(self.stages), options)
-        kind = partial(SteadyRun, rows=rows) if rows is not None else FlushedRun
-        run: Run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
-        self.channel.open_groups(run.groups(plan.replicated(self.stages), plan.placement))
+        stages = plan.replicated(self.stages)
+        kind: Callable[..., Run] = FlushedRun
+        if plan.steady is not None and plan.updates is not None:
+            if options.accumulate > 1:
+                raise ConfigError(
+                    f"gradients of {options.accumulate} rounds are to be accumulated, but with weights "
+                    f"{plan.weights} every round is followed by an update",
+                    hint="use more micro-batches per step instead, or --weights flush",
+                )
+            rows = SteadyRows(
+                step=plan.steady,
+                stages=stages,
+                updates=plan.updates,
+                policy=plan.memory,
+                clips=options.clip_norm is not None,
+            )
+            kind = partial(SteadyRun, rows=rows)
+        run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
+        self.channel.open_groups(run.groups(stages, plan.placement))
         return run
 
     def _step_schedulers(self) -> None:
@@ -213,10 +229,7 @@ class Pipeline:
             scheduler.step()
 
     def forecast(self) -> Forecast:
-        """This rank's part in predicting a step, for who wants more of it than `predict` and `rehearse` show.
-
-        Raises: CaptureError if `Job.batch` gives no micro-batch of the plan's size.
-        """
+        """This rank's part in predicting a step."""
         batch = sample_batch(self.job, 0, self.plan.microbatch_size)
         return Forecast(
             plan=self.plan,
@@ -277,7 +290,7 @@ class Pipeline:
 
     @contextmanager
     def _call(self, what: str, *, heals: bool = False) -> Iterator[None]:
-        """Do what is not a step: nothing is in flight then. See `Run.call`."""
+        """Do what is not a step: nothing is in flight then."""
         self._run.drain()
         with self._run.call(what, heals=heals):
             yield
@@ -385,7 +398,7 @@ class Pipeline:
             return dict(state["user"])
 
     def _train_state(self, previous: dict[str, Tensor]) -> TrainState:
-        """This rank's part of a checkpoint. previous: version of the parameters before the newest."""
+        """previous: version of the parameters before the newest."""
         graph, weights = self.captured.graph, self.weights
         persistent = {b.name for b in graph.buffers if b.persistent}
         return TrainState(

@@ -51,12 +51,9 @@ SMALL_GRAPH = 200
 def plan_with_advice(
     request: PlanRequest, model: ProfiledModel, largest: Callable[[], int | None] | None = None
 ) -> Plan:
-    """The plan of a request.
+    """The plan of a request; if nothing fits, an InfeasibleError that says what helps.
 
-    largest: the largest micro-batch size with a plan, 0 if none, None if unknown; asked where there is none
-        for this one.
-    Raises: PlanError; InfeasibleError if nothing fits under the caps, with what helps: more memory, more
-        stages, freeing memory, smaller micro-batches.
+    largest: the largest micro-batch size with a plan, 0 if none, None if unknown.
     """
     try:
         return request.plan(model)
@@ -77,16 +74,14 @@ class _Attempts:
     begin_s: float = field(default_factory=time.monotonic)
 
     def plan(self, changed: PlanRequest) -> Plan | None:
-        """The plan of a changed request; None if there is none either."""
         tried = fitting([self.model], changed.any_plan, passed=(PlanError, ScheduleError))
         return next((plan for plan, _ in tried), None)
 
     def succeeds(self, changed: PlanRequest) -> bool:
-        """Whether a changed request has a plan; taken for a no where finding out would take long."""
+        """Taken for a no where finding out would take long."""
         return self.within(LIMIT_S) and self.plan(changed) is not None
 
     def within(self, seconds: float) -> bool:
-        """Whether less time than that was taken so far."""
         return time.monotonic() - self.begin_s < seconds
 
     def memory(self, error: InfeasibleError) -> Iterator[str]:
@@ -137,7 +132,6 @@ class _Attempts:
         yield _memory_sentence(enough, cluster, self.request.options.devices)
 
     def stages(self, error: InfeasibleError) -> Iterator[str]:
-        """The smallest number of stages that was found to do, on devices like these."""
         request, searched = self.request, isinstance(error, NoCutFits)
         if any(device != request.cluster.devices[0] for device in request.cluster.devices):
             return
@@ -152,7 +146,6 @@ class _Attempts:
                 return
 
     def freeing(self) -> Iterator[str]:
-        """What else may be done with residuals, or a planner that frees memory."""
         request, options = self.request, self.request.options
         optimises = planner(options.planner).optimises
         if optimises == "never":

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
-from .ir.costs import StageCost
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan, widened
 from .ir.text import format_bytes
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 
 def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
-    """Raises: PlanError if there are not enough devices for the replicas, or the schedule has replicas of its
-    own; ConfigError if there are none that could share out the optimizer's state."""
     replicas = settings.replicas
     if replicas == 1 and not settings.shard_optimizer:
         return
@@ -58,11 +55,6 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
 
 
 def share_of(microbatches: int, width: int) -> int:
-    """The micro-batches of each of several pipelines. Raises: ConfigError if they cannot be shared evenly.
-
-    >>> share_of(8, 2)
-    4
-    """
     count, rest = divmod(microbatches, width)
     if rest or not count:
         near = max(1, round(microbatches / width)) * width
@@ -74,21 +66,16 @@ def share_of(microbatches: int, width: int) -> int:
 
 
 def first_of_each(cluster: Cluster, width: int) -> Cluster:
-    """The devices of one of so many pipelines: every W-th, with the memory that all W replicas of its stage
-    have."""
-    groups = [
-        cluster.devices[at : at + width] for at in range(0, len(cluster.devices) // width * width, width)
-    ]
-    smallest = (min(device.memory_bytes for device in group) for group in groups)
-    devices = [replace(group[0], memory_bytes=size) for group, size in zip(groups, smallest, strict=True)]
+    """Every W-th device, with the memory that all W replicas of its stage have."""
+    devices = []
+    for at in range(0, len(cluster.devices) // width * width, width):
+        group = cluster.devices[at : at + width]
+        devices.append(replace(group[0], memory_bytes=min(device.memory_bytes for device in group)))
     return replace(cluster, devices=tuple(devices))
 
 
 def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster) -> Plan:
-    """Several pipelines like that of a plan, their step simulated with the sums of their gradients.
-
-    Raises: InfeasibleError if a rank then holds more than its device has.
-    """
+    """Several pipelines like that of a plan, their step simulated with the sums of their gradients."""
     wide = widened(plan, width)
     caps = tuple(device.memory_bytes for device in cluster.devices[: len(wide.schedule_rows)])
     step = costs.simulate(replace(wide, caps=caps))
@@ -116,8 +103,6 @@ def plan_within_caps(
     """The first plan whose traced stages keep the devices' memory.
 
     search: plans under the memory of a cluster.  traced_peaks: bytes that each rank of a plan holds.
-    Raises: as `search` under the true caps; InfeasibleError if no plan was found whose traced stages keep
-        them.
     """
     caps = [device.memory_bytes for device in cluster.devices]
     lowered = list(caps)
@@ -163,10 +148,21 @@ def traced_peaks(
     every = range(len(plan.stages))
     variant = make_variant(captured, plan, stages, every, device="cpu", compiled=compiled, policy=plan.memory)
     traced = [graph_memory(variant.functions[s], stages) for s in every] * plan.replicas
+    # Planners know of a stage what its graphs do not say: parameters, batch and the like.
+    completed = [
+        replace(
+            graphs,
+            static_bytes=planned.static_bytes,
+            tied_bytes=planned.tied_bytes,
+            for_owners=planned.for_owners,
+            transient_bytes={**graphs.transient_bytes, STEP: planned.transient_bytes.get(STEP, 0)},
+        )
+        for graphs, planned in zip(traced, costs.stages(plan), strict=True)
+    ]
     step = simulate(
         lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
         variant.stages,
-        tuple(_completed(graphs, cost) for graphs, cost in zip(traced, costs.stages(plan), strict=True)),
+        tuple(completed),
         Cluster(
             devices=tuple(Device(name="cpu", memory_bytes=cap) for cap in plan.caps),
             within_node=Link(bandwidth_bytes_per_s=1e15),
@@ -175,18 +171,6 @@ def traced_peaks(
         small_bytes=SMALL_BYTES,
     )
     return tuple(step.peak_bytes(rank) for rank in range(len(plan.caps)))
-
-
-def _completed(graphs: StageCost, planned: StageCost) -> StageCost:
-    """What is said of a stage's graphs, with what planners know as well: parameters, batch and the like."""
-    step_bytes = planned.transient_bytes.get(STEP, 0)
-    return replace(
-        graphs,
-        static_bytes=planned.static_bytes,
-        tied_bytes=planned.tied_bytes,
-        for_owners=planned.for_owners,
-        transient_bytes={**graphs.transient_bytes, STEP: step_bytes},
-    )
 
 
 T = TypeVar("T")
@@ -202,8 +186,8 @@ def fitting(
 ) -> Iterator[tuple[Plan, T]]:
     """The candidates that have a plan, with it: each is tried when the next one is asked for.
 
-    passed: of one that raises these, a ScheduleError where there are too few micro-batches, the next is
-    tried.  refusals: gets what was raised.
+    passed: if one raises these, a ScheduleError where there are too few micro-batches, the next is tried.
+    refusals: gets what was raised.
     """
     for candidate in candidates:
         try:
@@ -216,8 +200,7 @@ def fitting(
 
 
 def fastest(plans: Iterable[tuple[Plan, T]]) -> tuple[Plan, T] | None:
-    """The plan with the shortest step, and its candidate; of those that are equal but for rounding the first.
-    None if there is none."""
+    """The plan with the shortest step, and its candidate; the first one, if steps differ by rounding only."""
     best: tuple[Plan, T] | None = None
     for plan, candidate in plans:
         if best is None or plan.predicted_step_s < best[0].predicted_step_s * (1 - 1e-9):
@@ -233,14 +216,13 @@ LARGEST_MICROBATCH = 1 << 16
 
 
 def times_of(plan: Plan) -> list[str]:
-    """A sentence saying what the times of a compiled plan refer to; nothing for an eager plan."""
-    told = plan.notes.get(COMPILED)
-    return [] if told is None else [f"times of compiled functions: {told}"]
+    said = plan.notes.get(COMPILED)
+    return [] if said is None else [f"times of compiled functions: {said}"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel(ProfiledModel):
-    """A profiled model with what its stages can be traced from."""
+    """What its stages can be traced from, too."""
 
     captured: Captured
 
@@ -262,7 +244,6 @@ class PlanRequest:
     watch: SearchWatch | None = None
 
     def changed(self, **changes: Any) -> PlanRequest:
-        """The same with other settings."""
         return replace(self, options=self.options.changed(**changes))
 
     def plan(self, model: ProfiledModel, *, explained: bool = True) -> Plan:
@@ -270,7 +251,6 @@ class PlanRequest:
         for CPUs then keeps its caps by these too.
 
         explained: if nothing fits, look for how far it is from fitting, which takes longer.
-        Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
         options = self.options
         refuse_replicas(options, self.cluster)
@@ -284,28 +264,20 @@ class PlanRequest:
 
         if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
             captured = model.captured
-            plan = plan_within_caps(
-                search,
-                self.cluster,
-                lambda plan: traced_peaks(plan, captured, costs, compiled=options.compile),
-            )
+
+            def peaks(plan: Plan) -> tuple[int, ...]:
+                return traced_peaks(plan, captured, costs, compiled=options.compile)
+
+            plan = plan_within_caps(search, self.cluster, peaks)
         else:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
-        told = {} if said is None else {COMPILED: said}
-        return replace(
-            plan,
-            microbatch_size=model.size,
-            caps=plan.caps if self.capped else (),
-            notes={**plan.notes, **told},
-        )
+        notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
+        return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else (), notes=notes)
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
-        """The fastest plan for all replicas: what the sums of their gradients take is seen only here, so that
-        beside a planner of a DAG of stages others are asked.
-
-        microbatches: of each pipeline.  Raises: InfeasibleError if nothing fits.
-        """
+        """The fastest plan for all replicas. What the sums of their gradients take is seen only here, so that
+        beside a planner of a DAG of stages others are asked. microbatches: of each pipeline."""
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
         wanted, replicas = self.options.planner, self.options.replicas
@@ -331,7 +303,7 @@ class PlanRequest:
         return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
-        """The planner's plan for one pipeline under the memory of a cluster's devices."""
+        """For one pipeline."""
         asked = replace(self.options, microbatches=microbatches)
         return make_plan(costs.graph, costs.profiles, cluster, asked, explained=explained, watch=self.watch)
 
@@ -344,7 +316,6 @@ class PlanRequest:
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
     def microbatches_of(self, size: int) -> int:
-        """Micro-batches per step of `size` rows. Raises: ConfigError if they do not make up the batch."""
         batch = self.options.global_batch
         if batch is None:
             return self.options.microbatches
@@ -359,7 +330,7 @@ class PlanRequest:
 
     def sizes(self) -> Sequence[int]:
         """Sizes of micro-batches that may be used, ascending: as many per step as the schedule has
-        directions, or a multiple. Raises: ConfigError if there is none."""
+        directions, or a multiple."""
         options, batch = self.options, self.options.global_batch
         if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
@@ -374,7 +345,7 @@ class PlanRequest:
         return sizes
 
     def any_plan(self, model: ProfiledModel) -> Plan:
-        """The first plan found that keeps the caps, which need not be the fastest; raises as `plan`."""
+        """The first plan found that keeps the caps, which need not be the fastest."""
         return self.changed(fastest=False).plan(model, explained=False)
 
     @property
@@ -383,7 +354,6 @@ class PlanRequest:
         return replace(self, options=first_way(self.options), watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:
-        """Whether there is a plan."""
         return next(fitting([model], self.any_plan), None) is not None
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:

@@ -85,7 +85,6 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
 
     devices: names of those it is to run on, by default CPUs (`ir.cluster.is_cpu`). On others PyTorch's
     optimizers update many parameters at once.
-    Raises: PlanError if the optimizer cannot train the model.
     """
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
@@ -126,24 +125,17 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
 
 
 def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
-    """Profiles by roofline for every kind of device of a cluster, which need not be there.
-
-    Raises: ConfigError if devices of one name compute at different rates.
-    """
+    """Profiles by roofline for every kind of device of a cluster, which need not be there."""
     kinds: dict[str, Device] = {}
     for device in cluster.devices:
         first = kinds.setdefault(device.name, device)
-        if _rates(first) != _rates(device):
+        rates = ("flops_per_s", "memory_bytes_per_s", "efficiency", "launch_s")  # what op times depend on
+        if any(getattr(first, rate) != getattr(device, rate) for rate in rates):
             raise ConfigError(
                 f"the cluster has devices named {device.name} that compute at different rates",
                 hint="give each kind of device a name of its own",
             )
     return {name: roofline(graph, device) for name, device in kinds.items()}
-
-
-def _rates(device: Device) -> tuple[object, ...]:
-    """What the time of an op depends on."""
-    return device.flops_per_s, device.memory_bytes_per_s, device.efficiency, device.launch_s
 
 
 def simulate(
@@ -239,10 +231,7 @@ def plan(
 def make_request(
     job: Job, settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
 ) -> PlanRequest:
-    """What settings mean for a job on this machine; see `plan`. watch: told how the search goes on.
-
-    Raises: as `plan`, for what is wrong whatever the model is.
-    """
+    """What settings mean for a job on this machine; see `plan`. watch: told how the search goes on."""
     settings = (settings or PlanSettings()).changed(**changes)
     treatments, optimises = settings.allowed, planner(settings.planner).optimises
     if settings.offload_dir is not None and treatments is None and optimises != "never":
@@ -259,10 +248,7 @@ def make_request(
 
 
 def _devices(settings: PlanSettings) -> Cluster:
-    """The devices to plan for: those of a cluster, or processes of this machine.
-
-    Raises: ConfigError if there is no such cluster, or the folder to offload to takes no file.
-    """
+    """Those of a cluster, or processes of this machine."""
     cluster, memory = settings.cluster, settings.memory
     if cluster is None:
         cluster = cpu_cluster(settings.devices, memory=memory)
@@ -275,21 +261,15 @@ def _devices(settings: PlanSettings) -> Cluster:
 
 
 def plan_size(
-    request: PlanRequest,
-    job: Job,
-    *,
-    captured: Captured | None = None,
-    profiled: Profile | None = None,
+    request: PlanRequest, job: Job, *, captured: Captured | None = None, profiled: Profile | None = None
 ) -> tuple[Plan, CapturedModel]:
-    """The plan for the micro-batch size of the request, and the model at it.
-
-    Raises: InfeasibleError that says which size would fit, if finding out does not take long.
-    """
+    """The plan for the micro-batch size of the request, and the model at it. If nothing fits, the error says
+    which size would, if finding out does not take long."""
     begin = time.monotonic()
     model = _model_for(request, job, request.options.microbatch_size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
-    own = captured is None and profiled is None
-    quick = own and took_s < QUICK_S and not request.options.compile  # each size would be compiled
+    made_here = captured is None and profiled is None
+    quick = made_here and took_s < QUICK_S and not request.options.compile  # each size would be compiled
 
     def largest() -> int | None:
         return largest_below(request, model, partial(_model_if_batch, request, job)) if quick else None
@@ -300,11 +280,8 @@ def plan_size(
 def plan_at_size(
     request: PlanRequest, job: Job, search: Callable[[PlanRequest, ModelAt], tuple[Plan, ProfiledModel]]
 ) -> tuple[Plan, ProfiledModel]:
-    """The plan for the micro-batch size that a search finds, and the model at it. A job that has no batch of
-    any size that was tried says so itself.
-
-    search: `largest_plan` or `best_plan`.
-    """
+    """The plan for the micro-batch size that a search (`largest_plan` or `best_plan`) finds, and the model at
+    it. If the job has no batch of any size that was tried, its own error is passed on."""
     try:
         return search(request, partial(_model_if_batch, request, job))
     except _NoBatch as error:
@@ -317,8 +294,7 @@ class _NoBatch(CaptureError):
 
 
 def _model_if_batch(request: PlanRequest, job: Job, size: int) -> ProfiledModel:
-    """The model at a size that the user may not have asked for. Raises: CaptureError, also if the job has no
-    batch of that size."""
+    """The model at a size that the user may not have asked for."""
     from .tracer.job_calls import sample_batch
 
     try:
@@ -337,7 +313,7 @@ def _model_for(
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
-    """The model that a search follows on. What is measured here has the machine to itself."""
+    """What is measured here has the machine to itself."""
     model_for = partial(
         captured_model, job, size, profiled=profiled, batch=batch, compiled=request.options.compile
     )
@@ -349,9 +325,8 @@ def _model_for(
     model = model_for(None if request.local else request.cluster, captured=captured)
     if not request.local:
         return model
-    beside = {
-        n: beside_ranks(each, model.graph, request.options.devices) for n, each in model.profiles.items()
-    }
+    ranks = request.options.devices
+    beside = {name: beside_ranks(each, model.graph, ranks) for name, each in model.profiles.items()}
     return replace(model, profiles=beside)
 
 
@@ -373,8 +348,6 @@ def captured_model(
     within the last day.
 
     batch: one of that size, if it is at hand.  compiled: costs of compiled functions are wanted.
-    Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices; if
-        compiled costs are wanted and those at hand are not.
     """
     if compiled:
         require_compiled(profiled, cluster)
@@ -406,7 +379,6 @@ def captured_model(
 
 
 def require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:
-    """Raises: PlanError for costs of eager ops: by roofline, which knows no others, or in a profile."""
     if profiled is None and cluster is not None:
         raise PlanError(
             "a cluster that is described by figures has times by roofline, which are of eager ops; compiled "
@@ -447,20 +419,17 @@ class CapturableSizes:
         self.model_at = model_if_captured
 
     def near(self, index: int) -> ProfiledModel | None:
-        """The model at that size or, where it cannot be captured, at the next smaller one; None if there is
-        none within reach."""
+        """The model at that size or, if it cannot be captured, at the next smaller one within reach."""
         places = range(index, max(index - REACH, -1), -1)
         return next(self.models(self.sizes[place] for place in places), None)
 
     def around(self, size: int) -> list[ProfiledModel]:
-        """The model at two sizes to interpolate between, of several rows; at fewer if it cannot be captured
-        at those that are tried."""
+        """The model at two sizes of several rows to interpolate between, or at fewer."""
         tried = (size, size + 1, size - 1, size + 2, 2 * size, 3 * size, size // 2, size - size % 8)
         several = (number for number in dict.fromkeys(tried) if number > 1)
         return list(islice(self.models(several), 2))
 
     def models(self, sizes: Iterable[int]) -> Iterator[ProfiledModel]:
-        """The model at those of some sizes at which it can be captured."""
         return (model for model in map(self.model_at, sizes) if model is not None)
 
 
@@ -468,7 +437,7 @@ def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt)
     """The largest size below that of `upper` that has a plan; 0 if none was found.
 
     By interpolation between `upper` and a much smaller micro-batch; None if the model cannot be captured at
-    any of those tried, or is of other ops there. One row is looked at as it is: models may do without some
+    any of those tried, or has other ops there. One row is looked at as it is: models may do without some
     ops then.
     """
     quiet = request.for_advice
@@ -492,12 +461,9 @@ def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt)
 def largest_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledModel]:
     """The plan with the largest micro-batches that fit, and the model at that size.
 
-    request: its micro-batch size is where to look first.  model_at: captures and profiles.
     Sizes are judged by interpolation between two at which the model was captured, unless it has other ops at
-    one of them; at the size that is found it is captured too, and at smaller ones until one fits. Sizes at
+    one of them. At the size that is found it is captured too, and at smaller ones until one fits. Sizes at
     which the model cannot be captured are passed over.
-    Raises: InfeasibleError if not even the smallest size fits; ConfigError if no size divides the global
-        batch; CaptureError if the model cannot be captured at those that were tried.
     """
     sizes = request.sizes()
     capturable = CapturableSizes(sizes, model_at)
@@ -530,12 +496,9 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
     """The plan with the fastest simulated step over all sizes that divide the global batch, and the model at
     that size; of equally fast ones the smallest.
 
-    request: its micro-batch size is where to look first.  model_at: captures and profiles.
-    Sizes are ranked by interpolation between two at which the model was captured, unless it has other ops at
-    one of them; the first few are then captured themselves. Sizes at which the model cannot be captured, or
-    that the schedule cannot run, are passed over.
-    Raises: ConfigError without a global batch, or if no size divides it among the schedule's directions;
-        InfeasibleError if no size fits; CaptureError if the model cannot be captured at any that was tried.
+    Sizes are ranked by interpolation between two near the request's at which the model was captured, unless
+    it has other ops at one of them; the first few are then captured themselves. Sizes at which the model
+    cannot be captured, or that the schedule cannot run, are passed over.
     """
     if request.options.global_batch is None:
         raise ConfigError(

@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ from .runtime.watch import Watch
 
 
 def usable_device(name: str) -> torch.device:
-    """The device named as "cpu", "cuda" or "cuda:1". Raises: ConfigError if this machine has none such."""
+    """name: as "cpu", "cuda" or "cuda:1"."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -56,11 +55,7 @@ LOST_S = 60.0
 def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; its error too, since the others must not wait for a
     result. Every rank calls it. However long it takes: the others begin no operation that has a limit before
-    it is there.
-
-    Raises: CommunicationError on the others if `make` raised an error that is not pipeloom's, or if the store
-        is gone, as when rank 0 was killed that served it.
-    """
+    it is there."""
     store, rank = group.get_group_store(), group.rank()
     made = f"pipeloom/results/{group.group_name}/{store.add(f'pipeloom/results/{rank}', 1)}"
     message: list[Any] = [None, None]
@@ -100,42 +95,6 @@ def _await_key(group: dist.ProcessGroup, key: str) -> None:
         ) from None
 
 
-@dataclass(frozen=True, eq=False)
-class JoinedRanks:
-    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each.
-
-    timeout_s: limit of each wait for the others.
-    """
-
-    watch: Watch
-    group: dist.ProcessGroup | None = None
-    local: Channel | None = None
-    timeout_s: float = 300.0
-
-    def channel(self, program: Program, device: torch.device, options: Options) -> Channel:
-        """This rank's channel to the others for the messages of a program."""
-        if self.group is None:
-            assert self.local is not None, "without a group there is a channel"
-            return self.local
-        return dist_channel(
-            self.group, self.watch, device=device, timeout_s=options.timeout_s, pairs=program.messages
-        )
-
-    def require_same_plan(self, plan: Plan) -> None:
-        """Refuse, on all ranks, to start with different plans. Every rank calls it.
-
-        Raises: PlanError that names a rank with another plan than rank 0.
-        """
-        mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
-        digests = self.watch.gather(mine, self.timeout_s)
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise PlanError(
-                    f"rank {rank} has another plan ({digest}) than rank 0 ({digests[0]})",
-                    hint="give every rank the same plan.json",
-                )
-
-
 def join_ranks(
     plan: Plan,
     device: torch.device,
@@ -143,52 +102,60 @@ def join_ranks(
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     channel: Channel | None = None,
-) -> JoinedRanks:
-    """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
+) -> tuple[Watch, Callable[[Program], Channel]]:
+    """Meet the other ranks. A plan for one rank needs no others, unless the caller has a group.
+
+    Returns: also what opens this rank's channel to the others for the messages of a program.
+    """
     if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
         close_at_exit(channel.watch)
-        return JoinedRanks(channel.watch, local=channel)
-    joined = connect(device, group=group, timeout_s=options.timeout_s)
-    lost_s = min(LOST_S, options.timeout_s)
-    return JoinedRanks(watch_ranks(joined, lost_s=lost_s), group=joined, timeout_s=options.timeout_s)
+        return channel.watch, lambda program: channel
+    timeout_s = options.timeout_s
+    joined = connect(device, group=group, timeout_s=timeout_s)
+    watch = watch_ranks(joined, lost_s=min(LOST_S, timeout_s))
+    return watch, lambda program: dist_channel(
+        joined, watch, device=device, timeout_s=timeout_s, pairs=program.messages
+    )
+
+
+def require_same_plan(watch: Watch, plan: Plan, timeout_s: float) -> None:
+    """Refuse, on all ranks, to start with different plans. Every rank calls it."""
+    digests = watch.gather(hashlib.sha256(to_json(plan).encode()).hexdigest()[:12], timeout_s)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise PlanError(
+                f"rank {rank} has another plan ({digest}) than rank 0 ({digests[0]})",
+                hint="give every rank the same plan.json",
+            )
 
 
 def rank_device(options: Options) -> torch.device:
     """The device that this rank computes on, from now on the current one; called before anything that makes
-    one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that.
-
-    Raises: ConfigError if this machine has none such, or fewer than ranks.
-    """
+    one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that."""
     device = usable_device(options.device)
     if device.type == "cpu":
         return device
     if device.index is None:
-        device = torch.device(device.type, _own_of_node(device, int(os.environ.get("LOCAL_RANK", "-1"))))
+        module = torch.get_device_module(device)
+        local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        if local_rank >= (count := module.device_count()):
+            seen = "1 device" if count == 1 else f"{count} devices"
+            raise ConfigError(
+                f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} of type "
+                f"{device.type} here",
+                hint=f"start at most {count} per node; or, if each rank is shown another device only, name "
+                f'it: "{device.type}:0"',
+            )
+        # Without a launcher the process keeps its current device.
+        device = torch.device(device.type, local_rank if local_rank >= 0 else int(module.current_device()))
     torch.get_device_module(device).set_device(device)
     return device
 
 
-def _own_of_node(device: torch.device, local_rank: int) -> int:
-    """local_rank: below 0 where no launcher has started this process, which then keeps its current device."""
-    module = torch.get_device_module(device)
-    if local_rank >= (count := module.device_count()):
-        seen = "1 device" if count == 1 else f"{count} devices"
-        raise ConfigError(
-            f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} of type "
-            f"{device.type} here",
-            hint=f"start at most {count} per node; or, if each rank is shown another device only, name it: "
-            f'"{device.type}:0"',
-        )
-    return local_rank if local_rank >= 0 else int(module.current_device())
-
-
 def checkpoint_step(directory: Path) -> int:
-    """Steps done in the newest checkpoint of a directory, whose files are looked at but not read.
-
-    Raises: CheckpointError if there is none, or it is not whole.
-    """
+    """Steps done in the newest checkpoint, whose files are looked at but not read."""
     path = newest(directory)
     index = read_index(path)
     verify_sizes(path, index)

@@ -23,12 +23,8 @@ MOST_NAMES = 4
 def explain_steps(
     plan: Plan, graph: OpGraph, timelines: Sequence[Timeline | None], cluster: Cluster | None = None
 ) -> list[Explanation]:
-    """One explanation per timeline that there is.
-
-    graph: of the model that the plan was made for.  timelines: steps of the plan, predicted or measured.
-    cluster: what it runs on, to know of links that ranks share.
-    Raises: PlanError if the plan was made for another model.
-    """
+    """One explanation per timeline that there is. graph: of the model that the plan was made for.
+    cluster: what it runs on, to know of links that ranks share."""
     stages = plan.replicated(plan.stage_graph(graph))
     program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
     shown = [timeline for timeline in timelines if timeline and timeline.events]
@@ -36,7 +32,7 @@ def explain_steps(
 
 
 def stage_rows(graph: OpGraph, plan: Plan) -> list[StageRow]:
-    """What stands in each stage of one replica, for the tables."""
+    """Of one replica."""
     stages = plan.stage_graph(graph)
     layer_of = layer_names(graph.ops)
     rows = []

@@ -26,12 +26,11 @@ def imports_file(schedule: str) -> bool:
 
 
 def require_runnable(schedule: str) -> None:
-    """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
+    """Refuse a schedule of the library that the runtime cannot run, before anything starts.
 
     schedule: its name as the user gave it; `file.py:function` is loaded, so that its operations are known. Of
         a plan, which may come from anywhere, ask `require_runnable_plan`. Any other name that the library
         does not know is only checked when built.
-    Raises: ScheduleError that names the reason.
     """
     name = schedule
     if not imports_file(schedule):
@@ -46,11 +45,7 @@ def require_runnable(schedule: str) -> None:
 
 
 def require_runnable_plan(plan: Plan) -> None:
-    """Refuse a plan that the runtime cannot run. A plan has its rows: no file that it names is opened.
-
-    Raises: ScheduleError that names the reason: a schedule of the library, or an action of an operation
-        that nobody has declared in this process.
-    """
+    """A plan has its rows: no file that it names is opened."""
     if not imports_file(plan.schedule):
         require_runnable(plan.schedule)
         return
@@ -81,7 +76,6 @@ def names_to_plan_by(plan: Plan) -> dict[str, str]:
 
 
 def require_training(plan: Plan) -> None:
-    """Raises: ScheduleError for a plan that only evaluates: its schedule has no backwards."""
     if not plan.as_schedule.columns.trains:
         raise ScheduleError(
             f"schedule {plan.schedule} has no backwards: it cannot train",
@@ -91,7 +85,7 @@ def require_training(plan: Plan) -> None:
 
 def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
     """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
-    would micro-batches in another order. Raises: PlanError, ScheduleError."""
+    would micro-batches in another order."""
     if plan.replicas > 1 and (names := sorted(captured.graph.together)):
         raise PlanError(
             f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",

@@ -19,11 +19,8 @@ LARGEST = 2**63 - 1
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A field of settings.
-
-    help: what it is.  more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a
-    text is one of them; `kind` of a path, "folder" or "file".
-    """
+    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a text is one of
+    them; `kind` of a path, "folder" or "file"."""
     return field(default=default, metadata={"help": help, **more})
 
 

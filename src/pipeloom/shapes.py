@@ -36,21 +36,13 @@ if TYPE_CHECKING:
 SAMPLED = (2, 8, 4, 3, 16, 6, 12)
 """Rows of the micro-batches that the model is captured with, the first two of them at which it can be."""
 
-CLOSED_FORMS = {
-    ("1f1b", FLUSH): "flush",
-    ("1f1b", "2bw"): "2bw",
-    ("gpipe", FLUSH): "gpipe",
-}
+CLOSED_FORMS = {("1f1b", FLUSH): "flush", ("1f1b", "2bw"): "2bw", ("gpipe", FLUSH): "gpipe"}
 """(schedule, weights) -> the name of its closed form."""
 
 
 def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
-    """What the formulas of `planner/shape_search.py` are asked.
-
-    request: `ranks` and `microbatches` do not matter.  job: captured at two sizes of micro-batches.
-    Raises: ConfigError if the request has no cluster or no global batch; PlanError if there is no closed
-        form of the schedule, or the model has no repeated layers.
-    """
+    """What the formulas of `planner/shape_search.py` are asked. request: its `ranks` and `microbatches` do
+    not matter.  job: captured at two sizes of micro-batches."""
     options, batch = request.options, _refuse_unshaped(request)
     asked = options.schedule, options.weights or registry.entry(options.schedule).weights
     if asked not in CLOSED_FORMS:
@@ -77,7 +69,6 @@ def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
 
 
 def _refuse_unshaped(request: PlanRequest) -> int:
-    """The rows of a step. Raises: ConfigError, PlanError if shapes cannot be chosen for a request."""
     batch = request.options.global_batch
     if request.local or batch is None:
         lacks = "--cluster" if request.local else "--global-batch"
@@ -91,10 +82,6 @@ def _refuse_unshaped(request: PlanRequest) -> int:
 
 
 def _sampled_models(model_at: ModelAt) -> tuple[ProfiledModel, ProfiledModel]:
-    """A model at two sizes between which, and beyond, others are judged.
-
-    Raises: CaptureError, PlanError if it cannot be captured at two of them.
-    """
     models = list(islice(CapturableSizes(SAMPLED, model_at).models(SAMPLED), 2))
     if len(models) < 2:
         raise PlanError(
@@ -116,10 +103,7 @@ FREEING = "vpipe"
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedPlan:
-    """A shape with its plan.
-
-    rows_per_s: in the simulated step.  simulated: shapes that were looked at before it was chosen.
-    """
+    """rows_per_s: in the simulated step.  simulated: shapes that were looked at before it was chosen."""
 
     shape: PipelineShape
     plan: Plan
@@ -130,13 +114,11 @@ class ShapedPlan:
 def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedModel]:
     """The fastest of the shapes that are simulated, and the model captured at its micro-batches.
 
-    request: `ranks` and `microbatches` do not matter.
+    request: its `ranks` and `microbatches` do not matter.
     Shapes are looked at in the order of what a cut into equal parts would reach, transfers not hidden, but
     for those that would be no faster than the best so far if transfers took no time; at most `SIMULATED`
     that fit. Sizes of micro-batches are interpolated between two at which the model was captured; at the
     chosen one it is captured, and planned again.
-    Raises: ConfigError, PlanError if shapes cannot be chosen for the request; InfeasibleError if nothing
-        fits; CaptureError.
     """
     batch = _refuse_unshaped(request)
     if registry.entry(request.options.schedule).place != "line":
@@ -175,7 +157,6 @@ class _ShapeSearch:
         self.refusals: list[PipeloomError] = []
 
     def plans(self) -> Iterator[ShapedPlan]:
-        """Those of the shapes that are worth a look, as far as they have one."""
         best, planned = 0.0, 0
         failed: set[PipelineShape] = set()
         for shape, _, _ in self._in_order():
@@ -213,9 +194,8 @@ class _ShapeSearch:
 
         def planned(way: tuple[str, tuple[Treatment, ...]]) -> Plan:
             by, treated = way
-            one = self.request.changed(
-                ranks=shape.depth, replicas=shape.width, planner=by, treatments=treated
-            )
+            sizes = {"ranks": shape.depth, "replicas": shape.width}
+            one = self.request.changed(**sizes, planner=by, treatments=treated)
             return replace(one, cluster=devices).plan(model, explained=False)
 
         made = next((plan for plan, _ in fitting(ways, planned, refusals=self.refusals)), None)
@@ -233,7 +213,6 @@ def _with_free_links(cluster: Cluster) -> Cluster:
 
 
 def _asks_more(shape: PipelineShape, failed: PipelineShape, batch: int) -> bool:
-    """Whether a shape holds at least as much as one of which no plan fits."""
     return (
         shape.depth == failed.depth
         and shape.microbatch_size >= failed.microbatch_size

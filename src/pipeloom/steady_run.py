@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .ir.errors import BatchError, ConfigError
-from .ir.plan import Plan
+from .ir.errors import BatchError
 from .ir.stages import StageGraph
 from .lowering.steady import SteadyRow, SteadyRows
-from .options import Options
 from .runtime.batches import read_scalars, shapes_digest
 from .runtime.channel import PendingSum
 from .runtime.rank import Microbatch
@@ -36,7 +34,7 @@ SHOWN_ROWS = 3
 
 @dataclass(kw_only=True, eq=False)
 class _Batch:
-    """A batch that was fed.  losses: micro-batch -> loss times its share.  figures: see `StepRecord`."""
+    """losses: micro-batch -> loss times its share.  figures: see `StepRecord`."""
 
     number: int
     losses: dict[int, float] = field(default_factory=dict)
@@ -47,10 +45,7 @@ class _Batch:
 
 @dataclass(kw_only=True, eq=False)
 class SteadyRun(Run):
-    """Batches follow each other into a pipeline that does not drain.
-
-    rows: what each rank runs.
-    """
+    """Batches follow each other into a pipeline that does not drain. rows: what each rank runs."""
 
     rows: SteadyRows
     fed: int = 0
@@ -66,9 +61,8 @@ class SteadyRun(Run):
     _batch_bytes: deque[int] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self._ring = [None] * (
-            self.rows.stages.replicas * self.rows.step.window * self.rows.step.microbatches
-        )
+        step = self.rows.step
+        self._ring = [None] * (self.rows.stages.replicas * step.window * step.microbatches)
         self._batch_bytes = deque(maxlen=self.rows.step.window)
         self.channel = self.record.channel
         self.control = SumGroup("figures", tuple(range(self.channel.ranks)))
@@ -97,11 +91,8 @@ class SteadyRun(Run):
 
     def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> None:
         """Tell the others the shapes of a batch, and drain if they have changed, alike on all ranks, or all
-        refuse the batch.
-
-        Raises: BatchError if ranks have different shapes, or some refuse theirs, which is noticed when others
-            have begun: it breaks the pipeline off.
-        """
+        refuse the batch. That ranks have different shapes, or some refuse theirs, is noticed when others have
+        begun: it breaks the pipeline off."""
         with self.call("agreeing on a batch"):
             mine = shapes_digest(shapes, refusal)
             total = mine.clone()
@@ -125,10 +116,7 @@ class SteadyRun(Run):
                 )
 
     def run_row(self, number: int, microbatches: Sequence[Microbatch], batch_bytes: int) -> None:
-        """Run a batch's row.
-
-        microbatches: of all replicas.  batch_bytes: what this rank holds of the batch.
-        """
+        """microbatches: of all replicas.  batch_bytes: what this rank holds of the batch."""
         window, every = self.rows.step.window, self.rows.step.microbatches
         base = number % window * every
         self.worker.reuse(range(base, base + every))
@@ -151,7 +139,6 @@ class SteadyRun(Run):
             self._tell(self._open.popleft())
 
     def _drain(self) -> None:
-        """Run what is left, so that nothing is in flight."""
         self.record.recorder.next_step(keep=SHOWN_ROWS + 1)
         start_s = time.perf_counter()
         self._run(self.rows.drain(self.last, self.fed), drains=True)
@@ -169,12 +156,8 @@ class SteadyRun(Run):
         ring = [part for part in self._ring if part is not None]
         filler = ring[0]
         microbatches = [filler if part is None else part for part in self._ring]
-        losses = self.worker.run(
-            microbatches,
-            program=row.program,
-            incoming=row.incoming[self.channel.rank],
-            drains=drains,
-        )
+        incoming = row.incoming[self.channel.rank]
+        losses = self.worker.run(microbatches, program=row.program, incoming=incoming, drains=drains)
         window, every = self.rows.step.window, self.rows.step.microbatches
         by_slot = {batch.number % window: batch for batch in self._open}
         norm = self.worker.reduce_and_step.grad_norm
@@ -200,27 +183,3 @@ class SteadyRun(Run):
             assert batch.pending is not None
             batch.pending.wait()
             self.reports.append(report_of(batch.figures, self.channel.ranks, batch.grad_norm))
-
-
-def steady_rows(plan: Plan, stages: StageGraph, options: Options) -> SteadyRows | None:
-    """What the ranks of a plan run if its weights are updated without a flush; None for another one.
-
-    stages: of all replicas.
-    Raises: ConfigError if gradients are to be accumulated over several rounds; ScheduleError if the plan's
-        rows cannot be cut into steps.
-    """
-    if plan.steady is None or plan.updates is None:
-        return None
-    if options.accumulate > 1:
-        raise ConfigError(
-            f"gradients of {options.accumulate} rounds are to be accumulated, but with weights "
-            f"{plan.weights} every round is followed by an update",
-            hint="use more micro-batches per step instead, or --weights flush",
-        )
-    return SteadyRows(
-        step=plan.steady,
-        stages=stages,
-        updates=plan.updates,
-        policy=plan.memory,
-        clips=options.clip_norm is not None,
-    )

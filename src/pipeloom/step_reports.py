@@ -34,11 +34,11 @@ def full_steps(timeline: Timeline, step: SteadyStep, *, count: int = 3) -> Timel
     kept: list[Event] = []
     ends = []
     for rank in range(timeline.ranks):
-        own = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_s, e.end_s))
+        events = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_s, e.end_s))
         sizes = [len(step.row(rank, at, steps)) for at in range(FIRST_STEP + count)]
         low, high = sum(sizes[:FIRST_STEP]), sum(sizes)
         counted, inside = 0, []
-        for event in own:
+        for event in events:
             if low <= counted < high or (counted == high and event.stream != "compute"):
                 inside.append(event)
             counted += event.stream == "compute" and _is_in_schedule(event.action)
@@ -108,11 +108,8 @@ def _cut(curve: MemoryCurve, zero: float, end: float) -> MemoryCurve:
     before = [size for at, size in pairs if at <= zero][-1:]
     inside = [(at, size) for at, size in pairs if zero < at <= end]
     levels = [*((zero, size) for size in before), *inside]
-    return replace(
-        curve,
-        times_s=tuple(at - zero for at, _ in levels),
-        sizes=tuple(size for _, size in levels),
-    )
+    times_s, sizes = tuple(at - zero for at, _ in levels), tuple(size for _, size in levels)
+    return replace(curve, times_s=times_s, sizes=sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,7 @@ def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatches:
-    """Splits batches for a plan's rank.
-
-    rounds: of the schedule per training step.  seed: of random ops.  training, evaluation: the rank's stages.
-    """
+    """rounds: of the schedule per training step.  seed: of random ops."""
 
     job: Job
     plan: Plan
@@ -60,7 +57,6 @@ class StepBatches:
 
         step: steps made before.  agree: gets the shapes of the batch, and why it cannot be used if it cannot;
         ranks have to agree on that before anything else, so that none begins alone.
-        Raises: BatchError if the batch cannot be split, or a size of micro-batch does not fit the plan.
         """
         parts: list[dict[str, Tensor]] = []
         shares: list[float] = []
@@ -91,7 +87,7 @@ class StepBatches:
         return microbatches
 
     def held_bytes(self, batch: Mapping[str, Tensor]) -> int:
-        """Bytes of a batch that this rank needs: of the micro-batches of its own replicas."""
+        """Of the micro-batches of this rank's replicas."""
         whole = sum(tensor.nbytes for tensor in batch.values())
         return whole * self.plan.microbatches_on(self.rank) // self.plan.microbatches
 
@@ -122,10 +118,7 @@ class Run(ABC):
 
     @abstractmethod
     def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
-        """Train on a batch. number: of the batch, from the start of training.
-
-        Raises: BatchError on all ranks if it cannot be used.
-        """
+        """number: of the batch, from the start of training."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -141,13 +134,12 @@ class Run(ABC):
 
     @contextmanager
     def call(self, what: str, *, heals: bool = False, refuses_batches: bool = False) -> Iterator[None]:
-        """Do `what`, such as "step 3". If it is broken off, as by Ctrl-C, the next call starts from nothing.
+        """Do `what`, such as "step 3". If it is broken off, as by Ctrl-C, the next call starts from nothing,
+        or refuses if it cannot.
 
         heals: it makes parameters, buffers and optimizer anew.
         refuses_batches: nothing is sent or computed yet, and all ranks raise a BatchError if one does. So it
             breaks nothing off: the next call starts from where this one did.
-        Raises: PipeloomError if an earlier call was broken off and this one cannot go on from there;
-            PeerError if another rank failed.
         """
         self._recover(heals)
         self.watch.check()

@@ -112,8 +112,12 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
     simulated = plan_job(zoo.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     plan = replace(simulated, predicted_step_s=0.2, notes=notes)
     told = reported(plan, [], times="profile", rehearsed_s=0.5)
-    assert (told.predicted_step_s, told.profiled_step_s, told.predicted_by) == (0.5, 0.2, "rehearsal")
-    assert told.branches == {
+    assert (told["predicted_step_s"], told["profiled_step_s"], told["predicted_by"]) == (
+        0.5,
+        0.2,
+        "rehearsal",
+    )
+    assert told["branches"] == {
         "branches": {"step_s": pytest.approx(0.5), "depth": 3, "peak_bytes": 5},
         "no_branches": {"step_s": pytest.approx(0.75), "depth": 4, "peak_bytes": 6},
     }

@@ -7,11 +7,10 @@ from rich.console import Console, RenderableType
 
 from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import MemoryCurve, Timeline
+from pipeloom.viewer.table import Column, Table
 from pipeloom.viewer.tables import (
-    Column,
     Comparison,
     StageRow,
-    Table,
     memory_kinds,
     memory_table,
     peak_figures,

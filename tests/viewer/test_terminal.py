@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.viewer.tables import StageRow, Table
+from pipeloom.viewer.table import Table
+from pipeloom.viewer.tables import StageRow
 from pipeloom.viewer.terminal import gantt, report
 
 

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import click
 
+from ..ir.text import format_bytes
 from .common import MODEL_HELP, emit, job_of, json_option, model_argument, plan_options, settings_of
 
 FEWEST_STEPS = 6
 """A bench of fewer steps, those that warm up included, does not rehearse."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchReport:
-    """How fast a plan runs. step_s and bubble: medians.  tokens_per_s: None if the data are no tokens.
-    predicted_by: "rehearsal" or "profile".  peak_bytes: per rank."""
-
-    step_s: float
-    rows_per_s: float
-    tokens_per_s: float | None
-    bubble: float
-    predicted_step_s: float
-    predicted_by: str
-    peak_bytes: tuple[int, ...]
-    ranks: int
-    replicas: int
-    schedule: str
-    microbatches: int
-    microbatch_size: int
-    compile: bool
-    steps: int
 
 
 @click.command(epilog=MODEL_HELP)
@@ -44,14 +23,7 @@ class BenchReport:
 @json_option
 @click.pass_context
 def bench(
-    ctx: click.Context,
-    /,
-    *,
-    model: str | None,
-    steps: int,
-    warmup: int,
-    as_json: bool,
-    **options: Any,
+    ctx: click.Context, /, *, model: str | None, steps: int, warmup: int, as_json: bool, **options: Any
 ) -> None:
     """Plan MODEL, run some steps with a process for each rank, and print the speed.
 
@@ -80,38 +52,40 @@ def bench(
         if isinstance(measured, int):
             ctx.exit(measured)
     profiled_s = planning.simulate(plan, planned.graph, planned.profiles, request.cluster).step_s
+    predicted_s = profiled_s if measured.rehearsed_s is None else measured.rehearsed_s
     reports, rows = measured.reports[warmup:], plan.microbatches * plan.microbatch_size
     tokens = tokens_of(job, job.batch(0, rows))
-    step_s = median(report.step_s for report in reports)
-    report = BenchReport(
-        step_s=step_s,
-        rows_per_s=rows / step_s,
-        tokens_per_s=None if tokens is None else tokens / step_s,
-        bubble=median(report.bubble for report in reports),
-        predicted_step_s=profiled_s if measured.rehearsed_s is None else measured.rehearsed_s,
-        predicted_by="rehearsal" if rehearses else "profile",
-        peak_bytes=reports[-1].peak_bytes,
-        schedule=plan.schedule,  # which the planner may have chosen
-        microbatches=plan.microbatches,
-        microbatch_size=plan.microbatch_size,
-        steps=steps,
-        **{key: getattr(settings, key) for key in ("ranks", "replicas", "compile")},
-    )
-    emit(report, _screen(report, plan_request.times_of(plan)), as_json=as_json)
+    step_s, bubble = (median(getattr(each, key) for each in reports) for key in ("step_s", "bubble"))
+    rows_per_s, tokens_per_s = rows / step_s, None if tokens is None else tokens / step_s
 
+    def screen() -> Iterator[str]:
+        from ..train.progress import throughput
 
-def _screen(report: BenchReport, about: list[str]) -> Iterator[str]:
-    from ..ir.text import format_bytes
-    from ..train.progress import throughput
+        yield from plan_request.times_of(plan)
+        by = "rehearsals of the ranks before it" if rehearses else "the plan's profile: too few to rehearse"
+        yield (
+            f"step        {step_s * 1e3:.1f} ms (median of {steps}), "
+            f"predicted {predicted_s * 1e3:.1f} ms by {by}"
+        )
+        beside = "" if tokens_per_s is None else f" ({throughput(rows_per_s, None)})"
+        yield f"throughput  {throughput(rows_per_s, tokens_per_s)}{beside}"
+        yield f"bubble      {bubble:.1%}"
+        yield f"peak memory {' | '.join(map(format_bytes, reports[-1].peak_bytes))}"
 
-    yield from about
-    rehearsed = report.predicted_by == "rehearsal"
-    by = "rehearsals of the ranks before it" if rehearsed else "the plan's profile: too few to rehearse"
-    yield (
-        f"step        {report.step_s * 1e3:.1f} ms (median of {report.steps}), "
-        f"predicted {report.predicted_step_s * 1e3:.1f} ms by {by}"
-    )
-    rows = "" if report.tokens_per_s is None else f" ({throughput(report.rows_per_s, None)})"
-    yield f"throughput  {throughput(report.rows_per_s, report.tokens_per_s)}{rows}"
-    yield f"bubble      {report.bubble:.1%}"
-    yield f"peak memory {' | '.join(map(format_bytes, report.peak_bytes))}"
+    result = {
+        "step_s": step_s,
+        "rows_per_s": rows_per_s,
+        "tokens_per_s": tokens_per_s,  # None if the data are no tokens
+        "bubble": bubble,
+        "predicted_step_s": predicted_s,
+        "predicted_by": "rehearsal" if rehearses else "profile",
+        "peak_bytes": reports[-1].peak_bytes,
+        "ranks": settings.ranks,
+        "replicas": settings.replicas,
+        "schedule": plan.schedule,  # which the planner may have chosen
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "compile": settings.compile,
+        "steps": steps,
+    }
+    emit(result, screen(), as_json=as_json)

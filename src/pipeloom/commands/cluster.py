@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..ir.text import as_plain
+from ..clusters.devices import BuiltIn, Figure, built_in_devices
+from ..clusters.files import save_cluster
+from ..clusters.names import find_cluster
+from ..ir.text import as_plain, format_bytes
+from ..viewer.table import Column, Table
 from .common import NEW_FILE, emit, json_option
 
 if TYPE_CHECKING:
-    from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
-    from ..machine import Detected
-    from ..viewer.tables import Table
 
 
 @click.group()
@@ -28,27 +29,22 @@ def cluster() -> None:
 @json_option
 def list_(*, as_json: bool) -> None:
     """List the devices that clusters can be made of."""
-    from ..clusters.devices import built_in_devices
-
     entries = list(built_in_devices().values())
-    emit({"devices": [_listed(entry) for entry in entries]}, _list_screen(entries), as_json=as_json)
-
-
-def _listed(entry: BuiltIn) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "aliases": entry.aliases,
-        "about": entry.about,
-        "memory_bytes": entry.bytes("memory"),
-        "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
-        "flops_per_s": entry.numbers("flops_per_s."),
-    }
+    listed = [
+        {
+            "name": entry.name,
+            "aliases": entry.aliases,
+            "about": entry.about,
+            "memory_bytes": entry.bytes("memory"),
+            "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
+            "flops_per_s": entry.numbers("flops_per_s."),
+        }
+        for entry in entries
+    ]
+    emit({"devices": listed}, _list_screen(entries), as_json=as_json)
 
 
 def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
-    from ..ir.text import format_bytes
-    from ..viewer.tables import Column, Table
-
     columns = (
         Column("name", left=True),
         Column("also", left=True),
@@ -74,10 +70,6 @@ def _list_screen(entries: Sequence[BuiltIn]) -> Iterator[Table | str]:
 @json_option
 def show(*, name: str, output: Path | None, as_json: bool) -> None:
     """Show every figure of NAME with its source: a device, a cluster as "8 x a100-40", or a cluster file."""
-    from ..clusters.devices import built_in_devices
-    from ..clusters.files import save_cluster
-    from ..clusters.names import find_cluster
-
     described = find_cluster(name)
     if output is not None:
         save_cluster(described, output, note=f"{name}; for sources: pipeloom cluster show")
@@ -86,7 +78,15 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     sources = {
         kind.name: {f.name: {**f.table, "source": f.source} for f in kind.figures.values()} for kind in kinds
     }
-    emit(_described(described) | {"sources": sources}, _show_screen(described, kinds), as_json=as_json)
+
+    def screen() -> Iterator[Table | str]:
+        yield from _cluster_screen(described)
+        columns = (Column("figure", left=True), Column("value"), Column("source", left=True))
+        for kind in kinds:
+            yield f"\n{kind.name}: {kind.about}"
+            yield Table("", columns, [(f.name, _value(f), f.source) for f in kind.figures.values()])
+
+    emit(_described(described) | {"sources": sources}, screen(), as_json=as_json)
 
 
 @cluster.command()
@@ -103,56 +103,42 @@ def detect(
     *, device: str, devices: int | None, directory: Path | None, output: Path | None, as_json: bool
 ) -> None:
     """Measure this machine, to plan, profile and simulate with --cluster FILE. Takes about half a minute."""
-    from ..clusters.files import save_cluster
     from ..machine import detect as measure
 
-    detected = measure(
-        device,
-        devices=devices,
-        directory=directory,
-        progress=lambda what: click.echo(f"measuring {what}", err=True),
-    )
+    def progress(what: str) -> None:
+        click.echo(f"measuring {what}", err=True)
+
+    detected = measure(device, devices=devices, directory=directory, progress=progress)
     if output is not None:
-        save_cluster(detected.cluster, output, note=_note(detected))
+        head = "Measured by `pipeloom cluster detect`; lowest and highest of what was found:"
+        rows = [
+            f"{row.name}: {_amount(row.low, row.unit)} to {_amount(row.high, row.unit)} over {row.of}"
+            for row in detected.measured
+        ]
+        save_cluster(detected.cluster, output, note="\n".join([head, *rows]))
+
+    def screen() -> Iterator[Table | str]:
+        yield from _cluster_screen(detected.cluster)
+        columns = (Column("figure", left=True), *map(Column, ("measured", "lowest", "highest")))
+        rows = [
+            (row.name, *(_amount(value, row.unit) for value in (row.value, row.low, row.high)), row.of)
+            for row in detected.measured
+        ]
+        yield ""
+        yield Table("", (*columns, Column("of", left=True)), rows)
+        if output is not None:
+            yield f"\nwritten to {output}"
+
     result = _described(detected.cluster) | {"measured": detected.measured}
-    emit(result, _detect_screen(detected, output), as_json=as_json)
+    emit(result, screen(), as_json=as_json)
 
 
 def _described(described: Cluster) -> dict[str, Any]:
-    """Devices and links as JSON."""
     values: dict[str, Any] = as_plain(described)
     return {"devices": values.pop("devices"), "links": values}
 
 
-def _show_screen(described: Cluster, kinds: Sequence[BuiltIn]) -> Iterator[Table | str]:
-    from ..viewer.tables import Column, Table
-
-    yield from _cluster_screen(described)
-    columns = (Column("figure", left=True), Column("value"), Column("source", left=True))
-    for kind in kinds:
-        yield f"\n{kind.name}: {kind.about}"
-        yield Table("", columns, [(f.name, _value(f), f.source) for f in kind.figures.values()])
-
-
-def _detect_screen(detected: Detected, output: Path | None) -> Iterator[Table | str]:
-    from ..viewer.tables import Column, Table
-
-    yield from _cluster_screen(detected.cluster)
-    columns = (Column("figure", left=True), *map(Column, ("measured", "lowest", "highest")))
-    rows = [
-        (row.name, *(_amount(value, row.unit) for value in (row.value, row.low, row.high)), row.of)
-        for row in detected.measured
-    ]
-    yield ""
-    yield Table("", (*columns, Column("of", left=True)), rows)
-    if output is not None:
-        yield f"\nwritten to {output}"
-
-
 def _cluster_screen(described: Cluster) -> Iterator[Table | str]:
-    from ..ir.text import format_bytes
-    from ..viewer.tables import Column, Table
-
     columns = (
         *(Column("ranks"), Column("device", left=True), Column("node"), Column("memory", format_bytes)),
         *(Column("to host GB/s", _rate), Column("back GB/s", _rate), Column("host memory", format_bytes)),
@@ -177,7 +163,6 @@ def _cluster_screen(described: Cluster) -> Iterator[Table | str]:
 
 
 def _value(figure: Figure) -> str:
-    """As written; rates with their unit."""
     if "value" not in figure.table:
         size = f" for {figure.size}" if "size" in figure.table else ""
         return f"{_rate(figure.link)} GB/s, {figure.link.latency_s * 1e6:.1f} us{size}"
@@ -202,12 +187,3 @@ def _amount(value: float, unit: str) -> str:
 
 def _rate(link: Link) -> str:
     return f"{link.bandwidth_bytes_per_s / 1e9:.4g}"
-
-
-def _note(detected: Detected) -> str:
-    """The head of a measured file."""
-    rows = [
-        f"{row.name}: {_amount(row.low, row.unit)} to {_amount(row.high, row.unit)} over {row.of}"
-        for row in detected.measured
-    ]
-    return "\n".join(["Measured by `pipeloom cluster detect`; lowest and highest of what was found:", *rows])

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
+from ..clusters.names import find_cluster
 from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import as_plain, load_noun
 from ..settings import PlanSettings
+from ..viewer.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from ..ir.cluster import Cluster
     from ..ir.profile import Profile
     from ..tracer.job import Job
-    from ..viewer.tables import Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -130,8 +131,8 @@ class NewFile(click.Path):
 NEW_FILE = NewFile()
 
 
-def model_argument(command: Command) -> Command:
-    return click.argument("model", required=False)(command)
+model_argument = click.argument("model", required=False)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
 
 def ranks_or_auto(text: Any) -> int | str:
@@ -153,8 +154,7 @@ def plan_options(
     def decorated(command: Command) -> Command:
         for one in reversed(fields(of)):
             if one.name in (names or [one.name]) and one.name not in without:
-                option = _option(one, unset=unset, auto=auto if one.name == "ranks" else "")
-                command = option(command)
+                command = _option(one, unset=unset, auto=auto if one.name == "ranks" else "")(command)
         return command
 
     return decorated
@@ -180,9 +180,8 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
 
 def settings_of(options: dict[str, Any]) -> PlanSettings:
     """The settings among a command's options, taken out of them."""
-    return PlanSettings(
-        **{one.name: options.pop(one.name) for one in fields(PlanSettings) if one.name in options}
-    )
+    names = [one.name for one in fields(PlanSettings) if one.name in options]
+    return PlanSettings(**{name: options.pop(name) for name in names})
 
 
 def exclusive(*names: str, hint: str = "leave out one") -> None:
@@ -200,11 +199,6 @@ def exclusive(*names: str, hint: str = "leave out one") -> None:
         raise ConfigError(f"{given[0]} and {given[1]} were both given", hint=hint)
 
 
-def json_option(command: Command) -> Command:
-    help = "Print one JSON object instead of tables."
-    return click.option("--json", "as_json", is_flag=True, help=help)(command)
-
-
 def job_of(model: str | None) -> Job:
     """The job that MODEL names, the built-in GPT if it names none."""
     if model is not None:
@@ -218,14 +212,10 @@ def job_of(model: str | None) -> Job:
 
 
 def cluster_of(given: Cluster | str | None) -> Cluster | None:
-    """The cluster that --cluster names: devices that pipeloom knows, or a file."""
-    from ..clusters.names import find_cluster
-
     return find_cluster(given) if isinstance(given, str) else given
 
 
 def load_profile(path: Path | None) -> Profile | None:
-    """The saved profile that --profile names."""
     from ..ir.profile import Profile
 
     return None if path is None else load_noun(path, Profile)
@@ -240,7 +230,6 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
     if as_json:
         click.echo(json.dumps(_finite(as_plain(result)), indent=1))
         return
-    from ..viewer.tables import Table
     from ..viewer.terminal import console
 
     out = console()

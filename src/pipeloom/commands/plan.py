@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..ir.errors import ConfigError
+from ..ir.text import format_bytes, show_time
+from ..viewer.table import Column, Table
 from .common import (
     FILE,
     MODEL_HELP,
@@ -29,12 +31,8 @@ from .common import (
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ..ir.cluster import Cluster
     from ..ir.plan import Plan
     from ..planner.plan_table import Change, PlannedStage
-    from ..planner.shape_search import RankedShape
-    from ..settings import PlanSettings
-    from ..viewer.tables import Table
 
 STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s")
 """Notes of a plan that are seconds of a step."""
@@ -90,51 +88,6 @@ def plan(*, planners: bool, closed_form: bool, as_json: bool, **options: Any) ->
         _plan(as_json=as_json, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanReport:
-    """A plan, and what is said about it.
-
-    predicted_step_s: what a step takes.  predicted_by: "rehearsal" if the plan's ranks rehearsed a step on
-    this machine, else "profile" or "roofline".  profiled_step_s: what its ops make alone, as the plan file
-    has it.  not_rehearsed: why, else None.  compiled: how the times of compiled functions compare with eager
-    ones, else None.  limits: what keeps the plan from being faster.  branches: where stages run side by side,
-    step_s, peak_bytes and depth with branches and with no_branches; of the latter also sequential_step_s
-    (each stage waits for the one in front).  what_if: what other clusters would gain.
-    stages: of the first replica.
-    """
-
-    predicted_step_s: float
-    predicted_by: str
-    profiled_step_s: float
-    not_rehearsed: str | None
-    planner: str
-    schedule: str
-    weights: str
-    replicas: int
-    microbatches: int
-    microbatch_size: int
-    graph: str
-    compiled: str | None
-    limits: Sequence[str]
-    branches: Mapping[str, Mapping[str, float]] | None
-    what_if: Sequence[Change]
-    stages: Sequence[PlannedStage]
-
-    @property
-    def of_the_step(self) -> str:
-        """What the step holds, as the end of a sentence."""
-        if self.predicted_by == "rehearsal":
-            return (
-                "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
-                f"optimizer; its ops alone make {self.profiled_step_s * 1e3:.1f} ms"
-            )
-        ops = {
-            "roofline": "by roofline",
-            "profile": "that were timed one by one, without what ranks do between them",
-        }
-        return f"that is made of ops {ops[self.predicted_by]}; not rehearsed: {self.not_rehearsed}"
-
-
 def reported(
     plan: Plan,
     stages: Sequence[PlannedStage],
@@ -143,9 +96,10 @@ def reported(
     times: str,
     rehearsed_s: float | None = None,
     not_rehearsed: str = "",
-) -> PlanReport:
-    """What is said of a plan.
+) -> dict[str, Any]:
+    """A plan, and what is said about it.
 
+    stages: of the first replica.  changes: what other clusters would gain.
     times: where those of ops come from, "profile" or "roofline".  rehearsed_s: a step of its ranks; None if
     they did not rehearse one, and not_rehearsed says why.
     """
@@ -154,26 +108,37 @@ def reported(
     from ..planner.notes import STEP_BESIDE, branch_figures
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
-    # The steps beside it were only simulated: they are told as much longer as this one is.
+    # The steps beside it were only simulated: they are scaled as this one is.
     scale = step_s / plan.predicted_step_s if plan.predicted_step_s else 1.0
     beside = [key for key in (*STEPS_OF_BRANCHES, STEP_BESIDE) if key in plan.notes]
     notes = {**plan.notes, **{key: str(scale * float(plan.notes[key])) for key in beside}}
-    told = replace(plan, predicted_step_s=step_s, notes=notes)
-    return PlanReport(
-        predicted_step_s=step_s,
-        predicted_by=times if rehearsed_s is None else "rehearsal",
-        profiled_step_s=plan.predicted_step_s,
-        not_rehearsed=not_rehearsed or None,
-        **{key: getattr(plan, key) for key in ("planner", "schedule", "weights", "graph")},
-        replicas=plan.width,
-        microbatches=plan.microbatches,
-        microbatch_size=plan.microbatch_size,
-        compiled=plan.notes.get(plan_request.COMPILED),
-        limits=plan_table.limits(told),
-        branches=branch_figures(told) or None,
-        what_if=[replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
-        stages=stages,
-    )
+    scaled = replace(plan, predicted_step_s=step_s, notes=notes)
+    return {
+        "predicted_step_s": step_s,
+        "predicted_by": times if rehearsed_s is None else "rehearsal",
+        "profiled_step_s": plan.predicted_step_s,  # what its ops make alone, as the plan file has it
+        "not_rehearsed": not_rehearsed or None,
+        **{key: getattr(plan, key) for key in ("planner", "schedule", "weights")},
+        "replicas": plan.width,
+        **{key: getattr(plan, key) for key in ("microbatches", "microbatch_size", "graph")},
+        "compiled": plan.notes.get(plan_request.COMPILED),
+        "limits": plan_table.limits(scaled),
+        "branches": branch_figures(scaled) or None,
+        "what_if": [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
+        "stages": stages,
+    }
+
+
+def _of_the_step(report: Mapping[str, Any]) -> str:
+    """What the step holds, as the end of a sentence."""
+    if report["predicted_by"] == "rehearsal":
+        return (
+            "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
+            f"optimizer; its ops alone make {report['profiled_step_s'] * 1e3:.1f} ms"
+        )
+    timed = "that were timed one by one, without what ranks do between them"
+    ops = "by roofline" if report["predicted_by"] == "roofline" else timed
+    return f"that is made of ops {ops}; not rehearsed: {report['not_rehearsed']}"
 
 
 def _plan(
@@ -189,25 +154,31 @@ def _plan(
     rehearse: bool,
     **options: Any,
 ) -> None:
-    exclusive(
-        "memory",
-        "cluster",
-        hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
-    )
-    exclusive("max_batch", "best_batch")
-    for search in ("max_batch", "best_batch"):
-        exclusive(search, "profile_file", hint="a profile is of one size: leave out one")
-        exclusive(
-            search,
-            "compile",
-            hint="each size would be compiled: search the size without --compile, then plan for it",
-        )
-    exclusive(
-        "pair_nodes", "replicas", hint="leave out one: the replicas of a stage are on neighbouring ranks"
-    )
+    one_size = "a profile is of one size: leave out one"
+    compiles = "each size would be compiled: search the size without --compile, then plan for it"
+    for one, other, hint in (
+        (
+            "memory",
+            "cluster",
+            "say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
+        ),
+        ("max_batch", "best_batch", "leave out one"),
+        *((search, "profile_file", one_size) for search in ("max_batch", "best_batch")),
+        *((search, "compile", compiles) for search in ("max_batch", "best_batch")),
+        ("pair_nodes", "replicas", "leave out one: the replicas of a stage are on neighbouring ranks"),
+    ):
+        exclusive(one, other, hint=hint)
     settings, profiled = settings_of(options), load_profile(profile_file)
     if pair_nodes:
-        settings = settings.changed(cluster=_paired(settings))
+        from ..planner.refusals import pair_low_with_high
+
+        cluster = cluster_of(settings.cluster)
+        if cluster is None:
+            raise ConfigError(
+                "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
+            )
+        cluster = replace(cluster, devices=cluster.devices[: settings.ranks])
+        settings = settings.changed(cluster=pair_low_with_high(cluster))
     why_not = "" if rehearse else "--no-rehearse was given"
     if settings.cluster is not None:
         why_not = DESCRIBED
@@ -250,22 +221,10 @@ def _plan(
         rehearsed_s=rehearsed_s,
         not_rehearsed=why_not,
     )
-    about = [report.of_the_step, *plan_request.times_of(plan)]
+    about = [_of_the_step(report), *plan_request.times_of(plan)]
     if request.options.offload_dir:
         about.append(machine.disk_speed(request.cluster))
-    emit(report, screen(report, about), as_json=as_json)
-
-
-def _paired(settings: PlanSettings) -> Cluster:
-    """The devices of the ranks, first and last ones together on nodes. Raises: ConfigError without nodes."""
-    from ..planner.refusals import pair_low_with_high
-
-    cluster = cluster_of(settings.cluster)
-    if cluster is None:
-        raise ConfigError(
-            "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
-        )
-    return pair_low_with_high(replace(cluster, devices=cluster.devices[: settings.ranks]))
+    emit(report, _screen(report, about), as_json=as_json)
 
 
 class _Line:
@@ -289,7 +248,6 @@ class _Line:
 
 @contextmanager
 def _watching() -> Iterator[_Line]:
-    """The line while the search lasts."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -300,21 +258,20 @@ def _watching() -> Iterator[_Line]:
         yield _Line(progress)
 
 
-def screen(report: PlanReport, about: Sequence[str]) -> Iterator[Table | str]:
-    """What is printed. about: sentences on the step that it takes."""
-    stages = report.stages
+def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table | str]:
+    """about: sentences on the step that it takes."""
+    stages = report["stages"]
     yield stages_table(stages)
-    ways = _ways(stages)
-    if ways:
+    if ways := _ways(stages):
         yield f"{', '.join(['kept', *ways])}: of one micro-batch's residuals"
     if any(stage.offload_ratio is not None for stage in stages):
         yield _offloadable([(stage.rank, stage.offloadable_stages or 0) for stage in stages])
-    each = f"{report.microbatches} micro-batches of {report.microbatch_size}"
-    each += f" on {report.replicas} replicas of every stage" if report.replicas > 1 else ""
-    yield f"predicted step: {report.predicted_step_s * 1e3:.1f} ms, {each}"
+    each = f"{report['microbatches']} micro-batches of {report['microbatch_size']}"
+    each += f" on {report['replicas']} replicas of every stage" if report["replicas"] > 1 else ""
+    yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms, {each}"
     yield from about
-    yield from report.limits
-    for change in report.what_if:
+    yield from report["limits"]
+    for change in report["what_if"]:
         if change.step_s is None:
             yield f"{change.what}: no plan"
         else:
@@ -327,10 +284,6 @@ def _ways(stages: Sequence[PlannedStage]) -> list[str]:
 
 
 def stages_table(stages: Sequence[PlannedStage]) -> Table:
-    """What each stage runs, takes and holds."""
-    from ..ir.text import format_bytes
-    from ..viewer.tables import Column, Table
-
     kinds = ["kept", *ways] if (ways := _ways(stages)) else ["residuals"]
     chain = all(s.reads in (None, (), (s.stage - 1,)) for s in stages)
     nodes = len({s.node for s in stages}) > 1
@@ -372,7 +325,6 @@ def _offloadable(stages: Sequence[tuple[int, int]]) -> str:
 
 def _list(*, as_json: bool) -> None:
     from ..planner.planners import PLANNERS
-    from ..viewer.tables import Column, Table
 
     keys = ("granularity", "optimises", "about", "source")
     rows = [{"name": name, **{key: getattr(p, key) for key in keys}} for name, p in PLANNERS.items()]
@@ -399,9 +351,34 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     if closed_form:
         ranked = rank_shapes(shapes.shape_request(request, job))
         assert request.options.global_batch is not None, "refused before"
-        best, *others = [_figures_of(shape, request.options.global_batch) for shape in ranked[:SHOWN]]
-        screen_of_shapes = _shapes_screen([best, *others], len(ranked))
-        emit({**best, "next": others}, screen_of_shapes, as_json=as_json)
+        batch = request.options.global_batch
+        best, *others = [
+            vars(shape)
+            | {"microbatches": shape.microbatches(batch)}
+            | {"rows_per_s": rate, "step_s": batch / rate, "peak_bytes": round(peak)}
+            for shape, rate, peak in ranked[:SHOWN]
+        ]
+
+        def shapes_screen() -> Iterator[Table | str]:
+            columns = {
+                "width": Column("width"),
+                "depth": Column("depth"),
+                "microbatch_size": Column("rows"),
+                "microbatches": Column("micro-batches"),
+                "recompute": Column("recompute", lambda recompute: "yes" if recompute else "no"),
+                "rows_per_s": Column("rows/s", "{:.2f}".format),
+                "step_s": Column("step", show_time),
+                "peak_bytes": Column("peak", format_bytes),
+            }
+            yield Table(
+                "", list(columns.values()), [[row[key] for key in columns] for row in (best, *others)]
+            )
+            yield (
+                f"{len(ranked)} shapes fit, by formulas; chosen: {best['width']} x {best['depth']} stages, "
+                f"{best['microbatches']} micro-batches of {best['microbatch_size']} rows in each"
+            )
+
+        emit({**best, "next": others}, shapes_screen(), as_json=as_json)
         return
     shaped, model = shapes.plan_shape(request, job)
     plan, shape = shaped.plan, shaped.shape
@@ -416,42 +393,14 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
         "peak_bytes": max(plan.peaks),
         "simulated": shaped.simulated,
         "planner": plan.planner,
-        "limits": report.limits,
-        "stages": report.stages,
+        "limits": report["limits"],
+        "stages": report["stages"],
     }
     treated = "some residuals recomputed" if shape.recompute else "every residual kept"
     about = [
-        report.of_the_step,
+        _of_the_step(report),
         f"width {shape.width}, depth {shape.depth}, {count} micro-batches of {plan.microbatch_size} rows in "
         f"each pipeline, {treated}",
         f"{shaped.rows_per_s:.2f} rows/s, the most of what was simulated ({shaped.simulated} shapes)",
     ]
-    emit(figures, screen(report, about), as_json=as_json)
-
-
-def _figures_of(ranked: RankedShape, batch: int) -> dict[str, Any]:
-    shape, rate, peak = ranked
-    more = {"rows_per_s": rate, "step_s": batch / rate, "peak_bytes": round(peak)}
-    return vars(shape) | {"microbatches": shape.microbatches(batch)} | more
-
-
-def _shapes_screen(figures: Sequence[Mapping[str, Any]], fit: int) -> Iterator[Table | str]:
-    from ..ir.text import format_bytes, show_time
-    from ..viewer.tables import Column, Table
-
-    columns = {
-        "width": Column("width"),
-        "depth": Column("depth"),
-        "microbatch_size": Column("rows"),
-        "microbatches": Column("micro-batches"),
-        "recompute": Column("recompute", lambda recompute: "yes" if recompute else "no"),
-        "rows_per_s": Column("rows/s", "{:.2f}".format),
-        "step_s": Column("step", show_time),
-        "peak_bytes": Column("peak", format_bytes),
-    }
-    yield Table("", list(columns.values()), [[row[key] for key in columns] for row in figures])
-    best = figures[0]
-    yield (
-        f"{fit} shapes fit, by formulas; chosen: {best['width']} x {best['depth']} stages, "
-        f"{best['microbatches']} micro-batches of {best['microbatch_size']} rows in each"
-    )
+    emit(figures, _screen(report, about), as_json=as_json)

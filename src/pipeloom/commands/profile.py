@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
+from ..ir.text import save_noun, show_share
+from ..viewer.table import Column, Table
 from .common import (
     MODEL_HELP,
     NEW_FILE,
@@ -21,11 +22,6 @@ from .common import (
     model_argument,
     plan_options,
 )
-
-if TYPE_CHECKING:
-    from ..ir.graph import OpGraph
-    from ..ir.profile import Profile
-    from ..viewer.tables import Table
 
 
 @click.command(epilog=MODEL_HELP)
@@ -53,7 +49,6 @@ def profile(
     With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
-    from ..ir.text import save_noun
 
     exclusive(
         "cluster",
@@ -70,90 +65,50 @@ def profile(
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
             save_noun(noun, path)
-    summary = summarise(captured.graph, costs)
-    emit(summary, _screen(summary, top), as_json=as_json)
-
-
-@dataclass
-class OpKind:
-    """All calls of one kind of op."""
-
-    target: str
-    calls: int = 0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileSummary:
-    """What the ops of a model cost, in seconds of one micro-batch.
-
-    source: "measured" or "roofline".  compiled: of compiled functions, how they compare with eager ops.
-    forward_s, input_grad_s, weight_grad_s: summed over ops.  kinds: the slowest first.
-    """
-
-    model: str
-    device: str
-    source: str
-    compiled: str | None
-    batch: Sequence[str]
-    ops: int
-    parameters: int
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    kinds: Sequence[OpKind]
-
-
-def summarise(graph: OpGraph, costs: Profile) -> ProfileSummary:
-    kinds: dict[str, OpKind] = {}
+    graph = captured.graph
+    kinds = {op.target: {"calls": 0, "forward_s": 0.0, "backward_s": 0.0} for op in graph.ops}
     for op in graph.ops:
-        kind, cost = kinds.setdefault(op.target, OpKind(op.target)), costs.costs[op.name]
-        kind.calls += 1
-        kind.forward_s += cost.forward_s
-        kind.backward_s += cost.backward_s
+        kind, cost = kinds[op.target], costs.costs[op.name]
+        kind["calls"] += 1
+        kind["forward_s"] += cost.forward_s
+        kind["backward_s"] += cost.backward_s
+    slowest = sorted(kinds.items(), key=lambda item: -(item[1]["forward_s"] + item[1]["backward_s"]))
     parts = ("forward_s", "input_grad_s", "weight_grad_s")
-    return ProfileSummary(
-        model=graph.name,
-        device=costs.device,
-        source=costs.source,
-        compiled=costs.compiled or None,
-        batch=costs.batch,
-        ops=len(graph.ops),
-        parameters=sum(prod(p.shape) for p in graph.parameters),
-        **{part: sum((getattr(c, part) for c in costs.costs.values()), 0.0) for part in parts},
-        kinds=sorted(kinds.values(), key=lambda k: -(k.forward_s + k.backward_s)),
-    )
+    total = {part: sum((getattr(c, part) for c in costs.costs.values()), 0.0) for part in parts}
+    parameters = sum(prod(p.shape) for p in graph.parameters)
 
+    def screen() -> Iterator[Table | str]:
+        yield (
+            f"{graph.name}: {len(graph.ops)} ops, {parameters:,} parameters, "
+            f"{costs.source} on {costs.device} with {', '.join(costs.batch)}"
+        )
+        if costs.compiled:
+            yield f"compiled: {costs.compiled}"
+        backward_s = total["input_grad_s"] + total["weight_grad_s"]
+        total_s = total["forward_s"] + backward_s
+        lines: list[tuple[Any, ...]] = [(target, *kind.values()) for target, kind in slowest[:top]]
+        lines.append(("all", len(graph.ops), total["forward_s"], backward_s))
+        columns = (
+            Column("op", left=True),
+            Column("calls"),
+            *(
+                Column(f"{part} ms", lambda seconds: f"{seconds * 1e3:.3f}")
+                for part in ("forward", "backward")
+            ),
+            Column("share", show_share),
+        )
+        rows = [(*line, (line[2] + line[3]) / total_s if total_s else None) for line in lines]
+        yield Table("", columns, rows)
 
-def _screen(summary: ProfileSummary, top: int) -> Iterator[Table | str]:
-    from ..ir.text import show_share
-    from ..viewer.tables import Column, Table
-
-    yield (
-        f"{summary.model}: {summary.ops} ops, {summary.parameters:,} parameters, "
-        f"{summary.source} on {summary.device} with {', '.join(summary.batch)}"
-    )
-    if summary.compiled:
-        yield f"compiled: {summary.compiled}"
-    backward_s = summary.input_grad_s + summary.weight_grad_s
-    total_s = summary.forward_s + backward_s
-    rows = [(k.target, k.calls, k.forward_s, k.backward_s) for k in summary.kinds[:top]]
-    rows.append(("all", summary.ops, summary.forward_s, backward_s))
-    ms = "{:.3f}".format
-    columns = (
-        Column("op", left=True),
-        Column("calls"),
-        Column("forward ms", ms),
-        Column("backward ms", ms),
-        Column("share", show_share),
-    )
-    shares = [(forward_s + back_s) / total_s if total_s else None for _, _, forward_s, back_s in rows]
-    yield Table(
-        "",
-        columns,
-        [
-            (target, calls, forward_s * 1e3, back_s * 1e3, share)
-            for (target, calls, forward_s, back_s), share in zip(rows, shares, strict=True)
-        ],
-    )
+    result = {
+        "model": graph.name,
+        "device": costs.device,
+        "source": costs.source,
+        "compiled": costs.compiled or None,
+        "batch": costs.batch,
+        "ops": len(graph.ops),
+        "parameters": parameters,
+        **total,
+        "kinds": [{"target": target, **kind} for target, kind in slowest],
+    }
+    emit(result, screen(), as_json=as_json)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import wraps
+from functools import reduce, wraps
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,15 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
+from ..ir.text import SizeUnit, format_bytes, show_share, write_whole
 from ..ir.weights import WEIGHT_POLICIES, Updates
+from ..viewer.table import Column, Table
 from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ..schedules.scenario import Scenario, SimulatedSchedule
-    from ..schedules.tuning import Cause, Divergence, Sensitivity
-    from ..viewer.path import Fold
-    from ..viewer.reasons import IdleSource
-    from ..viewer.tables import Table
 
 MOST_LINES = 60
 """A drawing goes on below itself up to so many lines, so that micro-batches have room for their numbers."""
@@ -36,7 +34,6 @@ STAGE_TIMES = ("forward_s", "input_grad_s", "weight_grad_s")
 
 
 def seconds(text: str) -> float | tuple[float, ...]:
-    """One time for all ranks, or several with commas, per stage."""
     numbers = []
     for part in text.split(","):
         try:
@@ -52,7 +49,6 @@ def seconds(text: str) -> float | tuple[float, ...]:
 
 
 def edges(text: str) -> tuple[tuple[int, int], ...]:
-    """Edges of a stage graph: "0-1 1-4 2-3 3-4"."""
     pairs = []
     for part in text.replace(",", " ").split():
         ends = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
@@ -64,19 +60,6 @@ def edges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-EDGES = click.option(
-    "--edges",
-    type=edges,
-    help='Stages that are no chain, by who sends to whom: "0-1 1-4 2-3 3-4" are two towers of two stages and '
-    "what joins them. Stage 0 is on rank 0, and so on.",
-)
-SHAPE = (
-    click.option("--ranks", "-p", type=click.IntRange(1, 4096), default=4, help="Devices in the pipeline."),
-    click.option("--microbatches", "-m", type=click.IntRange(1), default=8, help="Micro-batches per step."),
-    click.option(
-        "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
-    ),
-)
 SHORTEST = click.option(
     "--shortest",
     type=click.Choice(("step", "span")),
@@ -84,7 +67,19 @@ SHORTEST = click.option(
     help="Of a schedule's variants take the one with the shortest step; or with the shortest span, from a "
     "rank's first action to its last, which counts where each rank goes on by itself.",
 )
-TIMES = (
+SCENARIO = (
+    click.option("--ranks", "-p", type=click.IntRange(1, 4096), default=4, help="Devices in the pipeline."),
+    click.option("--microbatches", "-m", type=click.IntRange(1), default=8, help="Micro-batches per step."),
+    click.option(
+        "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
+    ),
+    click.option(
+        "--edges",
+        type=edges,
+        help='Stages that are no chain, by who sends to whom: "0-1 1-4 2-3 3-4" are two towers of two '
+        "stages and what joins them. Stage 0 is on rank 0, and so on.",
+    ),
+    SHORTEST,
     click.option("--forward-s", "-F", type=seconds, help="Time of a forward.  [default: 1]"),
     click.option("--input-grad-s", "-I", type=seconds, help="Time of an input gradient.  [default: 1]"),
     click.option(
@@ -167,22 +162,14 @@ TIMES_HELP = (
     "together; several, as 1,2,1,1, are the times of the stages from front to back."
 )
 HELP = f"NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3. {TIMES_HELP}"
-FILES = (
-    click.option(
-        "--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory."
-    ),
-    click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing."),
-)
 
 
 def with_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return reduce(lambda command, option: option(command), reversed(options), command)
 
 
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-p, -m, -v, --edges, --shortest, times and memory, handed to the command as one `scenario`."""
+    """Options handed to the command as one `scenario`."""
 
     @wraps(command)
     def with_scenario(**arguments: Any) -> Any:
@@ -199,14 +186,10 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
         given["times"] = load_work(given["times"]) if "times" in given else MicrobatchTimes(**numbers)
         return command(scenario=Scenario(**given), **arguments)
 
-    return with_options(with_scenario, (*SHAPE, EDGES, SHORTEST, *TIMES))
+    return with_options(with_scenario, SCENARIO)
 
 
 def refuse_shape(file: str) -> None:
-    """Refuse what `shape_options` says of a schedule's shape, where a file of rows has it already.
-
-    Raises: ConfigError that names the options.
-    """
     names = {"ranks": "-p", "microbatches": "-m", "chunks": "-v", "shortest": "--shortest"}
     source = click.get_current_context().get_parameter_source
     given = [option for name, option in names.items() if source(name) is ParameterSource.COMMANDLINE]
@@ -218,7 +201,7 @@ def refuse_shape(file: str) -> None:
 
 
 def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--weights and what goes with it, handed to the command as `updates`: None unless given."""
+    """Options handed to the command as `updates`: None unless given."""
 
     @wraps(command)
     def with_updates(
@@ -236,7 +219,10 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def file_options(command: Command) -> Command:
-    return with_options(command, FILES)
+    page = "Write a page: the drawing, the reason for each gap, and memory."
+    trace = "Write a trace for Perfetto or chrome://tracing."
+    files = (("--html", page), ("--trace", trace))
+    return with_options(command, [click.option(name, type=NEW_FILE, help=help) for name, help in files])
 
 
 @click.group()
@@ -251,20 +237,21 @@ def list_them(*, as_json: bool) -> None:
     from ..schedules.scenario import library
 
     entries = library()
-    emit(entries, _library_screen(entries), as_json=as_json)
 
+    def screen() -> Iterator[str]:
+        for name, entry in entries.items():
+            lacks = f" (shown only: running it needs {entry['lacks']})" if entry["lacks"] else ""
+            yield f"{name:<18} {entry['about']}{lacks}"
+            if entry["aliases"]:
+                yield f"{'':<18} also: {', '.join(entry['aliases'])}"
+        yield (
+            "\nF: forward, I: input gradient, W: weight gradient, B: I and W as one. A word in `` is an "
+            "option, written\nbehind a colon: pipeloom schedule show gis_g:group=3. Schedules with several "
+            "stages on each rank have `v`,\nhow many: pipeloom schedule compare interleaved:v=2 "
+            "interleaved:v=4"
+        )
 
-def _library_screen(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, entry in entries.items():
-        lacks = f" (shown only: running it needs {entry['lacks']})" if entry["lacks"] else ""
-        yield f"{name:<18} {entry['about']}{lacks}"
-        if entry["aliases"]:
-            yield f"{'':<18} also: {', '.join(entry['aliases'])}"
-    yield (
-        "\nF: forward, I: input gradient, W: weight gradient, B: I and W as one. A word in `` is an option, "
-        "written\nbehind a colon: pipeloom schedule show gis_g:group=3. Schedules with several stages on "
-        "each rank have `v`,\nhow many: pipeloom schedule compare interleaved:v=2 interleaved:v=4"
-    )
+    emit(entries, screen(), as_json=as_json)
 
 
 @schedule.command(epilog=HELP)
@@ -336,10 +323,10 @@ def check(
 def _present(
     simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    from ..ir.text import SizeUnit
     from ..schedules import scenario
     from ..viewer.chrome import write_trace
     from ..viewer.html import write_report
+    from ..viewer.terminal import console, gantt
 
     schedule = simulated.schedule
     if html is not None:
@@ -355,14 +342,14 @@ def _present(
     if trace is not None:
         write_trace(trace, [simulated.timeline])
     stages = scenario.weights(simulated, updates)
-    versions = {
+    versions: dict[str, Any] = {
         "policy": updates.policy,
         "update_every": updates.every,
         "versions": [s.needed for s in stages],
         "staleness": [max(s.staleness, default=0) for s in stages],
     }
     step_s = simulated.summary.step_s
-    figures = {
+    figures: dict[str, Any] = {
         "name": schedule.name,
         "ranks": schedule.ranks,
         "stages": schedule.stages,
@@ -380,42 +367,35 @@ def _present(
         "rows": str(schedule).splitlines() if as_json else [],  # of large schedules this takes a while
         "weights": versions if stages else None,
     }
-    emit(figures, _drawing(simulated, figures), as_json=as_json)
 
-
-def _drawing(simulated: SimulatedSchedule, figures: Mapping[str, Any]) -> Iterator[RenderableType]:
-    from ..ir.text import show_share
-    from ..viewer.terminal import console, gantt
-
-    beside = {
-        "bubble": [show_share(rank["bubble"]) for rank in figures["by_rank"]],
-        "peak": [f"{rank['peak']:.4g}" for rank in figures["by_rank"]],
-    }
-    yield gantt(simulated.timeline, columns=console().width, beside=beside, most_lines=MOST_LINES)
-    yield (
-        f"step {figures['step_s']:.6g}; bubble {show_share(figures['bubble'])} until the last rank ends, "
-        f"{show_share(figures['span_bubble'])} of the longest span of a rank; peak "
-        f"{_peak(simulated, ' micro-batches')}"
-    )
-    if (weights := figures["weights"]) is not None:
-        kept, late = (" ".join(map(str, weights[key])) for key in ("versions", "staleness"))
+    def screen() -> Iterator[RenderableType]:
+        beside = {
+            "bubble": [show_share(rank["bubble"]) for rank in figures["by_rank"]],
+            "peak": [f"{rank['peak']:.4g}" for rank in figures["by_rank"]],
+        }
+        yield gantt(simulated.timeline, columns=console().width, beside=beside, most_lines=MOST_LINES)
         yield (
-            f"weights {weights['policy']}, an update every {weights['update_every']} micro-batches; "
-            f"per stage, versions kept {kept}, gradients late by up to {late} updates"
+            f"step {step_s:.6g}; bubble {show_share(figures['bubble'])} until the last rank ends, "
+            f"{show_share(figures['span_bubble'])} of the longest span of a rank; peak "
+            f"{_peak(simulated, ' micro-batches')}"
         )
+        if stages:
+            kept, late = (" ".join(map(str, versions[key])) for key in ("versions", "staleness"))
+            yield (
+                f"weights {updates.policy}, an update every {updates.every} micro-batches; "
+                f"per stage, versions kept {kept}, gradients late by up to {late} updates"
+            )
+
+    emit(figures, screen(), as_json=as_json)
 
 
 def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """step_s: of a step.  bubble: idle share of rank-time until the last rank ends.  span_s: the longest time
-    from a rank's first action to its last.  span_bubble: idle share of that.  peak: most micro-batches of
-    residuals on a rank.  peak_bytes: None where sizes are not known."""
+    """Seconds, shares of rank-time, micro-batches and bytes; peak_bytes: None where sizes are not known."""
     figures = {key: getattr(simulated.summary, key) for key in ("step_s", "bubble", "span_s", "span_bubble")}
     return figures | {"peak": simulated.peak, "peak_bytes": max(simulated.peaks_bytes, default=None)}
 
 
 def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
-    from ..ir.text import format_bytes
-
     size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
     return f"{simulated.peak:.4g}{unit}{size}"
 
@@ -444,30 +424,27 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
             refused[name] = error
     figures = {name: _figures(simulated) for name, simulated in by_name.items()}
     errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
-    emit(figures | errors, _comparison(by_name), as_json=as_json)
+
+    def screen() -> Iterator[Table]:
+        columns = (
+            Column("schedule", left=True),
+            Column("step time", "{:.6g}".format),
+            Column("bubble until\nthe last ends", show_share),
+            Column("bubble of the\nlongest span", show_share),
+            Column("peak,\nmicro-batches"),
+        )
+        rows = [
+            (name, one.summary.step_s, one.summary.bubble, one.summary.span_bubble, _peak(one))
+            for name, one in by_name.items()
+        ]
+        if rows:
+            yield Table("", columns, rows)
+
+    emit(figures | errors, screen(), as_json=as_json)
     for why in refused.values():
         click.echo(f"error: {why.message}" + (f"\nhint: {why.hint}" if why.hint else ""), err=True)
     if refused:
         click.get_current_context().exit(1)
-
-
-def _comparison(by_name: Mapping[str, SimulatedSchedule]) -> Iterator[Table]:
-    from ..ir.text import show_share
-    from ..viewer.tables import Column, Table
-
-    columns = (
-        Column("schedule", left=True),
-        Column("step time", "{:.6g}".format),
-        Column("bubble until\nthe last ends", show_share),
-        Column("bubble of the\nlongest span", show_share),
-        Column("peak,\nmicro-batches"),
-    )
-    rows = [
-        (name, one.summary.step_s, one.summary.bubble, one.summary.span_bubble, _peak(one))
-        for name, one in by_name.items()
-    ]
-    if rows:
-        yield Table("", columns, rows)
 
 
 @schedule.command(epilog=HELP)
@@ -476,48 +453,43 @@ def _comparison(by_name: Mapping[str, SimulatedSchedule]) -> Iterator[Table]:
 @json_option
 def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ranks are idle, and print the critical path."""
+    from ..ir.explanation import REASONS
     from ..schedules.scenario import explain as idle_reasons, simulate_schedule
     from ..viewer.path import fold
-    from ..viewer.reasons import sources
+    from ..viewer.reasons import merged, sources
 
     simulated = simulate_schedule(name, scenario)
     explanation = idle_reasons(simulated)
     causes, legs = sources(explanation), fold(explanation.path)
-    figures = _figures(simulated)
+    figures = {key: _figures(simulated)[key] for key in ("step_s", "bubble", "span_s", "span_bubble")}
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
+
+    def screen() -> Iterator[str]:
+        yield (
+            f"{name}: {show_share(figures['bubble'])} of rank-time is idle until the last rank ends "
+            f"({explanation.idle_s:.6g} of {explanation.ranks} x {figures['step_s']:.6g}); "
+            f"{show_share(figures['span_bubble'])} of the longest span of a rank"
+        )
+        for reason, seconds, share, largest in merged(causes):
+            yield f"\n  {show_share(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}"
+            for source in largest[:SHOWN]:
+                yield f"          {show_share(source.share):>6}  {source.text}"
+            if rest := largest[SHOWN:]:
+                yield f"          {show_share(sum(r.share for r in rest)):>6}  {len(rest)} more"
+        yield "\ncritical path: only what makes one of these shorter makes the step shorter"
+        for leg in legs:
+            yield f"  from {leg.start_s:<8.6g} for {leg.end_s - leg.start_s:<8.6g} {leg}"
+
     result = {
         "name": name,
-        **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
+        **figures,
         "idle_s": explanation.idle_s,
         "reasons": explanation.by_reason,
         "sources": causes,
         "path": [{key: getattr(piece, key) for key in pieces} for piece in explanation.path],
         "path_text": list(map(str, legs)),
     }
-    emit(result, _explanation(result, explanation.ranks, causes, legs), as_json=as_json)
-
-
-def _explanation(
-    figures: Mapping[str, Any], ranks: int, causes: Sequence[IdleSource], legs: Sequence[Fold]
-) -> Iterator[str]:
-    from ..ir.explanation import REASONS
-    from ..ir.text import show_share
-    from ..viewer.reasons import merged
-
-    yield (
-        f"{figures['name']}: {show_share(figures['bubble'])} of rank-time is idle until the last rank ends "
-        f"({figures['idle_s']:.6g} of {ranks} x {figures['step_s']:.6g}); "
-        f"{show_share(figures['span_bubble'])} of the longest span of a rank"
-    )
-    for reason, seconds, share, own in merged(causes):
-        yield f"\n  {show_share(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}"
-        for source in own[:SHOWN]:
-            yield f"          {show_share(source.share):>6}  {source.text}"
-        if rest := own[SHOWN:]:
-            yield f"          {show_share(sum(r.share for r in rest)):>6}  {len(rest)} more"
-    yield "\ncritical path: only what makes one of these shorter makes the step shorter"
-    for leg in legs:
-        yield f"  from {leg.start_s:<8.6g} for {leg.end_s - leg.start_s:<8.6g} {leg}"
+    emit(result, screen(), as_json=as_json)
 
 
 @schedule.command(epilog=HELP)
@@ -530,7 +502,6 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..ir.text import write_whole
     from ..schedules.scenario import csv_text, simulate_schedule
 
     simulated = simulate_schedule(name, scenario)
@@ -553,36 +524,27 @@ def diff(*, one: str, other: str, scenario: Scenario, as_json: bool) -> None:
     from ..schedules.scenario import simulate_schedule
     from ..schedules.tuning import divergences, idle_side_by_side
 
-    names, both = (one, other), [simulate_schedule(name, scenario) for name in (one, other)]
+    both = [simulate_schedule(name, scenario) for name in (one, other)]
     places, idle = divergences(*both), idle_side_by_side(*both)
     steps = [simulated.summary.step_s for simulated in both]
-    reasons = {reason: (a, b) for reason, a, b in idle}
-    result = {"step_s": steps, "divergences": places, "idle": reasons}
-    emit(result, _differences(names, steps, places, reasons), as_json=as_json)
+    result = {"step_s": steps, "divergences": places, "idle": {reason: (a, b) for reason, a, b in idle}}
 
+    def screen() -> Iterator[str | Table]:
+        yield f"step {steps[0]:.6g} in {one}, {steps[1]:.6g} in {other}"
+        if not places:
+            yield "they run the same actions in the same order on every rank"
+        for d in places:
+            a, b = (
+                f"{action} at {start:.6g}" if action else "nothing more"
+                for action, start in zip(d.actions, d.starts_s, strict=True)
+            )
+            yield f"rank {d.rank}: the same {d.place} actions, then {a} in {one}, {b} in {other}"
+        seconds = "{:.6g}".format
+        columns = [Column("idle, rank-seconds", left=True), Column(one, seconds), Column(other, seconds)]
+        columns.append(Column("difference", "{:+.6g}".format))
+        yield Table("", columns, [(reason, a, b, b - a) for reason, a, b in idle])
 
-def _differences(
-    names: tuple[str, str],
-    steps: Sequence[float],
-    places: Sequence[Divergence],
-    idle: Mapping[str, tuple[float, float]],
-) -> Iterator[str | Table]:
-    from ..viewer.tables import Column, Table
-
-    one, other = names
-    yield f"step {steps[0]:.6g} in {one}, {steps[1]:.6g} in {other}"
-    if not places:
-        yield "they run the same actions in the same order on every rank"
-    for d in places:
-        a, b = (
-            f"{action} at {start:.6g}" if action else "nothing more"
-            for action, start in zip(d.actions, d.starts_s, strict=True)
-        )
-        yield f"rank {d.rank}: the same {d.place} actions, then {a} in {one}, {b} in {other}"
-    seconds = "{:.6g}".format
-    columns = [Column("idle, rank-seconds", left=True), Column(one, seconds), Column(other, seconds)]
-    columns.append(Column("difference", "{:+.6g}".format))
-    yield Table("", columns, [(reason, a, b, b - a) for reason, (a, b) in idle.items()])
+    emit(result, screen(), as_json=as_json)
 
 
 @schedule.command(epilog=HELP)
@@ -597,16 +559,16 @@ def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
     from ..schedules.tuning import why as causes_of
 
     causes = causes_of(simulate_schedule(name, scenario), action)
-    lines = (f"{c.action:>8} on rank {c.rank} from {c.start_s:<8.6g} {_words(c)}" for c in causes)
-    emit(causes, lines, as_json=as_json)
-
-
-def _words(cause: Cause) -> str:
-    return {
-        "rank": f"its rank ran {cause.cause} until then",
-        "message": f"it needed {cause.cause}",
+    words = {
+        "rank": "its rank ran {} until then",
+        "message": "it needed {}",
         "start": "nothing was before it",
-    }[cause.reason]
+    }
+    lines = (
+        f"{c.action:>8} on rank {c.rank} from {c.start_s:<8.6g} {words[c.reason].format(c.cause)}"
+        for c in causes
+    )
+    emit(causes, lines, as_json=as_json)
 
 
 @schedule.command(epilog=HELP)
@@ -623,15 +585,15 @@ def sensitivity(*, name: str, scenario: Scenario, as_json: bool) -> None:
 
     simulated = simulate_schedule(name, scenario)
     changes, step_s = changes_of(simulated), simulated.summary.step_s
-    result = {"step_s": step_s, "changes": changes}
-    emit(result, _savings(name, step_s, changes), as_json=as_json)
 
+    def screen() -> Iterator[str | Table]:
+        yield f"{name}: a step takes {step_s:.6g}; with 10 % less for"
+        seconds = "{:.6g}".format
+        columns = (
+            *(Column("what", left=True), Column("stage")),
+            *(Column("step", seconds), Column("saved", seconds)),
+        )
+        rows = [(c.what, c.stage if c.stage >= 0 else "", c.step_s, c.saved_s) for c in changes]
+        yield Table("", columns, rows)
 
-def _savings(name: str, step_s: float, changes: Sequence[Sensitivity]) -> Iterator[str | Table]:
-    from ..viewer.tables import Column, Table
-
-    yield f"{name}: a step takes {step_s:.6g}; with 10 % less for"
-    seconds = "{:.6g}".format
-    columns = (Column("what", left=True), Column("stage"), Column("step", seconds), Column("saved", seconds))
-    rows = [(c.what, c.stage if c.stage >= 0 else "", c.step_s, c.saved_s) for c in changes]
-    yield Table("", columns, rows)
+    emit({"step_s": step_s, "changes": changes}, screen(), as_json=as_json)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
+from ..ir.text import write_whole
 from .common import FILE, NEW_FILE, emit, json_option
 from .schedule import SHORTEST
 
@@ -94,8 +95,6 @@ def search(
     )
     click.echo("\r\033[K" if sys.stderr.isatty() else "", nl=False, err=True)
     if output is not None:
-        from ..ir.text import write_whole
-
         write_whole(output, found.text(str(output)))
     emit(found.figures(), _screen(found, output), as_json=as_json)
 

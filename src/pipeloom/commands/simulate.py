@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..clusters.names import cpu_cluster
 from ..ir.errors import ConfigError
+from ..ir.text import load_noun
 from .common import (
     FILE,
     MODEL_HELP,
@@ -22,9 +24,6 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..ir.cluster import Cluster
-    from ..ir.graph import OpGraph
-    from ..ir.plan import Plan
     from ..ir.profile import Profile
 
 
@@ -53,66 +52,47 @@ def simulate(
     With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
     """
     from .. import planning, reports
-    from ..clusters.names import cpu_cluster
+    from ..ir.graph import OpGraph
     from ..ir.plan import load_plan
+    from ..plan_request import COMPILED
     from ..simulator.summary import summarise
     from ..viewer import chrome, stage_graph, terminal
     from ..viewer.html import write_report
 
     plan = load_plan(plan_file)
     described = cluster_of(cluster)
-    graph, costs = _costs(plan, model, graph_file, profile_file, described)
-    devices = described or cpu_cluster(len(set(plan.placement)))
-    timeline = planning.simulate(plan, graph, costs, devices)
-    if html is not None:
-        reasons = reports.explain_steps(plan, graph, [timeline], devices)
-        title = f"{graph.name}: {plan.schedule}, simulated"
-        write_report(
-            html,
-            title=title,
-            predicted=timeline,
-            stages=reports.stage_rows(graph, plan),
-            edges=stage_graph.stage_edges(plan.stage_graph(graph)),
-            explanations=reasons,
-        )
-    if trace is not None:
-        chrome.write_trace(trace, [timeline])
-    emit(
-        summarise(timeline),
-        terminal.report(predicted=timeline, width=terminal.console().width),
-        as_json=as_json,
-    )
-
-
-def _costs(
-    plan: Plan,
-    model: str | None,
-    graph_file: Path | None,
-    profile_file: Path | None,
-    cluster: Cluster | None,
-) -> tuple[OpGraph, Profile | dict[str, Profile]]:
-    from .. import planning
-    from ..ir.graph import OpGraph
-    from ..ir.text import load_noun
-    from ..plan_request import COMPILED
-
     exclusive("graph_file", "model")
-    if graph_file is not None and profile_file is None and cluster is None:
+    if graph_file is not None and profile_file is None and described is None:
         raise ConfigError(
             "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
         )
     profiled = load_profile(profile_file)
+    costs: Profile | dict[str, Profile] | None = profiled
     if COMPILED in plan.notes:
-        planning.require_compiled(profiled, cluster)
+        planning.require_compiled(profiled, described)
     if graph_file is not None:
         captured, graph = None, load_noun(graph_file, OpGraph)
     else:
-        devices = {device.name for device in cluster.devices} if cluster is not None else ()
-        captured = planning.capture(job_of(model), plan.microbatch_size, devices=devices)
+        names = {device.name for device in described.devices} if described is not None else ()
+        captured = planning.capture(job_of(model), plan.microbatch_size, devices=names)
         graph = captured.graph
-    if profiled is not None:
-        return graph, profiled
-    if captured is None or cluster is not None:
-        assert cluster is not None, "a saved graph comes with a profile or a cluster"
-        return graph, planning.estimate(graph, cluster)
-    return graph, planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned
+    if costs is None and described is not None:
+        costs = planning.estimate(graph, described)
+    elif costs is None:
+        assert captured is not None, "a saved graph comes with a profile or a cluster"
+        costs = planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned
+    devices = described or cpu_cluster(len(set(plan.placement)))
+    timeline = planning.simulate(plan, graph, costs, devices)
+    if html is not None:
+        write_report(
+            html,
+            title=f"{graph.name}: {plan.schedule}, simulated",
+            predicted=timeline,
+            stages=reports.stage_rows(graph, plan),
+            edges=stage_graph.stage_edges(plan.stage_graph(graph)),
+            explanations=reports.explain_steps(plan, graph, [timeline], devices),
+        )
+    if trace is not None:
+        chrome.write_trace(trace, [timeline])
+    drawn = terminal.report(predicted=timeline, width=terminal.console().width)
+    emit(summarise(timeline), drawn, as_json=as_json)

@@ -80,8 +80,9 @@ def train(
     (predicted less measured, as a share of measured), step_error_quartiles (of all rehearsals), rehearsals
     (of each: step, predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
+    from ..ir.plan import load_plan
     from ..train.config import Override, read_config
-    from ..train.rank_processes import RankProcesses
+    from ..train.rank_processes import RankProcesses, ranks_of
 
     given: dict[str, Any] = {"data.paths": data or None, "job": job, "steps": steps, "compare": compare}
     given |= {f"pipeline.{name}": value for name, value in pipeline.items()}
@@ -91,16 +92,12 @@ def train(
     )
     asked = read_config(config, changes)
     planned = resume or "RANK" in os.environ  # by whom the plan's file may be read is not known yet
-    with RankProcesses(0 if planned else _ranks_of(asked.pipeline), asked) as processes:
+    ranks, plan = asked.pipeline.devices, asked.pipeline.plan
+    if not planned and plan is not None:
+        ranks = ranks_of(load_plan(Path(plan)))
+    with RankProcesses(0 if planned else ranks, asked) as processes:
         from ..train.run import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
 
         request = TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)
         status = run(request, processes)
     ctx.exit(status)
-
-
-def _ranks_of(settings: PipelineConfig) -> int:
-    from ..ir.plan import load_plan
-    from ..train.rank_processes import ranks_of
-
-    return settings.devices if settings.plan is None else ranks_of(load_plan(Path(settings.plan)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..clusters.names import cpu_cluster
 from ..ir.cluster import Link
 from .common import (
     FILE,
@@ -71,7 +72,6 @@ def verify(
     plan = None if plan_file is None else load_plan(plan_file)
     job = job_of(model)
     from .. import planning
-    from ..clusters.names import cpu_cluster
     from ..runnable import require_runnable
     from ..verification import verify as compare
 
@@ -89,7 +89,6 @@ def verify(
 
 
 def report(verification: Verification) -> list[str]:
-    """What is printed."""
     lines = [
         f"compared with {verification.reference}; largest relative differences:",
         f"  loss        {verification.loss:.2e}",

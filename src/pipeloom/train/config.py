@@ -46,7 +46,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The byte-level GPT. context: bytes it sees at once.  tied: one matrix embeds and predicts."""
+    """context: bytes it sees at once.  tied: one matrix embeds and predicts."""
 
     layers: Count = 4
     width: Count = 128
@@ -65,11 +65,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text to train on.
-
-    paths: files, or folders whose files are all taken; empty for the .py files of Python's standard library.
-    validation_share: share of the files (of each file, if there are too few) kept for validation.
-    """
+    """paths: files, or folders whose files are all taken; empty for Python's standard library.
+    validation_share: share of the files (of each file, if there are too few) kept for validation."""
 
     paths: tuple[str, ...] = ()
     validation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.05
@@ -115,16 +112,14 @@ class PipelineConfig(PlanSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything about one run.
-
-    name: of the run directory, runs/<name>-<n>; by default the job's name.
+    """name: of the run directory, runs/<name>-<n>; by default the job's name.
     job: "file.py:function" or "package.module:function" returning a `pipeloom.Job`; unset for the built-in
-    GPT (then `model` and `data` are used).
+        GPT (then `model` and `data` are used).
     checkpoint_every: steps between checkpoints; one is always written at the end.
     compare: before the first step of a model that was not trained here before, compare two micro-batches with
         plain PyTorch; the run is refused if they differ.
     rehearsals: how often, at most, the run predicts a step anew between two steps, to be held against the
-        steps around it; each takes nearly as long as a step. 0 for none.
+        steps around it; each takes nearly as long as a step.
     """
 
     name: Annotated[str, Meta(pattern=r"^[^/\0]+$")] = "gpt"
@@ -148,11 +143,7 @@ Override: TypeAlias = str | tuple[str, Any]
 
 
 def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config:
-    """The defaults, changed by a TOML file, changed by overrides.
-
-    Raises: ConfigError naming the key, and the file or the override, if something is missing, misspelt, of
-        the wrong type or out of range.
-    """
+    """The defaults, changed by a TOML file, changed by overrides."""
     plain = {} if file is None else parse_toml(_read(file), str(file))
     pairs = [_parse_override(each) if isinstance(each, str) else each for each in overrides]
     for key, value in pairs:
@@ -200,23 +191,14 @@ def write_config(config: Config) -> str:
     rehearsals = 1
     compare = true
     """
-    import tomli_w  # here, since only `pipeloom train` writes a config
+    import tomli_w  # only `pipeloom train` writes a config
 
     return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
 
-def known_keys() -> list[str]:
-    """Every dotted key, in the order of the dataclasses.
-
-    >>> known_keys()[8:11]
-    ['rehearsals', 'compare', 'model.layers']
-    """
-    return list(_kinds())
-
-
 @cache
-def _kinds() -> dict[str, Any]:
-    """Dotted keys and their types."""
+def known_keys() -> dict[str, Any]:
+    """Every dotted key and its type, in the order of the dataclasses."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(Config, include_extras=True).items():
         if dataclasses.is_dataclass(kind):
@@ -249,7 +231,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"--set {shortened(override, most=80)} has no value", hint="write --set key=value")
     _refuse_unknown(key, "--set: ")
-    kind = _kinds().get(key)
+    kind = known_keys().get(key)
     if not raw and type(None) in get_args(kind):
         return key, None
     if raw.startswith(('"', "'", "[")):
@@ -266,7 +248,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def _items(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of what a file sets; a table where no table belongs counts as a value."""
+    """With dotted keys; a table where no table belongs counts as a value."""
     for name, value in plain.items():
         if isinstance(value, dict) and value:
             yield from _items(value, f"{prefix}{name}.")
@@ -296,8 +278,5 @@ def _put(plain: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _without_none(plain: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in plain.items()
-        if value is not None
-    }
+    inner = {key: _without_none(value) if isinstance(value, dict) else value for key, value in plain.items()}
+    return {key: value for key, value in inner.items() if value is not None}

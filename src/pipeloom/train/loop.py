@@ -20,19 +20,17 @@ from .config import Config
 from .progress import StepProgress
 from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .run_directory import METRICS, Metrics
-from .workload import Batch, Workload, rate_share, rows_of, tokens_of
+from .workload import Batch, Workload, rate_share, tokens_of
 
 LONG_STEP_S = 6.0
 """Before a step that takes longer nothing runs that was not asked for: no rehearsals and no validation."""
 
 
 def why_at_once(planned_s: float) -> str:
-    """Why a run begins with its first step, where a step is planned to take so long; else nothing.
+    """Why a run begins with its first step, if a step is planned to take so long.
 
-    >>> why_at_once(0.3)
-    ''
-    >>> why_at_once(17.2)[:35]
-    'a step is planned to take 17 s: the'
+    >>> why_at_once(0.3), why_at_once(17.2)[:35]
+    ('', 'a step is planned to take 17 s: the')
     """
     if planned_s <= LONG_STEP_S:
         return ""
@@ -44,8 +42,6 @@ def why_at_once(planned_s: float) -> str:
 
 def what_runs_first(rehearsals: int, *, validates: bool) -> str:
     """What a run does before its first step, and between steps, that nobody asked for, and why.
-
-    rehearsals: as the config has them.  validates: before the first step.
 
     >>> what_runs_first(0, validates=False)
     'before the first step the ranks rehearse one, which the forecast is made of'
@@ -61,14 +57,9 @@ def what_runs_first(rehearsals: int, *, validates: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutcome:
-    """How a run ended.
-
-    first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
-    comparison: of rehearsals with the steps around them; None if there was no rehearsal.
-    timeline: the measured step that stands for the run; None if no step was made.
-    middle_step_s: the median of the steps since it began, without those that warm up (rank 0); None if there
-        is none.
-    """
+    """first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
+    timeline: the measured step that stands for the run.
+    middle_step_s: the median of the steps since it began, without those that warm up (rank 0)."""
 
     first_step: int
     steps: int
@@ -79,10 +70,6 @@ class TrainOutcome:
 
 
 def resume_from(out: Path, pipeline: Pipeline, workload: Workload) -> None:
-    """Go back to the newest checkpoint of a run.
-
-    Raises: CheckpointError on all ranks if there is none, or it was made with other data.
-    """
     data = pipeline.load(out / "checkpoint").get("data")
     if data != workload.data:
         raise CheckpointError(
@@ -100,29 +87,49 @@ def train(
     console: Console,
     at_once: bool = False,
 ) -> TrainOutcome:
-    """Train until `config.steps`, from where the pipeline is.
-
-    at_once: begin with a step, not with a validation, and rehearse none.
-    Raises: PipeloomError on all ranks if the loss is no longer a number.
-    """
-    first = pipeline.steps_done
+    """at_once: begin with a step, not with a validation, and rehearse none."""
+    first = step = pipeline.steps_done
     rehearsals = StepRehearsals(
         pipeline, first=first, end=config.steps, rehearsals=0 if at_once else config.rehearsals
     )
     losses: dict[str, list[tuple[int, float]]] = {}
-    middle_step_s = None
+    validation = middle_step_s = metrics = progress = None
     with ExitStack() as stack:
-        metrics = progress = None
         if pipeline.rank == 0:
             metrics = stack.enter_context(Metrics(out / METRICS, after_step=first))
             progress = stack.enter_context(StepProgress(console, steps=config.steps, done=first))
-        _steps(pipeline, config, workload, out, metrics, progress, rehearsals, validates_first=not at_once)
+        if first == 0 and not at_once:
+            validation = validate(pipeline, config, workload)
+            if metrics is not None:
+                metrics.write({"step": 0, "validation_loss": validation})
+        while step < config.steps:
+            rehearsed_s = rehearsals.before(step)
+            end = _next_stop(step, config, rehearsals)
+            # Between two stops nothing is asked of the pipeline but steps, so it need not drain.
+            reports = pipeline.steps(map(workload.train, range(step, end)))
+            for done, report in enumerate(reports, start=step + 1):
+                if not math.isfinite(report.loss):
+                    raise PipeloomError(
+                        f"the loss of step {done} is {report.loss}",
+                        hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
+                    )
+                validates = done == config.steps or done % config.validate_every == 0
+                if done == end:
+                    rehearsals.after(done - 1)
+                    validation = validate(pipeline, config, workload) if validates else validation
+                if metrics is not None and progress is not None:
+                    figures = _figures(done, report, config, workload, workload.train(done - 1))
+                    figures["rehearsed_step_s"] = rehearsed_s if done == step + 1 else None
+                    metrics.write(figures | {"validation_loss": validation if validates else None})
+                    progress.show(figures | {"validation_loss": validation})
+            if end == config.steps or end % config.checkpoint_every == 0:
+                extra = {"data": workload.data, "step": end}
+                pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
+            step = end
         if metrics is not None:
             lines = metrics.read()
-            losses["train"] = [(line.step, line.loss) for line in lines if line.loss is not None]
-            losses["validation"] = [
-                (line.step, line.validation_loss) for line in lines if line.validation_loss is not None
-            ]
+            for name, loss in (("train", "loss"), ("validation", "validation_loss")):
+                losses[name] = [(n.step, getattr(n, loss)) for n in lines if getattr(n, loss) is not None]
             took = [line.step_s for line in lines if line.step > first and line.step_s is not None]
             if took:
                 middle_step_s = statistics.median(took[min(WARM_UP_STEPS, len(took) - 1) :])
@@ -136,52 +143,8 @@ def train(
     )
 
 
-def _steps(
-    pipeline: Pipeline,
-    config: Config,
-    workload: Workload,
-    out: Path,
-    metrics: Metrics | None,
-    progress: StepProgress | None,
-    rehearsals: StepRehearsals,
-    *,
-    validates_first: bool,
-) -> None:
-    validation = None
-    if pipeline.steps_done == 0 and validates_first:
-        validation = validate(pipeline, config, workload)
-        if metrics is not None:
-            metrics.write({"step": 0, "validation_loss": validation})
-    step = pipeline.steps_done
-    while step < config.steps:
-        rehearsed_s = rehearsals.before(step)
-        end = _next_stop(step, config, rehearsals)
-        # Between two stops nothing is asked of the pipeline but steps, so it need not drain.
-        for done, report in enumerate(pipeline.steps(map(workload.train, range(step, end))), start=step + 1):
-            if not math.isfinite(report.loss):
-                raise PipeloomError(
-                    f"the loss of step {done} is {report.loss}",
-                    hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
-                )
-            validates = done == config.steps or done % config.validate_every == 0
-            if done == end:
-                rehearsals.after(done - 1)
-                validation = validate(pipeline, config, workload) if validates else validation
-            if metrics is not None and progress is not None:
-                figures = _figures(done, report, config, workload, workload.train(done - 1))
-                told = {"rehearsed_step_s": rehearsed_s if done == step + 1 else None}
-                told["validation_loss"] = validation if validates else None
-                metrics.write(figures | told)
-                progress.show({**figures, "validation_loss": validation})
-        if end == config.steps or end % config.checkpoint_every == 0:
-            extra = {"data": workload.data, "step": end}
-            pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
-        step = end
-
-
 def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
-    """How many steps are done when something else is due: a rehearsal, its measured steps, a validation, a
-    checkpoint, or the end."""
+    """How many steps are done when something else is due."""
     for done in range(step + 1, config.steps):
         due = done % config.validate_every == 0 or done % config.checkpoint_every == 0
         if due or rehearsals.is_stop(done):
@@ -190,7 +153,6 @@ def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
 
 
 def validate(pipeline: Pipeline, config: Config, workload: Workload) -> float:
-    """Mean loss over the validation batches, which are the same every time."""
     count = config.validation_batches
     return sum(pipeline.evaluate(workload.validation(index)) for index in range(count)) / count
 
@@ -204,7 +166,7 @@ def _figures(
         "loss": report.loss,
         "learning_rate": None if rate is None else rate * rate_share(config, step - 1),
         "step_s": report.step_s,
-        "rows_per_s": rows_of(batch) / report.step_s,
+        "rows_per_s": len(next(iter(batch.values()))) / report.step_s,
         "tokens_per_s": None if tokens is None else tokens / report.step_s,
         "bubble": report.bubble,
         "peak_bytes": list(report.peak_bytes),

@@ -36,8 +36,7 @@ SHARE_OF_MEMORY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSteps:
-    """rehearsed_s: seconds of a step as the ranks rehearsed it; None if they did not.  reports: of the steps
-    that they ran."""
+    """rehearsed_s: seconds of a step.  reports: of the steps that were run."""
 
     rehearsed_s: float | None
     reports: tuple[StepReport, ...]
@@ -54,12 +53,10 @@ def measure_steps(
     steps: int = 0,
     rehearses: bool = True,
 ) -> MeasuredSteps | int:
-    """Let the ranks of a plan rehearse a step and run some.
+    """Let the ranks of a plan rehearse a step and run some; their exit status if they failed.
 
     model: names the job for the ranks, None for the built-in GPT.  planned: its model, which is not captured
     again if it was captured for these micro-batches.
-    Returns: the exit status of the ranks if they failed.
-    Raises: CaptureError if the model cannot be captured.
     """
     config = Config(job=model)
     captured = planned.captured if isinstance(planned, CapturedModel) else None
@@ -94,8 +91,7 @@ def _measure(
 
 
 def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
-    """Why the ranks of a plan do not rehearse it: it is for other devices, this machine has too few cores or
-    too little memory for them, or a step takes long. Nothing where they do."""
+    """Why the ranks of a plan do not rehearse it; empty if they do."""
     if not request.local:
         return "it is for devices that are described by figures"
     if "RANK" in os.environ:

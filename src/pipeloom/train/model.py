@@ -22,8 +22,6 @@ class Output(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
-
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout

@@ -15,8 +15,6 @@ LINE_EVERY = 10
 
 
 class StepProgress(Progress):
-    """Shows steps as they end; a context manager around the training loop."""
-
     def __init__(self, console: Console, *, steps: int, done: int) -> None:
         super().__init__(
             TextColumn("training"),

@@ -32,10 +32,7 @@ STEPS_PER_REHEARSAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalWindow:
-    """One rehearsal and the middle one of the steps around it.
-
-    step: steps done when it was made.  steps: how many steps the measured one is the middle of.
-    """
+    """step: steps done when it was made.  steps: how many steps the measured one is the middle of."""
 
     step: int
     steps: int
@@ -44,14 +41,11 @@ class RehearsalWindow:
 
     @property
     def error(self) -> float:
-        """Predicted less measured step time, as a share of measured."""
         return self.predicted.step_s / self.measured.step_s - 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalComparison:
-    """All windows of a run, in order; at least one."""
-
     windows: tuple[RehearsalWindow, ...]
 
     @property
@@ -82,8 +76,6 @@ class RehearsalComparison:
 
 class StepRehearsals:
     """Rehearses at the planned steps of a run, and keeps the steps around them. Every rank does the same.
-
-    first, end: steps done before and after the run.  rehearsals: at most so many.
 
     If the pipeline does not drain after each step, one measurement after each rehearsal has the last few of
     the steps behind it.
@@ -116,20 +108,16 @@ class StepRehearsals:
         for at in [at for at in self._rehearsed if step in (at + self._after - 1, self._last)]:
             around = [self._kept[s] for s in range(at - BEFORE, at + self._after) if s in self._kept]
             middle = _middle(around, [timeline.step_s for timeline in around])
-            self._windows.append(
-                RehearsalWindow(
-                    step=at, steps=len(around), predicted=self._rehearsed.pop(at), measured=middle
-                )
-            )
+            predicted = self._rehearsed.pop(at)
+            window = RehearsalWindow(step=at, steps=len(around), predicted=predicted, measured=middle)
+            self._windows.append(window)
             self._kept = {s: timeline for s, timeline in self._kept.items() if s >= step - BEFORE}
 
     def is_stop(self, done: int) -> bool:
-        """Whether a rehearsal, or measuring, is due when so many steps are done."""
         return done in self._planned or done - 1 in self._compared
 
     @property
     def comparison(self) -> RehearsalComparison | None:
-        """None if there was no rehearsal."""
         return RehearsalComparison(windows=tuple(self._windows)) if self._windows else None
 
     @property

@@ -19,7 +19,8 @@ from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
 from ..viewer.html import write_report
 from ..viewer.stage_graph import stage_edges
-from ..viewer.tables import Comparison, Table, peak_of
+from ..viewer.table import Table
+from ..viewer.tables import Comparison, peak_of
 from ..viewer.terminal import report
 from .config import Config
 from .loop import TrainOutcome
@@ -27,7 +28,7 @@ from .loop import TrainOutcome
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """A run that has ended. graph: of its model.  forecast: a step, as predicted before the first one."""
+    """forecast: a step, as predicted before the first one."""
 
     config: Config
     out: Path
@@ -44,13 +45,12 @@ class RunReport:
 
     @property
     def forecast_step(self) -> Comparison:
-        """The step time of the forecast beside the run's middle one."""
         middle_s = self.outcome.middle_step_s or None
         return Comparison(name="step time, forecast", predicted=self.forecast.step_s, measured=middle_s)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """As one JSON object, which the docstring of the command explains."""
+        """The JSON object that the command's docstring explains."""
         outcome, measured, plan = self.outcome, self.outcome.timeline, self.plan
         comparison = outcome.comparison
         return {
@@ -83,7 +83,6 @@ class RunReport:
         }
 
     def __str__(self) -> str:
-        """What was held against what: first what users plan with, then what rehearsals say."""
         text = f"forecast before the first step: {self.forecast.step_s * 1e3:.0f} ms"
         step = self.forecast_step
         if step.error is not None and step.measured is not None:
@@ -91,7 +90,6 @@ class RunReport:
         return text if self.outcome.comparison is None else f"{text}; {self.outcome.comparison}"
 
     def write(self) -> None:
-        """trace.json, report.html and summary.json."""
         timelines = [t for t in (self.predicted, self.outcome.timeline) if t is not None]
         write_trace(self.out / "trace.json", timelines)
         write_report(
@@ -111,7 +109,6 @@ class RunReport:
         write_whole(self.out / "summary.json", json.dumps(self.figures, indent=1) + "\n")
 
     def print(self, console: Console) -> None:
-        """Predicted against measured, the losses, and where everything is."""
         things = report(
             predicted=self.predicted,
             measured=self.outcome.timeline,
@@ -126,9 +123,8 @@ class RunReport:
         for name, points in self.outcome.losses.items():
             if points:
                 (first, before), (last, after) = points[0], points[-1]
-                console.print(
-                    f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}", highlight=False
-                )
+                line = f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}"
+                console.print(line, highlight=False)
         console.print(f"report: {self.out / 'report.html'}", highlight=False, soft_wrap=True)
 
 

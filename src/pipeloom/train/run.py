@@ -46,8 +46,6 @@ _log = logging.getLogger("pipeloom")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What the user wants. file, out: None for the defaults. as_json: print the summary as JSON."""
-
     file: Path | None = None
     overrides: tuple[Override, ...] = ()
     out: Path | None = None
@@ -61,16 +59,12 @@ class TrainRequest:
 
     @property
     def name(self) -> str:
-        """Of the run."""
         return _named(read_config(self.file, self.overrides)).name
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A request with everything decided; the same on every rank.
-
-    model: captured once for all ranks; None if each rank captures it.
-    """
+    """A request with everything decided; the same on every rank. model: None if each rank captures it."""
 
     request: TrainRequest
     config: Config
@@ -80,16 +74,10 @@ class PreparedRun:
 
 
 def run(request: TrainRequest, processes: RankProcesses) -> int:
-    """Train; returns the exit status.
-
-    Raises: PipeloomError for what is wrong before the ranks start.
-    """
+    """Train; returns the exit status."""
     if "RANK" in os.environ:
         return _run_as_rank(request, processes)
-    with (
-        terminate_as_exit(),
-        run_directory(request.name, request.out, resume=request.resume) as out,
-    ):
+    with terminate_as_exit(), run_directory(request.name, request.out, resume=request.resume) as out:
         prepared = prepare_run(request, out, processes)
         if prepared is None:
             return 0
@@ -117,10 +105,7 @@ def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
 
 
 def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> PreparedRun | None:
-    """Decide config and plan, and capture the model. Writes nothing.
-
-    Returns: None if the run has ended and has its report, which is said.
-    """
+    """Decide config and plan, and capture the model; writes nothing. None if the run has ended."""
     config, plan = decide(request, out)
     if request.resume and _has_ended(config, out, request):
         return None
@@ -162,10 +147,7 @@ def _named(config: Config) -> Config:
 
 
 def _has_ended(config: Config, out: Path, request: TrainRequest) -> bool:
-    """Whether a run that is resumed has nothing left to do; prints what it is asked to.
-
-    Raises: CheckpointError if there is nothing to resume from.
-    """
+    """Whether a run that is resumed has nothing left to do, which is printed then."""
     steps = checkpoint_step(out / "checkpoint")
     if steps < config.steps or not has_report(out, steps):
         return False
@@ -188,7 +170,6 @@ def end_undisturbed() -> None:
 
 
 def interrupted(out: Path) -> str:
-    """What a run that was broken off leaves."""
     if not (out / "config.toml").exists():
         return f"{out} had not begun to train, and nothing of it was written"
     try:
@@ -200,10 +181,7 @@ def interrupted(out: Path) -> str:
 
 
 def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Plan, Captured | None]:
-    """Read the plan that the config names, or capture, profile and plan.
-
-    Returns: the plan, and the model if it was captured.
-    """
+    """Read the plan that the config names, or capture, profile and plan; the model too if it was captured."""
     settings = config.pipeline
     if settings.plan is not None:
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
@@ -226,10 +204,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
 
 
 def with_caps(plan: Plan, memory: str | int | None) -> Plan:
-    """A plan file's plan under the caps that the config sets too; each rank's lower one counts.
-
-    The run refuses to start if it does not fit.
-    """
+    """A plan file's plan under the caps that the config sets too; each rank's lower one counts."""
     if memory is None:
         return plan
     size = parse_bytes(memory)
@@ -243,8 +218,6 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     The config keeps its own planner and schedule if nothing can be planned by the plan's: a searched order is
     no schedule. A schedule of the user's own is named by the user only: a `file.py:function` of the plan,
     whose rows say all there is, does not get into the config, since what stands there is imported.
-
-    Raises: ConfigError if one of these is also given on the command line, and differently.
     """
     settings = config.pipeline
     fixed: dict[str, Any] = {
@@ -283,7 +256,6 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
 
 
 def _train_rank(prepared: PreparedRun) -> None:
-    """Everything that one rank does."""
     config, plan, out, request = prepared.config, prepared.plan, prepared.out, prepared.request
     console = request.console
     require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
@@ -317,14 +289,8 @@ def _train_rank(prepared: PreparedRun) -> None:
         outcome = train(pipeline, config, workload, out, console=console, at_once=bool(at_once))
         if pipeline.rank != 0:
             return
-        report = RunReport(
-            config=config,
-            out=out,
-            plan=plan,
-            graph=pipeline.captured.graph,
-            outcome=outcome,
-            forecast=forecast,
-        )
+        graph = pipeline.captured.graph
+        report = RunReport(config=config, out=out, plan=plan, graph=graph, outcome=outcome, forecast=forecast)
         report.write()
         report.print(console)
     if request.as_json:

@@ -27,18 +27,13 @@ from filelock import FileLock, Timeout
 from ..ir.errors import ConfigError
 from ..ir.text import write_whole, writing
 
-RUNS = Path("runs")
-
-METRICS = "metrics.jsonl"
+RUNS, METRICS, LOCK = Path("runs"), "metrics.jsonl", "lock"
 
 REPORT = ("trace.json", "report.html", "summary.json")
 """What is written when all steps are done, in this order."""
 
-LOCK = "lock"
-
 FILES = ("config.toml", "plan.json", METRICS, LOCK, "checkpoint", *REPORT)
 """All that a run reads and writes in its directory."""
-
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 """What disks say that know no locks, as some network disks."""
@@ -49,12 +44,7 @@ _log = logging.getLogger("pipeloom")
 @contextmanager
 def run_directory(name: str, out: Path | None, *, resume: bool) -> Iterator[Path]:
     """The directory of a new run, or of the one to resume, in which no other run trains meanwhile.
-
-    At the end the folders that were made for it are removed if nothing was written into them.
-    name: of the run.  out: its directory, if that is given.
-    Raises: ConfigError if there is no run to resume, `out` holds one already, another process trains in it,
-        a link would lead out of it, or the disk refuses.
-    """
+    At the end the folders that were made for it are removed if nothing was written into them."""
     path, new_folders = (find_run(name, out), []) if resume else new_directory(name, out)
     lock = FileLock(path / LOCK, timeout=0)
     try:
@@ -87,19 +77,12 @@ def _acquire(lock: FileLock, path: Path) -> None:
             (path / LOCK).unlink(missing_ok=True)
         if error.errno not in NO_LOCKS:
             raise ConfigError(f"cannot lock {path}: {error.strerror}", hint="choose another --out") from None
-        _log.warning(
-            "%s is on a disk without locks (%s): see to it that no other run trains in it",
-            path,
-            error.strerror,
-        )
+        text = "%s is on a disk without locks (%s): see to it that no other run trains in it"
+        _log.warning(text, path, error.strerror)
 
 
 def new_directory(name: str, out: Path | None) -> tuple[Path, list[Path]]:
-    """A fresh directory: `out`, or the next free runs/<name>-<n>.
-
-    Returns: it, and the folders that were made, the innermost first.
-    Raises: ConfigError if the disk refuses.
-    """
+    """`out`, or the next free runs/<name>-<n>; and the folders that were made, the innermost first."""
     try:
         if out is not None:
             new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -121,7 +104,7 @@ def new_directory(name: str, out: Path | None) -> tuple[Path, list[Path]]:
 
 
 def find_run(name: str, out: Path | None) -> Path:
-    """The run to resume: `out`, or the newest of that name. Raises: ConfigError if there is none."""
+    """`out`, or the newest run of that name."""
     if out is not None:
         if (out / "config.toml").is_file():
             return out
@@ -142,10 +125,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def require_plain_files(path: Path) -> None:
-    """Refuse a directory in which a link would lead a run's reading and writing out of it.
-
-    Raises: ConfigError that names the link.
-    """
+    """Refuse a directory in which a link would lead a run's reading and writing out of it."""
     for name in FILES:
         file = path / name
         if file.is_symlink():
@@ -167,8 +147,6 @@ def has_report(path: Path, steps: int) -> bool:
 
 
 class StepLine(msgspec.Struct):
-    """What is read again of a line of metrics.jsonl."""
-
     step: int
     loss: float | None = None
     validation_loss: float | None = None
@@ -198,13 +176,12 @@ class Metrics:
             self._file = path.open("a")
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One step's figures; those that are None are left out. Raises: ConfigError if the disk refuses."""
+        """Figures that are None are left out."""
         with writing(self.path):
             self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
             self._file.flush()
 
     def read(self) -> list[StepLine]:
-        """The steps' figures. Raises: ConfigError if the file cannot be read."""
         return [line for _, line in self._lines()]
 
     def _lines(self) -> list[tuple[str, StepLine]]:

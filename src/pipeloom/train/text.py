@@ -27,7 +27,7 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Bytes `start` to `stop` of one file; `name` is what the file is called wherever it lies."""
+    """name: what the file is called wherever it lies."""
 
     path: Path
     name: str
@@ -60,10 +60,7 @@ class Text:
         return hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()
 
     def read(self, offset: int, size: int) -> Bytes:
-        """`size` bytes from `offset` on, over the borders of files.
-
-        Raises: ConfigError if a file has become unreadable or shorter.
-        """
+        """`size` bytes from `offset` on, over the borders of files."""
         pieces = []
         index = bisect_right(self.ends, offset)
         while size > 0:
@@ -93,10 +90,7 @@ def standard_library() -> list[FileSpan]:
 
 
 def files_of(paths: Sequence[str]) -> list[FileSpan]:
-    """All files named, and all those in folders named; hidden ones left out.
-
-    Raises: ConfigError if a path is missing or nothing is in it.
-    """
+    """All files named, and those in folders named that are not hidden."""
     spans: list[FileSpan] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -105,10 +99,8 @@ def files_of(paths: Sequence[str]) -> list[FileSpan]:
         else:
             spans += _spans(path.parent, [path])
     if not sum(span.size for span in spans):
-        raise ConfigError(
-            f"data.paths {', '.join(paths)}: no file with text in it",
-            hint="name files or folders that have text",
-        )
+        text = f"data.paths {', '.join(paths)}: no file with text in it"
+        raise ConfigError(text, hint="name files or folders that have text")
     return spans
 
 
@@ -146,7 +138,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _unit_hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """In [0, 1)."""
     digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

@@ -23,12 +23,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A job and where its batches come from.
-
-    train, validation: number of the step, or of the validation batch -> a whole batch, the same on every
-        rank.  data: fingerprint; a run that is resumed over other data is refused.
-    rate: highest learning rate, None if the job brings its own optimizer.
-    """
+    """train, validation: number of the step, or of the validation batch -> a whole batch, the same on every
+    rank.  data: fingerprint; a run that is resumed over other data is refused.
+    rate: highest learning rate, None if the job brings its own optimizer."""
 
     job: Job
     train: Callable[[int], Batch]
@@ -53,16 +50,8 @@ def tokens_of(job: Job, batch: Batch) -> float | None:
     return float(first.numel()) if is_words else None
 
 
-def rows_of(batch: Batch) -> int:
-    """How many rows a batch has."""
-    return next(iter(batch.values())).shape[0]
-
-
 def gpt_workload(config: Config) -> Workload:
-    """The built-in GPT on text.
-
-    Raises: ConfigError if the text is missing or too short.
-    """
+    """The built-in GPT on text."""
     spans = files_of(config.data.paths) if config.data.paths else standard_library()
     train, validation = split(spans, config.data.validation_share)
     window = config.model.context + 1
@@ -109,12 +98,11 @@ def job_workload(config: Config, job: Job) -> Workload:
 
 
 def workload_of(config: Config) -> Workload:
-    """Raises: ConfigError if the job or the data are not there."""
     return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
 
 
 def job_of(config: Config) -> Job:
-    """The job that a config names, as it is, else the built-in GPT. Raises: ConfigError as `workload_of`."""
+    """The job that a config names, without an optimizer added; else the built-in GPT."""
     return gpt_workload(config).job if config.job is None else load_job(config.job)
 
 
@@ -149,16 +137,10 @@ def rate_share(config: Config, step: int) -> float:
 
 
 def rate_scheduler(config: Config) -> Callable[[Optimizer], LambdaLR]:
-    """Optimizer -> scheduler, stepped once per training step."""
     return lambda optimizer: LambdaLR(optimizer, lambda step: rate_share(config, step))
 
 
 def derive_seed(seed: int, purpose: str, step: int) -> int:
-    """A seed below 2**31, independent for each purpose and step. It follows from these, so that resuming
-    needs no generator state.
-
-    >>> derive_seed(0, "train", 7) == derive_seed(0, "train", 7) != derive_seed(0, "validation", 7)
-    True
-    """
+    """Below 2**31. Resuming needs no generator state, because a seed depends on the step alone."""
     digest = hashlib.blake2b(f"{seed} {purpose} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**31

@@ -1,12 +1,12 @@
-"""Results as tables, the same for terminals and pages; and figures of a step, predicted and measured."""
+"""Figures of a step, predicted and measured, and their tables."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ..ir.explanation import REASONS, Explanation
 from ..ir.plan import StageMemory
@@ -23,90 +23,14 @@ from ..ir.text import (
 from ..ir.timeline import Timeline
 from .labels import label
 from .reasons import merged, sources
+from .table import Column, Table, text_of
 
-if TYPE_CHECKING:
-    import rich.table
-
-DASH = "–"
 PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 SHORT = dict(parameters="params", gradients="grads", optimizer="optim", residuals="resid", transient="trans")
 """Kinds of memory as terminals head them."""
 
 Both: TypeAlias = tuple[Timeline | None, Timeline | None]
 """A predicted and a measured timeline, or one of them."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """head: one line or more.  show: a value as text.  left: words, which are aligned left and may be folded;
-    figures are neither.  short: the head in a terminal, if it is another."""
-
-    head: str
-    show: Callable[[Any], str] = str
-    left: bool = False
-    short: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of values, and how each column shows its own: text as it is, None as a dash.
-
-    A row whose first cell is "" belongs to the row above.
-
-    >>> table = Table("t", (Column("rank"), Column("busy", show_time), Column("cap")), ((0, 0.25, None),))
-    >>> table.without_empty_columns().texts
-    [['0', '250.0 ms']]
-    """
-
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
-
-    def without_empty_columns(self) -> Table:
-        kept = [any(value not in (None, "") for value in cells) for cells in zip(*self.rows, strict=True)]
-
-        def of(cells: Iterable[Any]) -> tuple[Any, ...]:
-            return tuple(cell for cell, keep in zip(cells, kept, strict=True) if keep)
-
-        return replace(self, columns=of(self.columns), rows=[*map(of, self.rows)]) if self.rows else self
-
-    @property
-    def texts(self) -> list[list[str]]:
-        shown = (zip(self.columns, row, strict=True) for row in self.rows)
-        return [[_text(value, column.show) for column, value in cells] for cells in shown]
-
-    def to_rich(self) -> rich.table.Table:
-        """For a terminal: a narrow one takes its room from words, never from figures."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        texts = self.texts
-        table = Table(
-            title=self.title or None,
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            collapse_padding=True,
-        )
-        for at, column in enumerate(self.columns):
-            head = column.short or column.head
-            if column.left:
-                table.add_column(head, justify="left", overflow="fold")
-            else:
-                lines = [*head.split("\n"), *(row[at] for row in texts)]
-                table.add_column(head, justify="right", no_wrap=True, min_width=max(map(len, lines)))
-        for row in texts:
-            table.add_row(*map(Text, row))
-        return table
-
-
-def _text(value: Any, show: Callable[[Any], str]) -> str:
-    if value is None:
-        return DASH
-    return value if isinstance(value, str) else show(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +85,7 @@ class Comparison:
     @property
     def value(self) -> str:
         """The measured figure, or the predicted one if there is no other."""
-        return _text(self.predicted if self.measured is None else self.measured, self.show)
+        return text_of(self.predicted if self.measured is None else self.measured, self.show)
 
     @property
     def detail(self) -> str:

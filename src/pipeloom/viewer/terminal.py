@@ -13,10 +13,10 @@ from rich.text import Text
 from ..ir.text import show_share, show_time
 from ..ir.timeline import Event, Timeline
 from .labels import Label, chunks, colour, computes, group_name, label
+from .table import Table
 from .tables import (
     Comparison,
     StageRow,
-    Table,
     memory_table,
     peak_figures,
     source_name,
