@@ -18,7 +18,6 @@ RULES = ("check_order.py", "check_memory.py", "check_host.py", "check_ops.py", "
     "names",
     [
         pytest.param(RULES, id="rules"),
-        pytest.param(("check_two_ranks.py::test_a_few_plans",), id="two ranks"),
         pytest.param(("check_pipelines.py",), marks=pytest.mark.slow, id="pipelines"),
         pytest.param(("check_two_ranks.py::test_every_plan",), marks=pytest.mark.slow, id="every plan"),
         pytest.param(

@@ -15,7 +15,6 @@ import two_ranks
 
 SCRIPT = Path(two_ranks.__file__)
 READS_LOSS = "copy to the host batches.py"
-FEW = ("chain, offload, recompute, keep", "towers")
 """What `make test` trains."""
 
 
@@ -40,11 +39,6 @@ def compare(names: tuple[str, ...], name: str) -> None:
         assert there.pop("waits") == [READS_LOSS] * (2 if steady else 1)
         assert not there["reports"]
         assert there == here
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_a_few_plans(name: str) -> None:
-    compare(FEW, name)
 
 
 @pytest.mark.parametrize("name", two_ranks.CASES)
