@@ -15,7 +15,7 @@ import two_ranks
 
 SCRIPT = Path(two_ranks.__file__)
 READS_LOSS = "copy to the host batches.py"
-"""What `make test` trains."""
+"""The only wait of the host in a step."""
 
 
 @cache
@@ -29,23 +29,18 @@ def lines(device: str, *words: str) -> tuple[list[dict[str, Any]], ...]:
     return tuple([json.loads(line) for line in said.splitlines()] for _, said, _ in ends)
 
 
-def compare(names: tuple[str, ...], name: str) -> None:
-    """One of several plans, all of which are trained at once: to start processes takes longest."""
-    words = [word for each in names for word in (each, "none")]
-    index, steady = names.index(name), "2bw" in name or name == "stash"
+@pytest.mark.parametrize("name", two_ranks.CASES)
+def test_every_plan(name: str) -> None:
+    """Each schedule that trains, stages that form a DAG, versions of weights, replicas, treatments,
+    checkpoints; and an evaluation of each. All are trained at once: to start processes takes longest."""
+    words = [word for each in two_ranks.CASES for word in (each, "none")]
+    index, steady = list(two_ranks.CASES).index(name), "2bw" in name or name == "stash"
     for expected, found in zip(lines("cpu", *words), lines("standin", *words), strict=True):
         here, there = dict(expected[index]), dict(found[index])
         assert not here.pop("waits")
         assert there.pop("waits") == [READS_LOSS] * (2 if steady else 1)
         assert not there["reports"]
         assert there == here
-
-
-@pytest.mark.parametrize("name", two_ranks.CASES)
-def test_every_plan(name: str) -> None:
-    """Each schedule that trains, stages that form a DAG, versions of weights, replicas, treatments,
-    checkpoints; and an evaluation of each."""
-    compare(tuple(two_ranks.CASES), name)
 
 
 @pytest.mark.parametrize("name", mutations.TWO_RANKS)
