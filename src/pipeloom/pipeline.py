@@ -39,7 +39,7 @@ from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
 from .runtime.batches import agree_on_shapes, read_loss
 from .runtime.channel import Channel
-from .runtime.checkpoint import TrainState
+from .runtime.checkpoint import SafetensorsFolder, TrainState, load_weights, write_weights
 from .runtime.first_batch import FirstBatches
 from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.open_tier import open_tier
@@ -496,6 +496,58 @@ class Pipeline:
             self.steps_done = step
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights of the whole model on the CPU, by the names that its own `state_dict` has; on every
+        rank, which needs the memory for it. Every rank calls it.
+
+        Raises: CommunicationError or PeerError as `predict`.
+        """
+        state = self._train_state({})
+        with self._call("gathering the weights"):
+            everyone = self.channel.all_gather_object({n: t.cpu() for n, t in state.model.items()})
+        whole: dict[str, Tensor] = {}
+        for theirs in everyone:
+            whole = {**theirs, **whole}
+        whole |= {alias: whole[name] for alias, name in state.aliases.items()}
+        ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
+        return {name: whole[name] for name in ordered}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take weights from the whole model's `state_dict`, of which each rank copies what is its own. The
+        optimizer starts anew only where it has no state yet. Every rank calls it.
+
+        Raises: CheckpointError on all ranks if one lacks a name or finds another shape; then nothing is
+        changed.
+        """
+        self._load_weights(lambda name: state[name] if name in state else None)
+
+    def load_weights(self, path: Path | str) -> None:
+        """Take weights from safetensors: a file, or a folder as `save_pretrained` writes it, of which each
+        rank reads what is its own. Every rank calls it.
+
+        path: of the file or folder; tied weights may stand under one of their names only.
+        Raises: CheckpointError as `load_state_dict`, and if there is no such file.
+        """
+        self._load_weights(SafetensorsFolder(Path(path)).read)
+
+    def _load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        with self._call("loading weights", heals=True):
+            load_weights(self._train_state({}), read, channel=self.channel)
+            if self.weights.updates is not None:
+                self.weights.restart_versions(self.weights.newest, {})
+
+    def export(self, path: Path | str) -> Path:
+        """Write the model's weights as one safetensors file, by their own names. Every rank calls it; rank 0
+        writes, and holds the whole model for it.
+
+        Returns: the path.  Raises: CheckpointError on all ranks if the file cannot be written.
+        """
+        path, whole = Path(path), self.state_dict()
+        aliases = self._train_state({}).aliases
+        with self._call("writing the weights"):
+            write_weights(path, {n: t for n, t in whole.items() if n not in aliases}, aliases, self.channel)
+        return path
 
     def _train_state(self, previous: dict[str, Tensor]) -> TrainState:
         """previous: version of the parameters before the newest."""
