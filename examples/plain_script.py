@@ -1,7 +1,7 @@
 """A training script of your own, on several ranks: torchrun --nproc-per-node 2 examples/plain_script.py
 
-With one process, `python examples/plain_script.py --plain`, it is the loop that everybody writes, and its losses
-are the same.
+With one process, `python examples/plain_script.py --plain`, it is the loop that everybody writes, and its
+losses are the same.
 """
 
 import sys

@@ -12,9 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def losses(*words: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=900
-    )
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
 

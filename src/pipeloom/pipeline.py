@@ -39,7 +39,7 @@ from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
 from .runtime.batches import agree_on_shapes, read_loss
 from .runtime.channel import Channel
-from .runtime.checkpoint import SafetensorsFolder, TrainState, load_weights, write_weights
+from .runtime.checkpoint import SafetensorsFolder, TrainState, find_weights, write_weights
 from .runtime.first_batch import FirstBatches
 from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.open_tier import open_tier
@@ -532,8 +532,12 @@ class Pipeline:
         self._load_weights(SafetensorsFolder(Path(path)).read)
 
     def _load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        self._run.drain()
+        state = self._train_state({})
+        found = find_weights(state, read, channel=self.channel)
         with self._call("loading weights", heals=True):
-            load_weights(self._train_state({}), read, channel=self.channel)
+            for name, tensor in state.model.items():
+                tensor.copy_(found[name])
             if self.weights.updates is not None:
                 self.weights.restart_versions(self.weights.newest, {})
 

@@ -228,11 +228,13 @@ class SafetensorsFolder:
         return tensor
 
 
-def load_weights(state: TrainState, read: Callable[[str], Tensor | None], *, channel: Channel) -> None:
-    """Fill parameters and buffers of all ranks with weights by the model's own names; optimizers stay.
+def find_weights(
+    state: TrainState, read: Callable[[str], Tensor | None], *, channel: Channel
+) -> dict[str, Tensor]:
+    """Weights for this rank's parameters and buffers, by the model's own names.
 
     read: name -> tensor, None if there is none of that name. A tied parameter is looked for under each.
-    Raises: CheckpointError, on all ranks, if one is missing or has another shape; then nothing is changed.
+    Raises: CheckpointError, on all ranks, if one is missing or has another shape.
     """
     others: dict[str, list[str]] = {}
     for alias, name in state.aliases.items():
@@ -250,8 +252,7 @@ def load_weights(state: TrainState, read: Callable[[str], Tensor | None], *, cha
             break
         found[name] = loaded
     _agree((problem, None), channel, "all ranks to load weights")
-    for name, tensor in state.model.items():
-        tensor.copy_(found[name])
+    return found
 
 
 def write_weights(
