@@ -21,6 +21,7 @@ from platformdirs import user_cache_path
 from . import __version__
 from .ir.errors import ConfigError
 from .ir.graph import OpGraph
+from .ir.plan import Plan
 from .ir.profile import Profile, batch_text
 from .ir.text import from_json, to_json, write_whole
 
@@ -179,3 +180,12 @@ def contention(ranks: int) -> Contention:
             raise ConfigError(what, hint="use 1 or more") from None
     path = cache_folder("contention") / f"{machine_name()}-{ranks}.json"
     return daily(path, Contention, lambda _: measure_contention(ranks))
+
+
+def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> Plan:
+    """The plan of the last day for the same model, machine and request, or the one that `make` makes now."""
+    if not may_keep(captured):
+        return make()
+    updates = [(p.name, p.trainable, p.given_update) for p in captured.graph.parameters]
+    path = cache_folder("plans") / f"{times_key(captured, updates, *asked)}.json"
+    return daily(path, Plan, lambda _: make(), lambda plan: plan.graph == captured.graph.fingerprint)

@@ -7,15 +7,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .find_nan import Look, OnAction
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
@@ -25,6 +26,12 @@ from .ir.timeline import Timeline
 from .lowering.passes import lower
 from .lowering.steady import SteadyRows
 from .options import Options, mixed_precision
+from .pipeline_request import (
+    pipeline_settings,
+    plan_on_rank_0,
+    refuse_parts_of_job,
+    require_same_weights,
+)
 from .rank_stages import RankStages, StageVariants
 from .ranks import join_ranks, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
@@ -32,7 +39,8 @@ from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
 from .runtime.batches import agree_on_shapes, read_loss
 from .runtime.channel import Channel
-from .runtime.checkpoint import TrainState
+from .runtime.checkpoint import SafetensorsFolder, TrainState, find_weights, write_weights
+from .runtime.first_batch import FirstBatches
 from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.open_tier import open_tier
 from .runtime.optimizer_bytes import optimizers_of
@@ -44,6 +52,7 @@ from .step_reports import StepRecord, StepReport, full_steps
 from .step_run import FlushedRun, Run, StepBatches
 from .tracer.capture import capture
 from .tracer.captured import Captured
+from .tracer.example import Batch, BatchForm, job_of
 from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
@@ -51,14 +60,32 @@ from .verification import verify_once
 
 
 class Pipeline:
-    """Trains a job's model on the ranks of a plan. Every rank makes one and calls it with the same batch.
+    """Trains a model on several ranks. Every rank makes one and calls it with the same batch.
 
     Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
     or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. Use it in a `with`, or call
     `close()`; otherwise it closes when the script ends, and other ranks are not told of a `sys.exit(1)`.
 
-    job: the model, its batches and its optimizer.  plan: a plan or the path of its file, the same on every
-        rank.  options: how it runs; see `Options`.
+    model: a module; or what makes one, as `lambda: Net(config)`: then each rank makes only what is its own,
+        drawn as `seed` says. Or a `Job`, which has all that follows up to `weight`.
+    example: a batch of the loader, for its shapes: a dictionary (or `BatchEncoding`) of what the forward
+        takes, a tuple, or one tensor.
+    loss: (outputs, batch) -> scalar. Where batches are tuples, (outputs, *parts), as for
+        `torch.nn.functional.cross_entropy`: so many of their last parts are the loss's. By default the
+        model's own output, or its `.loss`.
+    optimizer: parameters -> torch optimizer; it gets pairs (name, parameter) if its argument is called
+        `named_parameters`. By default AdamW(lr=1e-3).
+    weight: see `Job`.
+    plan: a plan or the path of its file, the same on every rank. By default rank 0 measures the model, plans
+        for as many ranks as there are, with the planner "auto", and tells the others; a plan for the same
+        model, machine and settings is kept for a day.
+    settings: fields of `PlanSettings`, as microbatches=8 or memory="16GiB", and of `Options`, as seed=1 or
+        clip_norm=1.0. By default a micro-batch has the rows of the example, shared out by `microbatches`.
+    options: those of `Options` together.
+    data: "every": each rank gives the same batches. "first": rank 0 gives them, and each other rank, whose
+        own are not looked at, is sent what its stages read.
+    on_action: called after each F, B, I and W of this rank: (its text, such as "1F0", name -> tensor made).
+    find_nan: look for the first number that is not finite, and raise NumbersError that names the op; slow.
     channel: of a rank that is a thread of this process (`runtime.local_channels`), instead of a group.
     captured: the job's model, captured for the plan's micro-batches; without it each rank captures it.
 
@@ -72,32 +99,47 @@ class Pipeline:
         fails.
 
     >>> import pipeloom, torch
-    >>> job = pipeloom.Job(
-    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
-    ...     loss=lambda output, batch: output.square().mean(),
-    ... )
-    >>> plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
-    >>> with pipeloom.Pipeline(job, plan) as pipeline:  # of several ranks each does the same
-    ...     losses = [pipeline.step(job.batch(seed, 8)) for seed in (1, 1, 1)]
+    >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> x, y = torch.ones(8, 8), torch.zeros(8, 1)
+    >>> with pipeloom.Pipeline(net, example=(x, y), loss=torch.nn.MSELoss(), microbatches=2) as pipeline:
+    ...     losses = [pipeline.step((x, y)) for _ in range(3)]  # started by torchrun, each rank does the same
     >>> losses[0] > losses[1] > losses[2]
     True
     """
 
     def __init__(
         self,
-        job: Job,
-        plan: Plan | Path | str,
+        model: Job | nn.Module | Callable[[], nn.Module],
+        plan: Plan | Path | str | None = None,
         *,
+        example: Batch | None = None,
+        loss: Callable[..., Tensor] | None = None,
+        optimizer: Callable[..., Optimizer] | None = None,
+        weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None = None,
+        data: Literal["every", "first"] = "every",
+        on_action: OnAction | None = None,
+        find_nan: bool = False,
         options: Options | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         channel: Channel | None = None,
         captured: Captured | None = None,
+        **settings: Any,
     ) -> None:
-        self.job, self.options = job, options or Options()
+        asked = pipeline_settings(options or Options(), settings)
+        self.options = asked.options
+        self.device = rank_device(self.options)
+        if isinstance(model, Job):
+            refuse_parts_of_job(example=example, loss=loss, optimizer=optimizer, weight=weight)
+            self.job, self._form = model, BatchForm()
+        else:
+            self.job, self._form = job_of(model, example, loss=loss, optimizer=optimizer, weight=weight)
+        if plan is None:
+            plan, made = plan_on_rank_0(self.job, asked, rows=self._form.rows, group=group, channel=channel)
+            captured = captured or made
+        else:
+            asked.refuse_for_plan()
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
-        self.device = rank_device(self.options)
         self.watch, self._open_channel = join_ranks(
             self.plan, self.device, self.options, group=group, channel=channel
         )
@@ -110,11 +152,24 @@ class Pipeline:
         with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
             ended.push(self)
             self.watch.check()
+            if isinstance(model, nn.Module):
+                require_same_weights(self.watch, model, self.options.timeout_s)
             rank_stages = self._cut_model(captured)
             if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
                 verify_once(self.job, self.plan, self.captured, self.options)
             self._make_weights(rank_stages)
             self._run = self._make_run(rank_stages)
+            self._first: FirstBatches | None = None
+            if data == "first":
+                functions = self.training.planned.functions.values()
+                self._first = FirstBatches(
+                    self.channel,
+                    {name for each in functions for name in each.batch},
+                    self._form.tensors,
+                    whole=self.job.weight is not None or not self.drains_each_step,
+                )
+            if on_action is not None or find_nan:
+                self.worker.look = Look(self.captured, self.stages, on_action, find_nan)
             ended.pop_all()
 
     def _cut_model(self, captured: Captured | None) -> RankStages:
@@ -153,6 +208,7 @@ class Pipeline:
         )
         self.training = StageVariants(rank_stages)
         self.evaluation = StageVariants(rank_stages, self.training)
+        self.with_outputs = StageVariants(rank_stages, self.training, with_outputs=True)
         return rank_stages
 
     def _make_weights(self, rank_stages: RankStages) -> None:
@@ -246,11 +302,12 @@ class Pipeline:
             tier=self.tier,
         )
 
-    def step(self, batch: Mapping[str, Tensor]) -> float:
+    def step(self, batch: Batch | None = None) -> float:
         """Train on one batch: split it into micro-batches, run the schedule, update.
 
-        batch: tensors whose first dimension is the batch; the same on every rank. Its rows are spread
-            evenly over the micro-batches; another sequence length than before is captured anew.
+        batch: tensors whose first dimension is the batch, as the example; the same on every rank, or with
+            data="first" on rank 0. Its rows are spread evenly over the micro-batches; another sequence length
+            than before is captured anew.
         Returns: the loss, averaged over the batch, on every rank.
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
             next call may bring another batch. ScheduleError for a plan that only evaluates; MemoryCapError
@@ -266,7 +323,7 @@ class Pipeline:
         """Whether nothing is in flight between two steps: the plan's weights are updated with a flush."""
         return self.plan.steady is None
 
-    def steps(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[StepReport]:
+    def steps(self, batches: Iterable[Batch | None]) -> Iterator[StepReport]:
         """Train on batches one after the other, without draining the pipeline between them if the plan's
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
 
@@ -276,7 +333,8 @@ class Pipeline:
         Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)
-        for batch in batches:
+        own = (self._form.tensors(batch) for batch in batches)
+        for batch in own if self._first is None else self._first.all(batches):
             self._run.feed(self.steps_done, batch)
             self.steps_done += 1
             yield from self._take_reports()
@@ -295,7 +353,7 @@ class Pipeline:
         with self._run.call(what, heals=heals):
             yield
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+    def evaluate(self, batch: Batch | None = None) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated.
 
         batch: as `step` takes it; `Options.accumulate` does not count.
@@ -303,16 +361,58 @@ class Pipeline:
         Raises: BatchError as `step` does; CaptureError or CutError if the model cannot be captured or cut in
             evaluation mode; MemoryCapError, CommunicationError and PeerError as `step` does.
         """
+        return self._evaluate(batch, self.evaluation)
+
+    def outputs(self, batch: Batch | None = None) -> tuple[float, dict[str, Tensor]]:
+        """The loss of one batch in evaluation mode, and the model's outputs; on every rank.
+
+        batch: as `step` takes it.
+        Returns: the loss, and by name the outputs that have a row for each of the batch and depend on
+            parameters, on the CPU: the keys of a dictionary, "0", "1" of a tuple, "output" if there is one.
+        Raises: as `evaluate`; CaptureError too for a model that is cut between its modules.
+        """
+        loss = self._evaluate(batch, self.with_outputs)
+        mine = {m: {n: t.cpu() for n, t in named.items()} for m, named in self.worker.outputs.items()}
+        self.worker.outputs.clear()
+        with self._call("gathering outputs"):
+            everyone = self.channel.all_gather_object(mine)
+        parts: dict[str, dict[int, Tensor]] = {}
+        for theirs in everyone:
+            for microbatch, named in theirs.items():
+                for name, tensor in named.items():
+                    parts.setdefault(name, {})[microbatch] = tensor
+        return loss, {name: torch.cat([made[m] for m in sorted(made)]) for name, made in parts.items()}
+
+    def _evaluate(self, given: Batch | None, variants: StageVariants) -> float:
         self._run.drain()
         with self._run.call("an evaluation", refuses_batches=True):
+            batch = (
+                self._form.tensors({} if given is None else given)
+                if self._first is None
+                else self._first.take(given, whole=True) or {}
+            )
             agree = partial(agree_on_shapes, self.channel)
-            part = self.batches.take(batch, step=self.steps_done, training=False, agree=agree)
+            part = self.batches.take(
+                batch, step=self.steps_done, training=False, variants=variants, agree=agree
+            )
             self.ledger.set("batch", self.batches.held_bytes(batch))
         with self._run.call("an evaluation"):
-            losses = self.worker.run(part, program=self.evaluation.evaluation_program, training=False)
+            losses = self.worker.run(part, program=variants.evaluation_program, training=False)
             total = torch.tensor(read_loss([(losses, part)], self.device), dtype=torch.float64)
             self.channel.all_reduce(total)
         return float(total)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the optimizer's first group. Raises: ConfigError on a rank that trains nothing."""
+        if not self.weights.optimizers:
+            raise ConfigError(f"rank {self.rank} trains no parameter", hint="ask rank 0")
+        return float(self.weights.optimizers[0].param_groups[0]["lr"])
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step's gradients before clipping; None where `clip_norm` is."""
+        return None if self.report is None else self.report.grad_norm
 
     def predict(self, cluster: Cluster | None = None, *, rehearsed: bool = True) -> Timeline:
         """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
@@ -396,6 +496,62 @@ class Pipeline:
             self.steps_done = step
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights of the whole model on the CPU, by the names that its own `state_dict` has; on every
+        rank, which needs the memory for it. Every rank calls it.
+
+        Raises: CommunicationError or PeerError as `predict`.
+        """
+        state = self._train_state({})
+        with self._call("gathering the weights"):
+            everyone = self.channel.all_gather_object({n: t.cpu() for n, t in state.model.items()})
+        whole: dict[str, Tensor] = {}
+        for theirs in everyone:
+            whole = {**theirs, **whole}
+        whole |= {alias: whole[name] for alias, name in state.aliases.items()}
+        ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
+        return {name: whole[name] for name in ordered}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take weights from the whole model's `state_dict`, of which each rank copies what is its own. The
+        optimizer starts anew only where it has no state yet. Every rank calls it.
+
+        Raises: CheckpointError on all ranks if one lacks a name or finds another shape; then nothing is
+        changed.
+        """
+        self._load_weights(lambda name: state[name] if name in state else None)
+
+    def load_weights(self, path: Path | str) -> None:
+        """Take weights from safetensors: a file, or a folder as `save_pretrained` writes it, of which each
+        rank reads what is its own. Every rank calls it.
+
+        path: of the file or folder; tied weights may stand under one of their names only.
+        Raises: CheckpointError as `load_state_dict`, and if there is no such file.
+        """
+        self._load_weights(SafetensorsFolder(Path(path)).read)
+
+    def _load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        self._run.drain()
+        state = self._train_state({})
+        found = find_weights(state, read, channel=self.channel)
+        with self._call("loading weights", heals=True):
+            for name, tensor in state.model.items():
+                tensor.copy_(found[name])
+            if self.weights.updates is not None:
+                self.weights.restart_versions(self.weights.newest, {})
+
+    def export(self, path: Path | str) -> Path:
+        """Write the model's weights as one safetensors file, by their own names. Every rank calls it; rank 0
+        writes, and holds the whole model for it.
+
+        Returns: the path.  Raises: CheckpointError on all ranks if the file cannot be written.
+        """
+        path, whole = Path(path), self.state_dict()
+        aliases = self._train_state({}).aliases
+        with self._call("writing the weights"):
+            write_weights(path, {n: t for n, t in whole.items() if n not in aliases}, aliases, self.channel)
+        return path
 
     def _train_state(self, previous: dict[str, Tensor]) -> TrainState:
         """previous: version of the parameters before the newest."""

@@ -110,10 +110,13 @@ class StageVariants:
     """A rank's stages per size of micro-batch, to train, or to evaluate.
 
     training: of those that evaluate, the ones that train; None of these.
+    with_outputs: they give the model's outputs, too.
     """
 
-    def __init__(self, rank: RankStages, training: StageVariants | None = None) -> None:
-        self._rank, self._training = rank, training
+    def __init__(
+        self, rank: RankStages, training: StageVariants | None = None, *, with_outputs: bool = False
+    ) -> None:
+        self._rank, self._training, self._with_outputs = rank, training, with_outputs
         self._variants: dict[tuple[str, ...], Variant] = {}
         self.evaluation_program: Program | None = None
         """Of forwards alone, once a size is known that is evaluated."""
@@ -148,12 +151,23 @@ class StageVariants:
     def _evaluated(self, part: Mapping[str, Tensor], training: StageVariants) -> Variant:
         """In evaluation mode; a model that was cut between its modules runs in either."""
         rank, plan = self._rank, self._rank.plan
+        if rank.captured.cut is not None and self._with_outputs:
+            raise CaptureError(
+                f"the outputs of {rank.job.name} cannot be had: {rank.captured.graph.fallback}",
+                hint="evaluate the loss alone, or with the model in one process",
+            )
         if rank.captured.cut is not None:
             variant = training.variant(part)
         else:
-            captured = rank.captured.evaluation
+            captured = None if self._with_outputs else rank.captured.evaluation
             if captured is None or signature_of(part) != rank.planned_signature:
-                captured = capture_evaluation(rank.job, rank.captured, part, autocast=rank.captured.autocast)
+                captured = capture_evaluation(
+                    rank.job,
+                    rank.captured,
+                    part,
+                    autocast=rank.captured.autocast,
+                    with_outputs=self._with_outputs,
+                )
             stages = cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
             agree_on_layouts(rank.channel, stages)
             variant = make_variant(captured, plan, stages, rank.indices, device=str(rank.device))

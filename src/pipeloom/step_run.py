@@ -50,13 +50,15 @@ class StepBatches:
         *,
         step: int,
         training: bool,
+        variants: StageVariants | None = None,
         agree: Callable[[tuple[str, ...], BatchError | None], object] = refuse_alone,
     ) -> list[Microbatch]:
         """What the worker gets: micro-batches, each with its share of the loss, and with those inputs of this
         rank's that its stages read.
 
-        step: steps made before.  agree: gets the shapes of the batch, and why it cannot be used if it cannot;
-        ranks have to agree on that before anything else, so that none begins alone.
+        step: steps made before.  variants: stages to run other than those that train, or evaluate.
+        agree: gets the shapes of the batch, and why it cannot be used if it cannot; ranks have to agree on
+        that before anything else, so that none begins alone.
         """
         parts: list[dict[str, Tensor]] = []
         shares: list[float] = []
@@ -67,7 +69,7 @@ class StepBatches:
         except BatchError as error:
             refusal = error
         agree(signature_of(batch), refusal)
-        variants = self.training if training else self.evaluation
+        variants = variants or (self.training if training else self.evaluation)
         each = self.plan.microbatches // self.plan.replicas
         replicas = self.plan.replicas_on(self.rank)
         microbatches = []

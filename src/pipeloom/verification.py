@@ -41,7 +41,7 @@ from .runtime.channel import Channel, run_threads
 from .tracer.autocast import Autocast, autocast_region
 from .tracer.captured import Captured
 from .tracer.job import Job
-from .tracer.job_calls import scalar_loss
+from .tracer.job_calls import call_model, make_optimizer, scalar_loss
 from .tracer.random import DrawRecorder, DrawReplay, OtherDraws
 from .tracer.user_code import is_user_file
 
@@ -217,7 +217,7 @@ def plain_step(
         with replay or nullcontext():
             for part, share in zip(parts, shares, strict=True):
                 with autocast_region(autocast):
-                    loss = scalar_loss(job, model(**part), part) * share
+                    loss = scalar_loss(job, call_model(job, model, part), part) * share
                 total += float(loss.detach())
                 torch.autograd.backward(loss)
         if replay is not None:
@@ -328,7 +328,7 @@ def _updated(
         torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
     assert job.optimizer is not None
     if params:
-        job.optimizer(list(params.values())).step()
+        make_optimizer(job.optimizer, params).step()
     return {name: params[name].detach() if name in params else t for name, t in initial.items()}
 
 

@@ -91,6 +91,10 @@ class BatchError(PipeloomError):
     """A batch does not have the shape the pipeline was built for."""
 
 
+class NumbersError(PipeloomError):
+    """A number that is not finite was found where a pipeline was asked to look for one."""
+
+
 class CommunicationError(PipeloomError):
     """A transfer failed or waited too long."""
 

@@ -14,7 +14,7 @@ all of them see.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,6 +198,77 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}", hint="choose another file") from None
     return source
+
+
+class SafetensorsFolder:
+    """Weights in one safetensors file, or in the files of a folder, of which only what is asked for is read.
+
+    Raises: CheckpointError if there are none, or a file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(
+                f"there are no weights in {path}", hint="name a safetensors file, or a folder of them"
+            )
+        self._files: dict[str, Any] = {}
+        try:
+            for file in found:
+                opened = safe_open(file, framework="pt")
+                self._files |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}", hint="is it a safetensors file?") from None
+
+    def read(self, name: str) -> Tensor | None:
+        """A tensor, or None if none has this name."""
+        if name not in self._files:
+            return None
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+def find_weights(
+    state: TrainState, read: Callable[[str], Tensor | None], *, channel: Channel
+) -> dict[str, Tensor]:
+    """Weights for this rank's parameters and buffers, by the model's own names.
+
+    read: name -> tensor, None if there is none of that name. A tied parameter is looked for under each.
+    Raises: CheckpointError, on all ranks, if one is missing or has another shape.
+    """
+    others: dict[str, list[str]] = {}
+    for alias, name in state.aliases.items():
+        others.setdefault(name, []).append(alias)
+    found: dict[str, Tensor] = {}
+    problem = None
+    for name, tensor in state.model.items():
+        read_names = (read(each) for each in (name, *others.get(name, ())))
+        loaded = next((each for each in read_names if each is not None), None)
+        if loaded is None or loaded.shape != tensor.shape:
+            what = "is missing" if loaded is None else f"is {list(loaded.shape)}, not {list(tensor.shape)}"
+            problem = CheckpointError(
+                f"among the weights {name} {what}", hint="give the weights of this model, by its own names"
+            )
+            break
+        found[name] = loaded
+    _agree((problem, None), channel, "all ranks to load weights")
+    return found
+
+
+def write_weights(
+    path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], channel: Channel
+) -> None:
+    """Write weights as one safetensors file; rank 0 does it. Raises: CheckpointError on all ranks if it
+    cannot be written."""
+    problem = None
+    if channel.rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(dense, path, metadata={"format": "pt", **aliases})
+        except (OSError, SafetensorError) as error:
+            problem = CheckpointError(f"cannot write {path}: {error}", hint="choose another file")
+    _agree((problem, None), channel, "rank 0 to write the weights")
 
 
 _SAVE, _LOAD = "all ranks to save a checkpoint", "all ranks to load a checkpoint"

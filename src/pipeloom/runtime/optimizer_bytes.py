@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph, UpdateBytes
+from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -68,7 +69,7 @@ def make_checked(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> Opt
     Raises: PlanError with the optimizer's own words if it refuses them, or if two optimizers step one.
     """
     try:
-        optimizer = make(list(params.values()))
+        optimizer = make_optimizer(make, params)
     except Exception as error:  # the user's code
         raise _refusal(make, params, error) from None
     names = {id(p): name for name, p in params.items()}
@@ -217,7 +218,7 @@ def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[s
         name: nn.Parameter(torch.zeros([min(n, SMALL) for n in p.shape], dtype=p.dtype))
         for name, p in params.items()
     }
-    optimizer = make(list(small.values()))
+    optimizer = make_optimizer(make, small)
     for each in small.values():
         each.grad = torch.ones_like(each)
     optimizer.step()
@@ -240,7 +241,7 @@ def _refusal(make: MakeOptimizer, params: Mapping[str, nn.Parameter], error: Exc
     """The words of an optimizer that refuses some parameters; those that it refuses alone, too, are named."""
     if isinstance(error, PlanError):
         return error
-    refused = [name for name, param in params.items() if _refuses(make, param, type(error))]
+    refused = [name for name, param in params.items() if _refuses(make, name, param, type(error))]
     some = 0 < len(refused) < len(params)
     whom = f"{refused[0]} {list(params[refused[0]].shape)}" if some else f"{len(params)} parameters"
     more = f" (and {len(refused) - 1} more)" if some and len(refused) > 1 else ""
@@ -253,11 +254,11 @@ def _refusal(make: MakeOptimizer, params: Mapping[str, nn.Parameter], error: Exc
     return PlanError(f"Job.optimizer cannot train {whom}{more}: {type(error).__name__}: {error}", hint=advice)
 
 
-def _refuses(make: MakeOptimizer, param: nn.Parameter, kind: type[Exception]) -> bool:
+def _refuses(make: MakeOptimizer, name: str, param: nn.Parameter, kind: type[Exception]) -> bool:
     alone = stand_in(param.shape, param.dtype)
     alone.grad = torch.empty_like(alone)
     try:
-        optimizer = make([alone])
+        optimizer = make_optimizer(make, {name: alone})
         with _NumbersAreOne():
             optimizer.step()
     except Exception as error:  # the user's code

@@ -217,6 +217,8 @@ class Rank:
     program: the training program.  clip_norm: limit of the gradients' global norm.
     tier: where residuals go; None if the program offloads nothing.  after_step: called after each update.
     kept: (stage, micro-batch) -> what is kept of it.  running: the program that ran last.
+    look: called with what each F, B, I and W has made, see `find_nan`.
+    outputs: micro-batch -> outputs of the model that this rank makes, where the last step was asked for them.
     """
 
     def __init__(
@@ -243,9 +245,11 @@ class Rank:
         self._training = True
         self._microbatches: Sequence[Microbatch] = ()
         self._losses: dict[int, Tensor] = {}
+        self.outputs: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         self._rows: dict[int, Row] = {}
         self._wirings: dict[tuple[Variant, int], Wiring] = {}
         self._messages: dict[tuple[Variant, Transfer], Message] = {}
+        self.look: Callable[..., None] | None = None
         self.operations = Operations(self)
         self.reduce_and_step = ReduceAndStep(self, clip_norm, after_step)
         added = [k for k, row in KINDS.items() if row.handler is not None or row.category == "compute"]
@@ -291,6 +295,7 @@ class Rank:
         self.running = program or self.program
         row = self._row(self.running, microbatches, incoming)
         self._microbatches, self._training, self._losses = microbatches, training, {}
+        self.outputs.clear()
         self.reduce_and_step.update = update
         with torch.no_grad(), out_of_memory_told(self.ledger, lambda: self.watch.status):
             self.channel.begin(row.incoming)
@@ -428,8 +433,14 @@ class Rank:
             size = activation_bytes(kept.residuals)
             self._count_peak(work, residuals=size, boundary=work.wiring.sent_bytes)
             self._count_residuals(work.text, kept, size)
-        for name in [name for name in outputs if name.startswith("buffer:")]:
-            self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
+        if self.look is not None:
+            self.look(work.text, work.key[0], outputs, state=parameters, inputs=inputs)
+        for name in [name for name in outputs if ":" in name]:
+            what, _, of = name.partition(":")
+            if what == "buffer":
+                self.weights.replace_buffer(of, outputs.pop(name))
+            else:
+                self.outputs[work.index][of] = outputs.pop(name)
         if functions.loss is not None:
             # A copy: the result of a mean may lie in a storage as large as what it is the mean of.
             loss = self._losses[work.index] = outputs.pop(functions.loss).clone()
@@ -462,6 +473,10 @@ class Rank:
                 else:
                     functions.backward_weight(parameters, kept.carried, self.weights.grads)
             self._count_peak(work, boundary=0 if kind == W else work.wiring.returned_bytes)
+            if self.look is not None:
+                made, sums = {f"gradient of {n}": g for n, g in input_grads.items()}, self.weights.grads
+                made |= {f"gradient of {n}": sums.sums[n] for n in functions.params if n in sums.touched}
+                self.look(work.text, work.key[0], made, state=parameters)
         kept.residuals, kept.output_grads = {}, {}
         left = activation_bytes(kept.carried) if kind == I else 0
         self._count_residuals(work.text, kept, left - kept.residual_bytes)

@@ -26,6 +26,7 @@ class Captured:
     targets: placeholder name -> FQN of its parameter or buffer (constants are buffers that are not
         persistent), or name of its batch input.
     updates: node name -> FQN of the buffer whose next state it is.
+    outputs: of the model, where they are wanted: name -> name of its node.
     constants: FQN -> tensor, for constants that the model's forward makes.
     cut: how to run the model module by module, if `graph.fallback` says why it could not be exported; then
         `module` is empty.
@@ -43,6 +44,7 @@ class Captured:
     autocast: Autocast | None = None
     cut: ModuleCut | None = None
     evaluation: Captured | None = None
+    outputs: Mapping[str, str] = field(default_factory=dict)
     traced: dict[Hashable, object] = field(default_factory=dict)
     put_back_attributes: Callable[[], None] = lambda: None
 

@@ -27,18 +27,22 @@ from .random import one_thread_at_a_time
 
 @one_thread_at_a_time
 def capture_evaluation(
-    job: Job, trained: Captured, batch: Mapping[str, Tensor], *, autocast: Autocast | None = None
+    job: Job,
+    trained: Captured,
+    batch: Mapping[str, Tensor],
+    *,
+    autocast: Autocast | None = None,
+    with_outputs: bool = False,
 ) -> Captured:
     """Capture a job's model in evaluation mode, for one micro-batch. Its buffer updates are left out.
 
-    trained: the same model's training graph.
+    trained: the same model's training graph.  with_outputs: the graph gives the model's outputs, too.
     Raises: CaptureError if that fails.
     """
     example = {key: tensor.clone() for key, tensor in batch.items()}
     with evaluation_mode(trained.blueprint.model):
-        program = export_program(
-            ModelWithLoss(trained.blueprint.model, job), example, f"{job.name} in evaluation mode", autocast
-        )
+        module = ModelWithLoss(trained.blueprint.model, job, with_outputs=with_outputs)
+        program = export_program(module, example, f"{job.name} in evaluation mode", autocast)
         return captured_from_program(program, job, trained.blueprint, list(example), training=False)
 
 

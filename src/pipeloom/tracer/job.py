@@ -28,14 +28,15 @@ class Job:
     model: makes the `nn.Module`. Called under a fake-tensor mode when it is captured, and again on each
         rank, so it must not depend on global state and must give the same structure each time.
     batch: (seed, micro-batch size) -> keyword arguments of the model's forward, tensors with the
-        micro-batch as their first dimension.
+        micro-batch as their first dimension. With `loss`, also what only the loss reads.
     loss: (outputs, batch) -> scalar tensor. By default the model's own output `.loss` (or `["loss"]`).
     weight: batch -> the number of tokens that the loss averages over, a number or a scalar tensor. With it,
         the loss of a step is the average over all tokens of all micro-batches; without it each micro-batch's
         loss counts by its number of rows.
     optimizer: parameters -> torch optimizer, or an object whose `step` runs several that it holds in its
-        attributes. Each rank calls it with all parameters that are trained, in the model's order; those of
-        other ranks have no data (they are on the meta device). By default AdamW(lr=1e-3).
+        attributes. If its first argument is called `named_parameters`, it gets pairs (name, parameter). Each
+        rank calls it with all parameters that are trained, in the model's order; those of other ranks have
+        no data (they are on the meta device). By default AdamW(lr=1e-3).
     name: what messages, graphs and reports call the model.
     modules: lists of module names (FQNs), one list per stage: cut there instead of capturing single ops. It
         is also how a model that cannot be captured otherwise is cut at places of your choice.

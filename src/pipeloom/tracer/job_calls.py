@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..ir.errors import CaptureError
 from .job import Job
@@ -38,15 +40,57 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class ModelWithLoss(nn.Module):
-    """Model and loss as one module, so that both are in the graph."""
+    """Model and loss as one module, so that both are in the graph.
 
-    def __init__(self, model: nn.Module, job: Job) -> None:
+    with_outputs: it also returns what the model does, see `named_outputs`.
+    """
+
+    def __init__(self, model: nn.Module, job: Job, *, with_outputs: bool = False) -> None:
         super().__init__()
         self.model = model
         self.job = job
+        self.with_outputs = with_outputs
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return scalar_loss(self.job, self.model(**batch), batch)
+    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        outputs = call_model(self.job, self.model, batch)
+        loss = scalar_loss(self.job, outputs, batch)
+        return (loss, named_outputs(outputs, batch)) if self.with_outputs else loss
+
+
+def call_model(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """The outputs of a job's model for a batch. Entries that its forward has no argument for are the loss's,
+    if the job has a loss of its own; parts of a tuple, called "0", "1", ..., are passed by position."""
+    if "0" in batch:
+        return model(*[tensor for name, tensor in batch.items() if name.isdigit()])
+    if job.loss is None:
+        return model(**batch)
+    arguments = signature(model.forward).parameters
+    if any(argument.kind is Parameter.VAR_KEYWORD for argument in arguments.values()):
+        return model(**batch)
+    return model(**{name: tensor for name, tensor in batch.items() if name in arguments})
+
+
+def named_outputs(outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors among a model's outputs that have a row for each of the batch, by their keys or numbers;
+    one tensor alone is called "output". What is nested deeper, such as a cache, is left out."""
+    if isinstance(outputs, Tensor):
+        named: dict[str, Any] = {"output": outputs}
+    elif isinstance(outputs, Mapping):
+        named = dict(outputs)
+    else:
+        named = {str(number): value for number, value in enumerate(outputs)}
+    rows = len(next(iter(batch.values())))
+    return {n: t for n, t in named.items() if isinstance(t, Tensor) and t.ndim and len(t) == rows}
+
+
+def make_optimizer(make: Callable[..., Optimizer], params: Mapping[str, nn.Parameter]) -> Optimizer:
+    """What a job's function makes of parameters: of pairs (name, parameter), if its first argument is called
+    so, as `named_parameters`."""
+    try:
+        first = next(iter(signature(make).parameters), "")
+    except (TypeError, ValueError):  # of a builtin
+        first = ""
+    return make(list(params.items()) if first.startswith("named") else list(params.values()))
 
 
 def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:

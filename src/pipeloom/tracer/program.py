@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..ir.errors import CaptureError
 from .blueprint import Blueprint
@@ -83,7 +83,8 @@ def _captured(
             name = (spec.target or "").removeprefix("model.")
             updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
-    _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    loss, outputs = _results(program, graph)
+    _tidy(graph, set(targets), loss, [*updates, *outputs.values()])
     _refuse_sparse_gradients(graph, job.name)
     _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
     module = fx.GraphModule(program.graph_module, graph)
@@ -95,7 +96,10 @@ def _captured(
         module.recompile()
         propagate_gradient_flow(module, targets, blueprint.model, training=training)
     renamed = _rename(graph, {*canonical, *constants, *keys})
-    updates = {renamed.get(now := unfolded.get(name, name), now): buffer for name, buffer in updates.items()}
+    names = {
+        name: renamed.get(now := unfolded.get(name, name), now) for name in (*updates, *outputs.values())
+    }
+    updates = {names[name]: buffer for name, buffer in updates.items()}
     op_graph = build_op_graph(module, targets, updates, blueprint.model, constants, job.name)
     return Captured(
         graph=op_graph,
@@ -104,7 +108,24 @@ def _captured(
         updates=updates,
         blueprint=blueprint,
         constants={n: t for n, t in constants.items() if n not in blueprint.attribute_tensors},
+        outputs={output: names[name] for output, name in outputs.items()},
     )
+
+
+def _results(program: ExportedProgram, graph: fx.Graph) -> tuple[str, dict[str, str]]:
+    """The node of the loss; and, by their names, those of the model's outputs that ops make of parameters."""
+    spec = program.call_spec.out_spec
+    assert spec is not None
+    results = tree_unflatten(program.graph_signature.user_outputs, spec)
+    if not isinstance(results, tuple):
+        return str(results), {}
+    loss, outputs = results
+    state = {str(spec.arg.name) for spec in program.graph_signature.input_specs if spec.target is not None}
+    learned: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and any(n.name in learned | state for n in node.all_input_nodes):
+            learned.add(node.name)
+    return loss, {name: node for name, node in outputs.items() if node in learned and node != loss}
 
 
 def _refuse_sizes_and_numbers_of_data(graph: fx.Graph, name: str, lines: Sequence[str]) -> None:
@@ -187,12 +208,12 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
+def _tidy(graph: fx.Graph, keep: set[str], loss: str, others: list[str]) -> None:
     """Drop assertions, copies that copy nothing and dead code; replace what suits some tensors only."""
     _replace_targets(graph)
     by_name = {node.name: node for node in graph.nodes}
     output = graph.output_node()
-    output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
+    output.args = ((*(by_name[name] for name in others), by_name[loss]),)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ASSERTIONS:
             graph.erase_node(node)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..guards import inside_checkpoint
 from ..job import Job
-from ..job_calls import scalar_loss
+from ..job_calls import call_model, scalar_loss
 from ..random import python_random_kept, seed_python
 from .skeleton import ModuleUnit, Skeleton
 from .torch_functions import RANDOM, function_name, leaves_in
@@ -87,7 +87,7 @@ class InterceptedForward(TorchFunctionMode):
             kept = python_random_kept() if self.python_random else nullcontext()
             with kept, self, autograd_functions_seen_by(self.autograd_function):
                 self.seed_python(START)
-                outputs = self.skeleton.model(**batch)
+                outputs = call_model(job, self.skeleton.model, batch)
                 return self.after(job, outputs, batch)
         finally:
             self.skeleton.intercept = None

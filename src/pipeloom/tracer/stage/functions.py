@@ -40,7 +40,7 @@ SlotKind = Literal[
     "old_buffer",  # a buffer as it was before the forward updated it
     "carried",  # handed from I to W
     "seed",  # of the random numbers
-    "output",  # a value that is sent, the loss, or `buffer:FQN`
+    "output",  # a value that is sent, the loss, `buffer:FQN`, or `output:NAME` of the model
     "input_grad",  # the gradient of a received value
     "weight_grad",  # the gradient of a parameter, by FQN
     "graph",  # the autograd graph of whole modules

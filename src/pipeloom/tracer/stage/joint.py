@@ -38,7 +38,8 @@ class StageModule:
     module: the graph; its placeholders are described by `names` and `kinds`, its results by `outputs`.
     names: FQN of a parameter or buffer, batch input or crossing value, in placeholder order.
     kinds: "param", "buffer", "batch" or "value", for each of the names.
-    outputs: crossing values that this stage makes, the loss, or `buffer:<FQN>` for a buffer's next state.
+    outputs: crossing values that this stage makes, the loss, `buffer:<FQN>` for a buffer's next state, or
+        `output:<name>` for an output of the model.
     learning: the outputs that a gradient comes back for: some that have one are only read where none flows.
     """
 
@@ -93,8 +94,9 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
             copies[node].update_kwarg("device", torch.device(device))
     outputs = _outputs(captured, stages, index)
     by_name = {n.name: n for n in captured.module.graph.nodes}
-    buffer_of = {fqn: name for name, fqn in captured.updates.items()}
-    graph.output(tuple(copies[by_name[buffer_of.get(o.removeprefix("buffer:"), o)]] for o in outputs))
+    node_of = {f"buffer:{fqn}": name for name, fqn in captured.updates.items()}
+    node_of |= {f"output:{name}": node for name, node in captured.outputs.items()}
+    graph.output(tuple(copies[by_name[node_of.get(o, o)]] for o in outputs))
     learning = {v.name for target in stages.successors[index] for v in stages.gradients(index, target)}
     learning |= {captured.graph.loss} & {name for name in outputs if _needs_grad(name, captured)}
     return StageModule(
@@ -120,7 +122,9 @@ def _outputs(captured: Captured, stages: StageGraph, index: int) -> tuple[str, .
     loss = [captured.graph.loss] if index == stages.loss_stage else []
     owned = set(stages.stages[index].ops)
     updated = [f"buffer:{fqn}" for op in captured.graph.ops if op.name in owned for fqn in op.updates]
-    return (*sorted(sent), *loss, *updated)
+    by_name = {n.name: n for n in captured.module.graph.nodes} if captured.outputs else {}
+    results = [f"output:{name}" for name, node in captured.outputs.items() if _owner(by_name[node]) in owned]
+    return (*sorted(sent), *loss, *updated, *results)
 
 
 @dataclass(eq=False)
@@ -228,7 +232,7 @@ def orders_of(stage: StageModule, captured: Captured) -> dict[str, DimOrder]:
 
 
 def _needs_grad(output: str, captured: Captured) -> bool:
-    return not output.startswith("buffer:") and captured.graph.value[output].needs_grad
+    return ":" not in output and captured.graph.value[output].needs_grad
 
 
 def _identify(

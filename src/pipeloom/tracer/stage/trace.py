@@ -186,11 +186,11 @@ def stage_functions(
         )
     module = extract(captured, stages, index, device)
     values = captured.graph.value
-    sent = tuple(o for o in module.outputs if not o.startswith("buffer:") and o != captured.graph.loss)
+    sent = tuple(o for o in module.outputs if ":" not in o and o != captured.graph.loss)
     by_kind: dict[str, list[str]] = {"batch": [], "value": [], "param": [], "buffer": []}
     for name, kind in zip(module.names, module.kinds, strict=True):
         by_kind[kind].append(name)
-    trained = any(values[o].needs_grad for o in module.outputs if not o.startswith("buffer:"))
+    trained = any(values[o].needs_grad for o in module.outputs if ":" not in o)
     parts: dict[str, Part] = {"forward": _forward_only(module)}
     attributes: object = module.module
     residuals: Mapping[str, Residual] = {}

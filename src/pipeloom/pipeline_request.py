@@ -1,0 +1,162 @@
+"""What a script asks of a `Pipeline`: its settings sorted, and the plan that rank 0 makes from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .caches import kept_plan
+from .ir.errors import ConfigError
+from .ir.plan import Plan
+from .options import Options
+from .planning import capture, make_request, plan_size, profile
+from .ranks import rank_device, result_of_rank_0
+from .runtime.channel import Channel
+from .runtime.connect import connect
+from .runtime.watch import Watch
+from .settings import PlanSettings
+from .tracer.captured import Captured
+from .tracer.example import weights_digest
+from .tracer.job import Job
+
+_log = logging.getLogger("pipeloom")
+
+OF_PLAN = {one.name for one in fields(PlanSettings)}
+OF_RUN = {one.name for one in fields(Options)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRequest:
+    """options: how it runs.  plan_settings: fields of `PlanSettings` that were given."""
+
+    options: Options
+    plan_settings: dict[str, Any] = field(default_factory=dict)
+
+    def refuse_for_plan(self) -> None:
+        """Raises: ConfigError if a plan was given, and a setting that it decides."""
+        if decided := sorted(self.plan_settings.keys() - OF_RUN):
+            raise ConfigError(
+                f"{', '.join(decided)} given beside a plan, which decides that",
+                hint="leave it out, or leave the plan out to have one made",
+            )
+
+    def settings(self, *, ranks: int, rows: int | None) -> PlanSettings:
+        """Of the plan that is to be made for so many ranks.
+
+        rows: of a batch; None if micro-batches are as `PlanSettings` has them.
+        """
+        given: dict[str, Any] = {
+            "planner": "auto",
+            "clips": self.options.clip_norm is not None,
+        } | self.plan_settings
+        replicas = given.get("replicas", 1)
+        given.setdefault("ranks", max(1, ranks // replicas))
+        if given["ranks"] * replicas != ranks:
+            raise ConfigError(
+                f"{given['ranks']} ranks with {replicas} replicas are asked for, {ranks} were started",
+                hint="start as many processes, or leave ranks out",
+            )
+        if rows is None or "global_batch" in given:
+            return PlanSettings(**given)
+        rows //= self.options.accumulate
+        count, size = given.get("microbatches"), given.get("microbatch_size")
+        if count is None:
+            count = max(1, rows // size) if size else max(1, min(PlanSettings().microbatches, rows))
+        if rows < count:
+            raise ConfigError(
+                f"{count} micro-batches are asked for, the example has {rows} rows",
+                hint="give larger batches, or ask for fewer micro-batches",
+            )
+        given |= {"microbatches": count, "microbatch_size": size or -(-rows // count)}
+        return PlanSettings(**given)
+
+
+def pipeline_settings(options: Options, given: dict[str, Any]) -> PipelineRequest:
+    """Sort the keywords of a `Pipeline` into those of its plan and those of its run; some are of both.
+
+    Raises: ConfigError for one that is of neither.
+    """
+    for name in given:
+        if name not in OF_PLAN | OF_RUN:
+            near = get_close_matches(name, OF_PLAN | OF_RUN, n=1)
+            raise ConfigError(
+                f"there is no setting {name} of a pipeline",
+                hint=f"did you mean {near[0]}?" if near else "see PlanSettings and Options",
+            )
+    run = {name: value for name, value in given.items() if name in OF_RUN}
+    plan = {name: value for name, value in given.items() if name in OF_PLAN}
+    return PipelineRequest(options=replace(options, **run) if run else options, plan_settings=plan)
+
+
+def refuse_parts_of_job(**parts: object) -> None:
+    """Raises: ConfigError if any of them is given beside a job, which has them."""
+    if given := [name for name, part in parts.items() if part is not None]:
+        raise ConfigError(
+            f"{', '.join(given)} given beside a Job, which has that",
+            hint="give it to the Job, or the model itself in the place of the Job",
+        )
+
+
+def plan_on_rank_0(
+    job: Job,
+    asked: PipelineRequest,
+    *,
+    rows: int | None,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    channel: Channel | None,
+) -> tuple[Plan, Captured | None]:
+    """The plan that rank 0 makes, for all ranks; and what it captured, on rank 0.
+
+    rows: of a batch, if the job was made from one.
+    """
+    if channel is not None and channel.ranks > 1:
+        raise ConfigError("ranks that are threads have no plan", hint="make one with pipeloom.plan")
+    device, mine = rank_device(asked.options), list[Captured]()
+
+    def make(ranks: int) -> Plan:
+        settings = asked.settings(ranks=ranks, rows=rows)
+        _log.info("planning %s for %d ranks", job.name, ranks)
+        plan, captured = plan_here(job, settings, asked.options, device=device.type)
+        mine.append(captured)
+        stages, step_ms = len(plan.stages), 1e3 * plan.predicted_step_s
+        _log.info("planned: %d stages, %s, %.1f ms a step predicted", stages, plan.schedule, step_ms)
+        return plan
+
+    if group is None and not dist.is_initialized() and "RANK" not in os.environ:
+        plan = make(1)
+    else:
+        ranks = connect(device, group=group, timeout_s=asked.options.timeout_s)
+        plan = result_of_rank_0(ranks, lambda: make(ranks.size()))
+    return plan, mine[0] if mine else None
+
+
+def plan_here(job: Job, settings: PlanSettings, options: Options, *, device: str) -> tuple[Plan, Captured]:
+    """The plan for this machine's devices, as kept or made now; and what was captured for it."""
+    size, autocast = settings.microbatch_size, options.autocast
+    captured = capture(job, size, autocast=autocast, device=device)
+
+    def make() -> Plan:
+        profiled = None
+        if device != "cpu" or autocast is not None:
+            profiled = profile(captured, device=device, compile=settings.compile)
+        return plan_size(make_request(job, settings), job, captured=captured, profiled=profiled)[0]
+
+    return kept_plan(captured, make, settings, device), captured
+
+
+def require_same_weights(watch: Watch, module: nn.Module, timeout_s: float) -> None:
+    """Refuse, on all ranks, to start with a module whose weights each rank has drawn otherwise."""
+    for rank, digest in enumerate(digests := watch.gather(repr(weights_digest(module)), timeout_s)):
+        if digest != digests[0]:
+            raise ConfigError(
+                f"the module of rank {rank} has other weights than that of rank 0",
+                hint="call torch.manual_seed before it is made, on every rank alike; or give what makes it, "
+                "as lambda: Net(config), which is then called with the pipeline's seed",
+            )

@@ -1,0 +1,142 @@
+"""A job from what a training script has: a model, one batch of its loader, its loss and its optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._mode_utils import no_dispatch
+
+from ..ir.errors import BatchError, ConfigError
+from .job import Job
+
+Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
+"""A dictionary (or `BatchEncoding`), a tuple or list, or one tensor, as a loader gives it."""
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """How the batches of a loader are made: of named tensors (names is None), or of parts in a row.
+
+    rows: of the example; None if there was none.
+    """
+
+    names: tuple[str, ...] | None = None
+    rows: int | None = None
+
+    def tensors(self, batch: Batch | None) -> dict[str, Tensor]:
+        """A batch as named tensors. What is None in a dictionary is left out.
+
+        Raises: BatchError if it is made otherwise, or of something that is no tensor.
+        """
+        if batch is None or isinstance(batch, Mapping) != (self.names is None):
+            expected = "a dictionary" if self.names is None else f"{len(self.names)} tensors in a row"
+            raise BatchError(
+                f"the batch is a {type(batch).__name__}, and should be {expected}",
+                hint="give batches of one form, as the example that the pipeline was made with",
+            )
+        if isinstance(batch, Mapping):
+            named = {str(name): value for name, value in batch.items() if value is not None}
+        else:
+            assert self.names is not None
+            parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+            if len(parts) != len(self.names):
+                raise BatchError(
+                    f"the batch has {len(parts)} parts, the example had {len(self.names)}",
+                    hint="give batches of one form",
+                )
+            named = dict(zip(self.names, parts, strict=True))
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                raise BatchError(
+                    f"{name} of the batch is a {type(value).__name__}, no tensor",
+                    hint="leave it out of what the loader collects, or make a tensor of it: nested batches "
+                    "are to be flattened into one dictionary",
+                )
+        return named
+
+
+def job_of(
+    model: nn.Module | Callable[[], nn.Module],
+    example: Batch | None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
+    weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None = None,
+) -> tuple[Job, BatchForm]:
+    """A job whose batches are made of the rows of one, and the form of its batches; see `Pipeline`.
+
+    Raises: BatchError if the example is no batch; ConfigError if the model is none.
+    """
+    if not isinstance(example, Mapping | Tensor | Iterable) or isinstance(example, str):
+        raise BatchError(
+            f"the example is a {type(example).__name__}, no batch",
+            hint="give one batch of the loader, as next(iter(loader))",
+        )
+    form = BatchForm()
+    if not isinstance(example, Mapping):
+        parts = 1 if isinstance(example, Tensor) else len(tuple(example))
+        for_loss = 0 if loss is None else min(max(0, _positional(loss) - 1), parts - 1)
+        targets = ["target"] if for_loss == 1 else [f"target_{number}" for number in range(for_loss)]
+        form = BatchForm((*map(str, range(parts - for_loss)), *targets))
+    tensors = form.tensors(example)
+    if not tensors or any(not t.ndim or not len(t) for t in tensors.values()):
+        raise BatchError("the example has no rows", hint="the first dimension of every tensor is the batch")
+
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        """Rows of the example, over and over."""
+        return {
+            name: tensor[(torch.arange(rows) + seed * rows) % len(tensor)] for name, tensor in tensors.items()
+        }
+
+    whole = loss
+    if loss is not None and form.names is not None:
+
+        def whole(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+            return loss(outputs, *[tensor for name, tensor in batch.items() if name.startswith("target")])
+
+    job = Job(
+        model=_maker(model),
+        batch=batch,
+        loss=whole,
+        weight=weight,
+        optimizer=optimizer,
+        name=type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model"),
+    )
+    return job, replace(form, rows=len(next(iter(tensors.values()))))
+
+
+def _positional(function: Callable[..., Any]) -> int:
+    """Arguments without a default that are given by position."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = signature(called).parameters.values()
+    return sum(a.kind in kinds and a.default is Parameter.empty for a in arguments)
+
+
+def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise ConfigError(
+                f"the model is a {type(model).__name__}",
+                hint="give an nn.Module, or a function that makes one, as lambda: Net(config)",
+            )
+        return model
+
+    def copied() -> nn.Module:
+        """The module is real, whatever its copy is made for."""
+        with no_dispatch(), torch.utils._python_dispatch._disable_current_modes():
+            return copy.deepcopy(model)
+
+    return copied
+
+
+def weights_digest(module: nn.Module) -> list[float]:
+    """Tells initial weights apart: of each parameter the sum of its first entries."""
+    return [float(p.detach().flatten()[:64].double().sum()) for p in module.parameters()]

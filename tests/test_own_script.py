@@ -1,0 +1,234 @@
+"""A pipeline as a training script makes one: from a model, a batch of its loader, a loss and an optimizer."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom
+from pipeloom.ir.errors import BatchError, CheckpointError, ConfigError, NumbersError
+from pipeloom.runtime.channel import run_threads
+from pipeloom.tracer.example import job_of
+
+ROWS = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(6, 16), nn.LayerNorm(16)
+        self.hidden, self.leave = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.hidden(self.norm(self.enter(x))))
+        return {"logits": self.leave(hidden) * scale, "hidden": hidden, "norm": hidden.norm()}
+
+
+class Plain(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)["logits"]
+
+
+def net(kind: type[nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(3)
+    return kind()
+
+
+def named() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 6, generator=generator)
+    return {"x": x, "y": torch.arange(ROWS) % 3, "nothing": None}
+
+
+def of_named(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"], batch["y"])
+
+
+def decayed(named_parameters: Any) -> torch.optim.Optimizer:
+    named = list(named_parameters)
+    matrices = {"params": [p for n, p in named if "norm" not in n], "weight_decay": 0.3}
+    return torch.optim.SGD([matrices, {"params": [p for n, p in named if "norm" in n]}], lr=0.5)
+
+
+def on_two_ranks(
+    work: Callable[[pipeloom.Pipeline], Any],
+    model: Any,
+    example: Any,
+    *,
+    optimizer: Any = decayed,
+    loss: Any = of_named,
+    **how: Any,
+) -> list[Any]:
+    job, _ = job_of(model, example, loss=loss, optimizer=optimizer)
+    plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
+
+    def rank(number: int, channel: Any) -> Any:
+        with pipeloom.Pipeline(
+            model,
+            plan,
+            example=example,
+            loss=loss,
+            optimizer=optimizer,
+            channel=channel,
+            compare=False,
+            **how,
+        ) as pipe:
+            return work(pipe)
+
+    return run_threads(2, rank)
+
+
+def plain_losses(model: nn.Module, steps: int) -> list[float]:
+    batch, losses = named(), []
+    optimizer = decayed(model.named_parameters())
+    for _ in range(steps):
+        loss = of_named(model(batch["x"]), batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_module_with_its_weights_trains_as_in_one_process() -> None:
+    """The optimizer groups parameters by name; `y` is the loss's, as the forward has no such argument."""
+    pipes = on_two_ranks(lambda pipe: [pipe.step(named()) for _ in range(3)], net(), named())
+    assert pipes[0] == pipes[1] == pytest.approx(plain_losses(net(), 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_last_parts_of_a_tuple_are_those_of_the_loss(as_list: bool) -> None:
+    batch: Any = (named()["x"], named()["y"])
+    batch = list(batch) if as_list else batch
+    losses = on_two_ranks(lambda pipe: pipe.step(batch), net(Plain), batch, loss=nn.functional.cross_entropy)
+    assert losses[0] == pytest.approx(plain_losses(net(), 1)[0], rel=1e-5)
+
+
+def test_rank_0_alone_has_the_batches() -> None:
+    def work(pipe: pipeloom.Pipeline) -> list[float]:
+        first = pipe.rank == 0
+        losses = [pipe.step(named() if first else None)]
+        losses += [report.loss for report in pipe.steps([named(), named()] if first else [])]
+        return [*losses, pipe.evaluate(named() if first else None)]
+
+    mine, others = on_two_ranks(work, net(), named(), data="first")
+    assert mine == others == pytest.approx(plain_losses(net(), 4), rel=1e-5)
+
+
+def test_a_batch_of_rank_0_that_is_none_is_refused_by_all_and_can_be_replaced() -> None:
+    def work(pipe: pipeloom.Pipeline) -> float:
+        with pytest.raises(BatchError, match="text"):
+            pipe.step({"x": named()["x"], "text": "no tensor"} if pipe.rank == 0 else None)
+        return pipe.step(named() if pipe.rank == 0 else None)
+
+    assert on_two_ranks(work, net(), named(), data="first")[1] == pytest.approx(plain_losses(net(), 1)[0])
+
+
+def test_outputs_are_those_of_the_model_for_the_whole_batch() -> None:
+    module = net().eval()
+    expected = module(named()["x"])
+    for loss, outputs in on_two_ranks(lambda pipe: pipe.outputs(named()), net(), named()):
+        assert outputs.keys() == {"logits", "hidden"}  # the norm has no rows
+        torch.testing.assert_close(outputs["logits"], expected["logits"].detach())
+        torch.testing.assert_close(outputs["hidden"], expected["hidden"].detach())
+        assert loss == pytest.approx(float(of_named(expected, named()).detach()))
+
+
+def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:
+    def work(pipe: pipeloom.Pipeline) -> dict[str, Tensor]:
+        before = pipe.state_dict()
+        file = pipe.export(tmp_path / "model.safetensors")
+        loss = pipe.step(named())
+        trained = pipe.state_dict()
+        pipe.load_state_dict(before)
+        assert pipe.step(named()) == pytest.approx(loss)
+        pipe.load_weights(file.parent)
+        assert pipe.evaluate(named()) == pytest.approx(loss)
+        with pytest.raises(CheckpointError, match=r"enter\.weight"):
+            pipe.load_state_dict({name: t for name, t in before.items() if name != "enter.weight"})
+        assert pipe.evaluate(named()) == pytest.approx(loss)
+        return trained
+
+    module = net()
+    plain_losses(module, 1)
+    for trained in on_two_ranks(work, net(), named()):
+        assert list(trained) == list(module.state_dict())
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(trained[name], tensor)
+
+
+def test_the_first_number_that_is_not_finite_is_found_with_its_op() -> None:
+    class Root(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(self.enter(x).sum(1, keepdim=True).sub(1e6).sqrt().expand(-1, 6))
+
+    def work(pipe: pipeloom.Pipeline) -> None:
+        pipe.step(named())
+
+    with pytest.raises(NumbersError, match="sqrt"):
+        on_two_ranks(work, net(Root), named(), find_nan=True)
+
+
+def test_a_hook_sees_what_each_action_makes() -> None:
+    seen: list[tuple[str, set[str]]] = []
+
+    def work(pipe: pipeloom.Pipeline) -> None:
+        pipe.step(named())
+
+    on_two_ranks(work, net(), named(), on_action=lambda text, made: seen.append((text, set(made))))
+    assert sorted({text for text, _ in seen}) == sorted(
+        f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FB" for number in range(4)
+    )
+    assert all("gradient of leave.weight" in made for text, made in seen if text.startswith("1B"))
+
+
+def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="pipeloom")
+    with pipeloom.Pipeline(net(), example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
+        assert (pipe.plan.microbatches, pipe.plan.microbatch_size, pipe.ranks) == (2, 4, 1)
+        assert pipe.lr == 1e-3 and pipe.grad_norm is None
+    assert sum("planning" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ({"micro_batches": 2}, "microbatches"),
+        ({"ranks": 3}, "started"),
+        ({"microbatches": 16}, "rows"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        pipeloom.Pipeline(net(), example=named(), loss=of_named, **how)
+    assert word in f"{refused.value} {refused.value.hint}"
+
+
+def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:
+    job, _ = job_of(net(), named(), loss=of_named)
+    plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
+    with pytest.raises(ConfigError, match="loss"):
+        pipeloom.Pipeline(job, plan, loss=of_named)
+    with pytest.raises(ConfigError, match="microbatches"):
+        pipeloom.Pipeline(job, plan, microbatches=4)
+
+
+def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
+    job, _ = job_of(net(), named(), loss=of_named)
+    plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
+    modules = [net(), Net()]
+
+    def rank(number: int, channel: Any) -> None:
+        pipeloom.Pipeline(modules[number], plan, example=named(), loss=of_named, channel=channel)
+
+    with pytest.raises(ConfigError, match="rank 1"):
+        run_threads(2, rank)
+
+
+@pytest.mark.parametrize("example", [None, "text", {"x": torch.ones(4), "a": "b"}, (), torch.tensor(1.0)])
+def test_an_example_that_is_no_batch_is_refused(example: Any) -> None:
+    with pytest.raises(BatchError):
+        pipeloom.Pipeline(net(), example=example, loss=of_named)
