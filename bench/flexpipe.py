@@ -2,7 +2,6 @@
 
     python bench/flexpipe.py shapes [--ranks 4 8] [--microbatches 16 64] [--split]
     python bench/flexpipe.py chains [--ranks 4 8 16 32]
-    python bench/flexpipe.py growing [--count 200] [--minutes 7]
 
 shapes   those that Tessel searches, F = 1, B = 3, one unit of memory a micro-batch, no transfers
          (tests/support/search_shapes.py). Tessel's figures are of its public code (zhiqi-0/Tessel, commit
@@ -10,8 +9,6 @@ shapes   those that Tessel searches, F = 1, B = 3, one unit of memory a micro-ba
          end within 150 s. Our seconds are of the search alone, in one thread, its code compiled before.
 chains   with split backwards, stages of three kinds of times, 4 micro-batches per rank, beside the schedules
          of the library that are made for them, at the memory that these take
-growing  random chains (tests/support/random_problems.py), each with its limit, 1.5 times and twice as much:
-         whether a step is ever longer than the library's best within the limit, or than with less memory
 
 Every result is proved by the checks and timed by the simulator.
 """
@@ -20,17 +17,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
-from math import inf
 from typing import Any
 
 from machine import parser_of, run_parts
 
 # isort: split
-from random_problems import random_chain
 from search_shapes import TIMES, chain_of, library_order, problem
 
-from pipeloom.schedules.search.library import fitting
 from pipeloom.schedules.search.problem import SearchProblem
 from pipeloom.schedules.search.search import SearchOptions, SearchResult, search_orders
 from pipeloom.schedules.search.search_schedule import prove_search
@@ -94,59 +87,16 @@ def chains(ranks: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-GROWN = (1.0, 1.5, 2.0)
-"""Limits of a random chain, of its own."""
-
-GROWING_EFFORT = 0.2
-
-
-def growing_steps(seed: int) -> tuple[list[float], int]:
-    """One random chain with growing limits: the steps, and how many are behind the best of the library."""
-    free = random_chain(seed)
-    steps: list[float] = []
-    behind = 0
-    for share in GROWN:
-        asked = replace(free, caps=tuple(share * cap for cap in free.caps))
-        result = search_orders(asked, SearchOptions(effort=GROWING_EFFORT))
-        known = [library_order(asked, name) for name in fitting(asked)]
-        steps.append(result.best.step_s)
-        behind += steps[-1] > min((k.step_s for k in known if k is not None), default=inf) * (1 + 1e-9)
-        if result.ended == "optimal":
-            break  # no limit makes it shorter
-    return steps, behind
-
-
-def growing(count: int, minutes: float) -> bool:
-    """As many chains as there is time for, and what is wrong with any."""
-    ends = time.monotonic() + 60 * minutes
-    done, pairs, behind, longer = 0, 0, 0, 0
-    for seed in range(count):
-        if time.monotonic() > ends:
-            break
-        steps, late = growing_steps(seed)
-        done, pairs, behind = done + 1, pairs + len(steps) - 1, behind + late
-        for at in range(1, len(steps)):
-            more = steps[at] / min(steps[:at]) - 1
-            if more > 1e-9:
-                longer += 1
-                print(f"chain {seed}: {100 * more:.3f} % longer with {GROWN[at]:g} of its limit", flush=True)
-    print(f"{done} chains: {behind} searches behind the library; {longer} of {pairs} larger limits longer")
-    return not behind and not longer
-
-
 def main() -> int:
-    parser = parser_of(__doc__, ("shapes", "chains", "growing"))
+    parser = parser_of(__doc__, ("shapes", "chains"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(COUNTS))
     parser.add_argument("--split", action="store_true", help="I and W apart, each half of B")
-    parser.add_argument("--count", type=int, default=200, help="of growing chains")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which no further chain is begun")
     given = parser.parse_args()
     search_orders(problem("M", 2, 4, 3, split=True))  # loads the compiled code
     parts = {
         "shapes": lambda: shapes(given.ranks or [4, 8], given.microbatches, split=given.split),
         "chains": lambda: chains(given.ranks or [4, 8, 16, 32]),
-        "growing": lambda: growing(given.count, given.minutes),
     }
     return run_parts(given.parts, parts)
 

@@ -11,14 +11,7 @@ models   MMT, DLRM and CANDLE-Uno of published size on 4, 8, 16 and 32 V100s of 
          and the DAG in that cell of the others: what parallel stages alone gain. On 32 devices three numbers
          of rows per micro-batch are tried. Rows per step grow with the devices, as in the paper, whose
          numbers of rows are lost but for MMT on 8 (128 rows). A key begins no cell after --minutes.
-launches MMT on 8 and 32, one pipeline, where each kernel takes longer besides its work than a V100's 4 us.
 case     The paper's case study on 8 V100s, one pipeline; and under caps that the DAG just keeps to.
-order    MMT whose towers run in turn against MMT whose towers run one after another.
-random   Random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
-         against that of `exact` and of the best chain.
-brute    Random series-parallel graphs of 5 to 8 ops in 2 to 4 stages against every convex partition.
-huge     Four towers of 9,984 ops on 8 and 32 devices, every residual kept: processor seconds, and the
-         bottleneck against perfect division.
 
 Everything is simulated. The paper measured on Summit: up to 1.6 times the throughput of the best chain,
 parallel stages alone 1.12 to 1.40 times on 32 devices; case study depth 4 against 8, 1.2 times.
@@ -52,22 +45,16 @@ Layers are pre-norm Transformer layers without dropout. Nothing here is a publis
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from machine import by_roofline, changed, parser_of, print_table, roofline_plan, run_parts
+from machine import by_roofline, changed, parser_of, print_table, run_parts
 from model import Layer
-
-# isort: split
-from branching_graphs import KINDS as GRAPH_KINDS, best_of_all, random_graph, request_for, step_s
-from layered import layered_towers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -431,9 +418,6 @@ KINDS = {
 }
 """Kind -> (planner, whether its stages may run side by side)."""
 
-LAUNCHES = (5e-5, 2e-4)
-"""Seconds that each kernel takes besides its work; a V100: 4e-6."""
-
 
 class Cell(NamedTuple):
     """Pipelines side by side, and rows of a micro-batch."""
@@ -449,10 +433,9 @@ one that is run as a sequential pipeline."""
 SEQUENTIAL = "chain, sequential"
 
 
-def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:
+def cluster_of(devices: int) -> Cluster:
     """V100s of 16 GB, 4 in each node: those that the paper used of Summit's."""
-    found = find_cluster(f"{devices // 4} nodes of 4 x v100-16" if devices > 4 else f"{devices} x v100-16")
-    return found if launch_s is None else changed(found, launch_s=launch_s)
+    return find_cluster(f"{devices // 4} nodes of 4 x v100-16" if devices > 4 else f"{devices} x v100-16")
 
 
 def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
@@ -615,15 +598,6 @@ def models(only: Sequence[str], minutes: float) -> None:
             print_best(f"{name} {devices}", cells, rows)
 
 
-def launches(minutes: float) -> None:
-    """MMT in one pipeline where kernels take longer besides their work: small micro-batches have a price."""
-    kinds, at = ("graphpipe", "chain"), models_at("mmt")
-    for devices, launch_s in product((8, 32), LAUNCHES):
-        rows, cluster = ROWS_PER_DEVICE["mmt"] * devices, cluster_of(devices, launch_s)
-        cells = climb(rows, cluster, FIRST_SIZE["mmt"], at, kinds, widths=False, minutes=minutes)
-        print_best(f"mmt {devices}, {launch_s * 1e6:.0f} us", cells, rows)
-
-
 def case(minutes: float) -> None:
     """The case study, two branches, joined, on 8 devices; then under caps that the DAG just keeps to, with
     micro-batches of each size. Planners count messages by a bound: a cap of just a plan's peak does not give
@@ -642,82 +616,14 @@ def case(minutes: float) -> None:
     print_table(lines, "case study under caps: seconds of a step")
 
 
-def order() -> list[dict[str, Any]]:
-    """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
-    lines = []
-    for name in ("mmt", "mmt_in_turn"):
-        graph, cluster = planning.capture(PUBLISHED[name](), 4).graph, cluster_of(8)
-        plan = plan_of("graphpipe", cluster, 128, by_roofline(graph, cluster, 4))
-        lines.append({"model": name, "step_s": plan.predicted_step_s})
-    return lines
-
-
-def at_random(count: int) -> list[dict[str, Any]]:
-    """Whether `graphpipe` is ever slower than the others."""
-    planned, faster, slower = 0, 0, []
-    for seed in range(count):
-        dice = random.Random(seed)
-        graph, profile = random_graph(seed, dice.randint(6, 40), GRAPH_KINDS[seed % 3])
-        how = request_for(graph, profile, dice.randint(2, 6), slack=dice.uniform(1, 1.3))
-        dag = step_s(how)
-        other = min(step_s(how, "exact"), step_s(how, branches=False))
-        planned += dag < inf
-        faster += dag < other * (1 - 1e-6)
-        if dag > other * (1 + 1e-6):
-            slower.append(seed)
-    return [{"graphs": count, "planned": planned, "faster": faster, "slower, seeds": slower}]
-
-
-def brute(count: int) -> list[dict[str, Any]]:
-    """Plans against the best of all convex partitions. misses: ratios of those that are not the best."""
-    with_a_plan, no_plan_found, misses = 0, 0, []
-    for seed in range(count):
-        dice = random.Random(seed + 10**6)
-        ops, stages = dice.randint(5, 8), dice.randint(2, 4)
-        graph, profile = random_graph(seed, ops, "series-parallel")
-        how = request_for(graph, profile, stages, slack=dice.choice([None, 1.0, 1.1, 1.3]))
-        planned = step_s(how)
-        least = best_of_all(how, stages, below=planned)
-        with_a_plan += least < inf
-        if least < inf and planned == inf:
-            no_plan_found += 1
-        elif least < inf and planned > least * (1 + 1e-9):
-            misses.append(planned / least)
-    optimal = with_a_plan - no_plan_found - len(misses)
-    row = {"graphs": count, "with a plan": with_a_plan, "optimal": optimal, "no plan found": no_plan_found}
-    return [row | {"misses": sorted(misses, reverse=True)}]
-
-
-def huge() -> list[dict[str, Any]]:
-    """Seconds to plan a graph of 10,000 ops."""
-    lines = []
-    graph = layered_towers(4, 208)
-    for devices in (8, 32):
-        cluster = find_cluster(f"{devices} x v100-32 with 640GiB")
-        how = {"schedule": "1f1b", "microbatches": 2 * devices, "planner": "graphpipe", "treatments": ()}
-        begin = time.process_time()
-        plan = roofline_plan(graph, cluster, **how)
-        took = time.process_time() - begin
-        turns = [part.turn_s for part in plan.stages]
-        row = {"devices": devices, "ops": len(graph.ops), "processor_s": took}
-        lines.append(row | {"slowest over mean": max(turns) * devices / sum(turns), **plan.notes})
-    return lines
-
-
 def main() -> int:
     run: dict[str, Callable[[], Any]] = {
         "models": lambda: models(given.keys, given.minutes),
-        "launches": lambda: launches(given.minutes),
         "case": lambda: case(given.minutes),
-        "order": order,
-        "random": lambda: at_random(given.graphs or 200),
-        "brute": lambda: brute(given.graphs or 500),
-        "huge": huge,
     }
     parser = parser_of(__doc__, run)
     parser.add_argument("--keys", nargs="+", default=(), help='of models, such as "mmt 8"')
     parser.add_argument("--minutes", type=float, default=9.0, help="after which a key begins no cell")
-    parser.add_argument("--graphs", type=int, help="of random and brute; default 200 and 500")
     given = parser.parse_args()
     return run_parts(given.parts, run)
 
