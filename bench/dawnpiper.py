@@ -5,9 +5,8 @@
 BERT-large, GPT-2 1.5B, T5-3B and AmoebaNet-D (18, 256) in float32 with AdamW on 4 and 8 x A100-40GB, by
 roofline; 4 micro-batches per device and step. Updates after a flush (1f1b) or with stashed weights
 (async_1f1b). Caps: what an A100 has; and, tight and for 4 devices, 1.0 and 1.3 times the least with which
-pipedream trains one row. Models are captured at two sizes and interpolated; dawnpiper's largest size on 4
-devices is captured, too. All cells take hours on two cores: choose with --models and --devices; no cell is
-begun after --minutes.
+pipedream trains one row. Models are captured at two sizes and interpolated. All cells take hours on two
+cores: choose with --models and --devices; no cell is begun after --minutes.
 
 The language models are Hugging Face's, with random weights, without dropout, and with its own attention: one
 fused kernel for BERT and GPT-2, single ops for T5.
@@ -439,17 +438,6 @@ def captured(model: str, file: Path) -> dict[str, Any]:
     return {"model": job.name, "ops": len(graph.ops), "parameters": parameters, **took}
 
 
-def checked(model: str, size: int, file: Path) -> dict[str, Any]:
-    """The model captured at the size that dawnpiper has found by interpolation."""
-    cluster = find_cluster(f"{DEVICES[0]} x a100-40")
-    guessed = samples(pickle.loads(file.read_bytes()), cluster)(size)
-    again = by_roofline(capture(REAL[model](), size).graph, cluster, size)
-    shapes = [{name: value.shape for name, value in at.graph.value.items()} for at in (again, guessed)]
-    plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
-    found = {"has_a_plan": plan is not None, "as_interpolated": shapes[0] == shapes[1]}
-    return {"model": model, "rows": size, **found}
-
-
 def simulate_all(models: list[str], devices: list[int], jobs: int, minutes: float) -> None:
     """All cells, some at a time, each in a process of its own; none begins after so many minutes."""
     until = time.time() + 60 * minutes
@@ -466,13 +454,6 @@ def simulate_all(models: list[str], devices: list[int], jobs: int, minutes: floa
                 sizes = {planner: row["batch"] for planner, row in made["planners"].items()}
                 print(f"{made['name']}: {sizes}, all at {common_size(made, PLANNERS)}", flush=True)
         print(f"{len(cells)} of {len(begun)} cells")
-        largest = {
-            made["model"]: made["planners"]["dawnpiper"]["batch"]
-            for made in cells
-            if (made["devices"], made["weights"], made["cap"]) == (DEVICES[0], "flush", FULL)
-        }
-        again = [pool.submit(checked, model, size, files[model]) for model, size in largest.items() if size]
-        print_table([each.result() for each in again], "dawnpiper's largest size, captured")
     print_table(list(compared(cells)), "Planners against each other")
 
 

@@ -37,9 +37,7 @@ from machine import (
     next_tokens,
     on_ranks,
     parser_of,
-    print_table,
     run_parts,
-    save_plot,
 )
 
 # isort: split
@@ -167,8 +165,6 @@ def measured_peaks(quick: bool) -> Table:
             f"{predicted:.1%}",
             flush=True,
         )
-    if not quick:
-        draw(by_name)
     return rows
 
 
@@ -178,30 +174,9 @@ def spread(values: list[int]) -> float:
     return max(abs(value / mean - 1) for value in values)
 
 
-def draw(by_name: dict[str, Table]) -> None:
-    """The most residuals of any rank, measured, and predicted (dashed), over the number of ranks."""
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    for (name, rows), ink in zip(by_name.items(), ("#888888", "#1f77b4", "#d62728"), strict=True):
-        for what, dash, note in (("residuals", "solid", ""), ("predicted", "dash", ", predicted")):
-            figure.add_scatter(
-                x=[row["ranks"] for row in rows],
-                y=[max(row[what]) / 2**20 for row in rows],
-                mode="lines+markers",
-                name=name.split(":")[0] + note,
-                line={"color": ink, "dash": dash},
-            )
-    figure.update_xaxes(title="ranks", type="log", tickvals=RANKS)
-    figure.update_yaxes(title="most residuals of a rank, MiB", rangemode="tozero")
-    save_plot(figure, "offloading.png", 720, 420)
-
-
 # --- the paper's models ---------------------------------------------------------------------------
 
 VOCABULARY = 50304
-RING_BYTES_PER_S = 230e9
-"""Of all-reduces among eight devices of a node; an assumption."""
 
 SCHEDULES = ("interleaved_1f1b", "gis", "gis_h", "po_h", "po_f", "1f1b")
 CONTEXTS = {"4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
@@ -221,12 +196,9 @@ MODELS = {
     "10.5B": Model(40, 40, 5120, 64, 8),
     "18.1B": Model(48, 48, 6144, 128, 16),
     "42.9B": Model(64, 64, 8192, 256, 32),
-    "66.6B": Model(64, 80, 10240, 256, 32),
-    "83.8B": Model(80, 80, 10240, 256, 32),
 }
 
 X = None
-NOTHING = ((X,) * 6, (X,) * 6)
 PUBLISHED: dict[tuple[str, str], tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
     ("10.5B", "4k"): ((65, 65, 63, 59, X, 57), (15, 13, 8, 3, X, 12)),
     ("10.5B", "8k"): ((68, 68, 65, 61, X, 59), (30, 27, 16, 6, X, 24)),
@@ -239,24 +211,16 @@ PUBLISHED: dict[tuple[str, str], tuple[tuple[int | None, ...], tuple[int | None,
     ("42.9B", "4k"): ((63, 65, 64, 62, 58, 55), (49, 34, 25, 10, 5, 33)),
     ("42.9B", "8k"): ((X, X, 62, 63, 60, X), (X, X, 51, 20, 8, X)),
     ("42.9B", "16k"): ((X, X, X, 63, 65, X), (X, X, X, 41, 12, X)),
-    ("66.6B", "16k"): NOTHING,
-    ("83.8B", "8k"): NOTHING,
 }
 """Its figure 15: MFU in percent and gigabytes of activations, in the order of `SCHEDULES`; None where it has
 none (out of memory, or not run)."""
-
-TENSOR = (("42.9B", "16k"), ("66.6B", "16k"), ("83.8B", "8k"))
-"""Where pipelines alone were 12 to 19 % faster than eight-way tensor parallelism with four stages."""
-
 
 FLOPS, PEAK_FLOPS, HOST_BYTES_PER_S = 220e12, 312e12, 15e9
 """Of its A100 per second: achieved, and of which MFU is a share; and of a pair's link to the host."""
 
 
-def machines(ranks: int, each: int) -> Cluster:
-    """each: ranks of a node."""
-    nodes, each = max(1, ranks // each), min(each, ranks)
-    found = find_cluster(f"{nodes} nodes of {each} x a100-80")
+def machines(ranks: int) -> Cluster:
+    found = find_cluster(f"{ranks // 8} nodes of 8 x a100-80")
     link = Link(bandwidth_bytes_per_s=HOST_BYTES_PER_S)
     found = changed(found, host_link=link, host_link_back=link)
     return replace(found, switches=dict.fromkeys(found.switches, link))
@@ -281,22 +245,20 @@ def layers_of(model: Model, ranks: int, chunks: int) -> list[int]:
     return found
 
 
-def stage_costs(model: Model, context: int, each: Sequence[int], ways: int) -> tuple[StageCost, ...]:
-    """each: layers of each stage.  ways: of tensor parallelism: compute and bytes are shared, and two
-    all-reduces of the output of a layer stand in F and two in I."""
+def stage_costs(model: Model, context: int, each: Sequence[int]) -> tuple[StageCost, ...]:
+    """each: layers of each stage."""
     matmuls, attention, head = operations(model, context)
-    ring_s = 2 * 2 * context * model.hidden * 2 * (ways - 1) / ways / RING_BYTES_PER_S
     kept_bytes = int((20 - 4 * (1 - 8 / model.heads)) * context * model.hidden)
     found = []
     for stage, layers in enumerate(each):
         last = head if stage == len(each) - 1 else 0.0
-        weight_s = (layers * matmuls + last) / (FLOPS * ways)
-        attention_s = attention / (FLOPS * ways)
-        input_s = weight_s + layers * (2 * attention_s + ring_s)
-        size = layers * kept_bytes // ways
+        weight_s = (layers * matmuls + last) / FLOPS
+        attention_s = attention / FLOPS
+        input_s = weight_s + layers * 2 * attention_s
+        size = layers * kept_bytes
         found.append(
             StageCost(
-                forward_s=weight_s + layers * (attention_s + ring_s),
+                forward_s=weight_s + layers * attention_s,
                 backward_s=input_s + weight_s,
                 input_grad_s=input_s,
                 weight_grad_s=weight_s,
@@ -310,14 +272,14 @@ def stage_costs(model: Model, context: int, each: Sequence[int], ways: int) -> t
     return tuple(found)
 
 
-def utilisation(model: Model, context: int, name: str, *, ways: int = 1) -> tuple[float, float]:
+def utilisation(model: Model, context: int, name: str) -> tuple[float, float]:
     """MFU in percent, and the most GiB of residuals of a rank."""
-    ranks = model.ranks // ways
+    ranks = model.ranks
     chunks = 1 if name == "1f1b" else max(1, model.layers // ranks)
     stages, placement = registry.default_placement(name, ranks, chunks)
-    cluster = machines(ranks, 8 // ways)
-    costs = stage_costs(model, context, layers_of(model, ranks, chunks), ways)
-    message = 2 * context * model.hidden // ways
+    cluster = machines(ranks)
+    costs = stage_costs(model, context, layers_of(model, ranks, chunks))
+    message = 2 * context * model.hidden
     sized = (replace(each, value=replace(each.value, shape=(message // 4,))) for each in stages.crossings)
     stages = replace(stages, crossings=tuple(sized))
     given = dict(
@@ -329,7 +291,7 @@ def utilisation(model: Model, context: int, name: str, *, ways: int = 1) -> tupl
     timeline = simulate(lower(schedule, stages), stages, costs, cluster)
     matmuls, attention, head = operations(model, context)
     whole = (model.layers - 2) * (3 * matmuls + 3 * attention) + 3 * head
-    mfu = whole * model.batch / timeline.step_s / (model.ranks * PEAK_FLOPS)
+    mfu = whole * model.batch / timeline.step_s / (ranks * PEAK_FLOPS)
     return 100 * mfu, max(peak.get("residuals", 0) for peak in timeline.peaks) / 2**30
 
 
@@ -340,19 +302,7 @@ def figure_15(key: tuple[str, str]) -> Iterator[dict[str, Any]]:
         yield row | {"paper_mfu": mfu, "paper_gb": gigabytes}
 
 
-def against_tensor() -> Iterator[dict[str, Any]]:
-    """Pipelines alone with `po_f`, over eight-way tensor parallelism with four interleaved stages."""
-    for key in TENSOR:
-        model, context = MODELS[key[0]], CONTEXTS[key[1]]
-        alone = utilisation(model, context, "po_f")
-        shared = utilisation(model, context, "interleaved_1f1b", ways=8)
-        gain = 100 * (alone[0] / shared[0] - 1)
-        yield {"model": key, "gain_percent": gain, "po_f": alone, "tensor": shared, "paper": "12 to 19"}
-
-
 def paper(quick: bool) -> Table:
-    if not quick:
-        print_table(list(against_tensor()), "gain over tensor parallel pipelines")
     return [row for key in [*PUBLISHED][: 1 if quick else None] for row in figure_15(key)]
 
 

@@ -1,6 +1,6 @@
 """PipeDream-2BW (arXiv 2006.09503): is the pipeline full, what does the delay cost, which shapes win?
 
-    python bench/two_bw.py paced default wide [--steps 4] [--rounds 4]
+    python bench/two_bw.py paced wide [--steps 4] [--rounds 4]
     python bench/two_bw.py convergence [--training-steps 120] [--seeds 3]
     python bench/two_bw.py shapes                  2 minutes of one core
 
@@ -9,15 +9,13 @@ paced        Four stages, eight micro-batches per pipeline; every rank is a proc
              of the slowest rank. 1F1B drains: m / (m + d - 1) of that at best, 8/11. 2BW also with clipping,
              with a sum of tied gradients, and with two pipelines whose sum of gradients takes half a step.
              The simulator gets the same program and times.
-default,     Two GPTs on two ranks of one thread, in turns: one process alone, two such processes at once,
-wide         GPipe, 1F1B, 2BW. Timed are the steps between two moments at which the pipeline is full. "limit"
-             is one process alone over each of two at once. Per micro-batch 2BW pays what the stages differ
-             by, or the two messages that the first stage waits for, whichever is more; so the bar is held
-             against the wide GPT. "default" is the job of `pipeloom train`.
+wide         A GPT of 8 layers of width 256 on two ranks of one thread, in turns: one process alone, two such
+             processes at once, 1F1B, 2BW. Timed are the steps between two moments at which the pipeline is
+             full. "limit" is one process alone over each of two at once. Per micro-batch 2BW pays what the
+             stages differ by, or the two messages that the first stage waits for, whichever is more.
 convergence  The default GPT with a flush and with 2BW, by AdamW and by SGD with momentum, in one process: the
              numbers of 2BW do not depend on the number of stages (tests/transparency/test_versions.py).
-             Every run of a seed has the same data, weights and rates. By predicted time: four stages, m = 8,
-             where a step with a flush takes 11/8. Draws the plot of docs/results.md.
+             Every run of a seed has the same data, weights and rates.
 shapes       GPT 1.3B, 2.2B and 3.8B on 8 and 64 V100 of 16 GB, machines like p3.16xlarge. The best shape
              (width, depth, rows, recomputation) in closed form for inter-layer model parallelism, GPipe,
              1F1B and 2BW; with everything recomputed, and at the paper's depths. The time per kernel is
@@ -38,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import by_roofline, changed, next_tokens, on_ranks, parser_of, print_table, run_parts, save_plot
+from machine import by_roofline, changed, next_tokens, on_ranks, parser_of, print_table, run_parts
 from pacing import pace
 from torch import Tensor, nn
 from torch.nn import functional
@@ -88,24 +86,20 @@ def paced(steps: int, seconds: float) -> bool:
 FILLING = 2
 """Steps at the start of each segment that are not timed."""
 
-JOBS = {
-    "default": Config(),
-    "wide": Config(
-        model=ModelConfig(layers=8, width=256),
-        pipeline=PipelineConfig(microbatches=MICROBATCHES, microbatch_size=2),
-    ),
-}
+WIDE = Config(
+    model=ModelConfig(layers=8, width=256),
+    pipeline=PipelineConfig(microbatches=MICROBATCHES, microbatch_size=2),
+)
 
 
 def plans(config: Config) -> dict[str, Plan]:
-    """Of a GPT: uncut, and in two stages by three schedules."""
+    """Of a GPT: uncut, and in two stages by two schedules."""
     job, size = job_of(config), config.pipeline.microbatch_size
     captured = capture(job, size)
     shared = {"microbatches": MICROBATCHES, "microbatch_size": size, "captured": captured}
     shared["profiled"] = profile(captured)
     return {
         "one": plan(job, ranks=1, schedule="1f1b", **shared),
-        "gpipe": plan(job, ranks=2, schedule="gpipe", **shared),
         "1f1b": plan(job, ranks=2, schedule="1f1b", **shared),
         "2bw": plan(job, ranks=2, schedule="1f1b", weights="2bw", **shared),
     }
@@ -160,8 +154,8 @@ def compute(made: dict[str, Plan], config: Config, steps: int, rounds: int) -> d
     return {"seconds": seconds, "errors": errors}
 
 
-def real(name: str, steps: int, rounds: int) -> bool:
-    config = JOBS[name]
+def real(steps: int, rounds: int) -> bool:
+    config = WIDE
     made = plans(config)
     seen = on_ranks(compute, 2, made, config, steps, rounds)[0]
     seconds = seen["seconds"]
@@ -176,16 +170,14 @@ def real(name: str, steps: int, rounds: int) -> bool:
     print(f"limit over one process {statistics.median(limits):.3f}")
     print_table(rows, f"Two ranks, {config.model.layers} layers of width {config.model.width}")
     steady = rows[-1]
-    full = name == "default" or steady["of_limit"] >= BUBBLE_FREE
-    return bool(steady["peak_error"] <= ERROR and full)
+    return bool(steady["peak_error"] <= ERROR and steady["of_limit"] >= BUBBLE_FREE)
 
 
 # --- convergence ----------------------------------------------------------------------------------
 
 EVERY = 10
 """Steps between two validations."""
-FLUSHED_STEP = (8 + DEPTH - 1) / 8
-POLICIES = {"flush": "#4477aa", "2bw": "#cc6677"}
+POLICIES = ("flush", "2bw")
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": partial(AdamW, lr=4e-3, weight_decay=0.05),
     "sgd-momentum": partial(SGD, lr=0.1, momentum=0.9),
@@ -240,8 +232,6 @@ def convergence(steps: int, seeds: int) -> list[dict[str, Any]]:
         runs = [losses(optimizer, weights, seed, steps, shared) for seed in range(seeds)]
         values = zip(at, zip(*runs, strict=True), strict=True)
         curves[optimizer][weights] = [(s, statistics.fmean(v), statistics.pstdev(v)) for s, v in values]
-    if seeds > 1:  # with one, it is only to be seen that it runs
-        draw(curves)
     return [
         {
             "optimizer": optimizer,
@@ -251,29 +241,6 @@ def convergence(steps: int, seeds: int) -> list[dict[str, Any]]:
         }
         for optimizer, (flush, two) in ((name, tuple(by.values())) for name, by in curves.items())
     ]
-
-
-def draw(curves: dict[str, dict[str, Curve]]) -> None:
-    """Validation loss by step, and by predicted time, one column per optimizer."""
-    from plotly.subplots import make_subplots
-
-    titles = [f"{name}, by {axis}" for axis in ("step", "predicted time") for name in curves]
-    figure = make_subplots(rows=2, cols=len(curves), subplot_titles=titles)
-    for column, by_weights in enumerate(curves.values(), start=1):
-        for weights, curve in by_weights.items():
-            for row, scale in ((1, 1.0), (2, FLUSHED_STEP if weights == "flush" else 1.0)):
-                figure.add_scatter(
-                    x=[step * scale for step, _, _ in curve],
-                    y=[loss for _, loss, _ in curve],
-                    error_y={"array": [spread for _, _, spread in curve], "thickness": 0.7, "width": 2},
-                    name=weights,
-                    line={"color": POLICIES[weights]},
-                    showlegend=row == column == 1,
-                    row=row,
-                    col=column,
-                )
-    figure.update_yaxes(title="validation loss", col=1)
-    save_plot(figure, "convergence.png", 900, 640)
 
 
 # --- shapes: the models ---------------------------------------------------------------------------
@@ -470,8 +437,7 @@ def shapes() -> None:
 def main() -> int:
     parts: dict[str, Callable[[], Any]] = {
         "paced": lambda: paced(given.steps, given.seconds),
-        "default": lambda: real("default", given.steps, given.rounds),
-        "wide": lambda: real("wide", given.steps, given.rounds),
+        "wide": lambda: real(given.steps, given.rounds),
         "convergence": lambda: convergence(given.training_steps, given.seeds),
         "shapes": shapes,
     }
