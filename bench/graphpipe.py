@@ -21,24 +21,23 @@ study are those of the paper's appendix A.2. What it leaves open, and what stand
 
 mmt         Multi-Modal Transformer: 4 branches of 8 Transformer layers, sequences of 256, hidden 1024, 16
             heads, feed-forward 4096, joined at the end. Open: vocabularies, so that each branch reads
-            vectors of the hidden size; the head: the mean over the positions of all branches side by side,
-            a linear layer to 1000 classes, cross-entropy. Elsewhere the paper has two branches.
+            vectors of the hidden size; the head, here the mean over positions and 1000 classes.
 mmt_in_turn The same model, its towers run layer by layer in turn: a planner must not depend on the order.
 dlrm        7 dense branches of 4 feed-forward layers of 4096; 7 tables of 1 million rows of 64, of which each
             looks up 100, laid side by side; joined; feed-forward layers of 4096. Open: how many there are at
             the end, here 4 and one to a single number; the width of dense inputs, here 4096; the loss, here
-            binary cross-entropy. Elsewhere the paper has 8 branches.
+            binary cross-entropy.
 candle      CANDLE-Uno: 7 branches of 4 feed-forward layers of 4096, joined. Open: what follows, here 4 layers
             of 4096 and one to a single number with a squared error; and the inputs, here as in FlexFlow's
             example: two doses, RNA sequences of 942, two drugs' descriptors of 5270 and fingerprints of 2048,
-            and SGD of 0.01. There only 5 of the 7 have a branch. Elsewhere the paper has 8 branches.
+            and SGD of 0.01. There only 5 of the 7 have a branch.
 case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: all sizes, here
             those of mmt.
 
 clip        Two towers and a contrastive loss over the micro-batch: ViT-B/32 of CLIP (Radford et al. 2021,
             arXiv 2103.00020): 12 layers of 768 over 49 patches and a class token, 12 of 512 over 77 tokens.
 
-Layers are pre-norm Transformer layers without dropout. Nothing here is a published implementation.
+Layers are pre-norm Transformer layers without dropout.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ graphs   8: 500 random graphs with the real cost and memory model, tensors recom
 search   1: planners of whole graphs, on graphs captured and profiled, nothing simulated: MMT on 8 to 32
          devices, CANDLE-Uno on 8. Processor seconds, the least of three. All cut at layers, one device per
          stage, every residual kept: `graphpipe` in branch order, `pipedream-graph` over antichains, `piper`
-         over down-sets. The bottleneck is the slowest stage by compute. The paper (arXiv 2406.17145) has 9 to
-         21 times for its own implementations of the others.
+         over down-sets. The paper (arXiv 2406.17145): 9 to 21 times for its implementations of the others.
 auto     3: the step of `auto` beside those of the planners that it asks, with and without branches and
          room, 16 micro-batches, by roofline
 """
