@@ -404,6 +404,7 @@ def weigh(costs: BlockCosts, cluster: Cluster, batch: int, depth: int | None) ->
         at_depth = [shape for shape in again if shape.depth == depth]
         kinds = zip(KINDS, (best, again, at_depth), strict=True)
         found[method] = {kind: as_row(request, several[0]) if several else None for kind, several in kinds}
+    return found
 
 
 def as_row(request: ShapeRequest, shape: PipelineShape) -> dict[str, Any]:
