@@ -8,8 +8,7 @@ roofline; 4 micro-batches per device and step. Updates after a flush (1f1b) or w
 pipedream trains one row. Models are captured at two sizes and interpolated. All cells take hours on two
 cores: choose with --models and --devices; no cell is begun after --minutes.
 
-The language models are Hugging Face's, with random weights, without dropout, and with its own attention: one
-fused kernel for BERT and GPT-2, single ops for T5.
+The language models are Hugging Face's, without dropout; attention is one kernel, of T5 single ops.
 """
 
 from __future__ import annotations

@@ -260,9 +260,7 @@ def main() -> int:
     }
     parser = parser_of(__doc__, run)
     parser.add_argument("--count", type=int, default=500, help="of graphs")
-    parser.add_argument(
-        "--cases", nargs="+", choices=tuple(TOGETHER), default=tuple(TOGETHER), help="of auto"
-    )
+    parser.add_argument("--cases", nargs="+", choices=[*TOGETHER], default=[*TOGETHER], help="of auto")
     given = parser.parse_args()
     return run_parts(given.parts, run)
 

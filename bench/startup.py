@@ -127,10 +127,9 @@ def one_run(folder: Path, cache: str) -> dict[str, Any]:
     notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
     for row in sorted(notes, key=lambda note: (note["process"], note["start"])):
         if row["s"] >= 0.05 or row["cpu_s"] >= 0.05:
-            print(
-                f"{row['process']:>8} at {row['start'] - start:6.2f} s for {row['s']:6.2f} s, processor "
-                f"{row['cpu_s']:6.2f} s  {row['phase']}"
-            )
+            begin = row["start"] - start
+            took = f"{row['s']:6.2f} s, processor {row['cpu_s']:6.2f} s"
+            print(f"{row['process']:>8} at {begin:6.2f} s for {took}  {row['phase']}")
     own = [note for note in notes if note["process"] == "0"]
     compared_until = max((n["start"] + n["s"] for n in own if n["phase"] == "verify_once"), default=0.0)
     steps = [note for note in own if note["phase"] == "FlushedRun.feed" and note["start"] > compared_until]
