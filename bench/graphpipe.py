@@ -31,7 +31,7 @@ candle      CANDLE-Uno: 7 branches of 4 feed-forward layers of 4096, joined. Ope
             of 4096 and one to a single number with a squared error; and the inputs, here as in FlexFlow's
             example: two doses, RNA sequences of 942, two drugs' descriptors of 5270 and fingerprints of 2048,
             and SGD of 0.01. There only 5 of the 7 have a branch.
-case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: all sizes, as mmt's.
+case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: sizes, as mmt's.
 
 clip        Two towers and a contrastive loss over the micro-batch: ViT-B/32 of CLIP (Radford et al. 2021,
             arXiv 2103.00020): 12 layers of 768 over 49 patches and a class token, 12 of 512 over 77 tokens.
