@@ -514,8 +514,8 @@ class Pipeline:
         return {name: whole[name] for name in ordered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take weights from those of the whole model, of which each rank copies what is its own. The optimizer
-        stays as it is. Every rank calls it.
+        """Take weights from those of the whole model, of which each rank copies what is its own. Every rank
+        calls it; the optimizer stays as it is.
 
         state: as the model's own `state_dict` gives it.
         Raises: CheckpointError on all ranks if one lacks a name or finds another shape; then nothing is

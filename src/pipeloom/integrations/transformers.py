@@ -37,7 +37,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 """What torchrun puts into the environment, and accelerate reads."""
 
 
-class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
+class PipelineTrainer(Trainer):
     """A `transformers.Trainer` whose model is trained by all processes that torchrun has started together.
 
     It takes what `Trainer` takes. Losses, learning rates, logs, metrics and files are those of a `Trainer` in
@@ -49,6 +49,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     Raises: ConfigError for what a pipeline cannot do: float16, an optimizer that was made already; and all
         that `Pipeline` raises.
     """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    compute_loss_func: Any
+    label_smoother: Any
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -69,11 +75,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         assert self.pipe is not None
         groups = self.pipe.weights.optimizers[0].param_groups
         rates = [{"params": [nn.Parameter(torch.zeros(()))], "lr": group["lr"]} for group in groups]
-        self.optimizer = _LearningRates(rates)
-        return self.optimizer
+        self.optimizer = stand_in = _LearningRates(rates)
+        return stand_in
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Keep a batch; with the last one of an update, train on all of them. Its loss is that of all."""
         assert self.pipe is not None
@@ -138,7 +144,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
             self.pipe.close()
         args = self.args
         clip = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
-        settings = {"microbatches": count} if count > 1 else {}
+        settings: dict[str, Any] = {"microbatches": count} if count > 1 else {}
         settings |= {"clip_norm": clip, "seed": args.seed, **self._settings}
         if args.bf16:
             settings["autocast"] = torch.bfloat16
@@ -160,7 +166,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     def _copied_model(self) -> nn.Module:
         """With losses as a Trainer makes them: sums over tokens, divided by how many labels it counts."""
         with torch.utils._python_dispatch._disable_current_modes():
-            model = copy.deepcopy(self.model)
+            model: nn.Module = copy.deepcopy(self.model)
         forward = model.forward
         if self.model_accepts_loss_kwargs and self.label_smoother is None:
             model.forward = lambda **batch: forward(**batch, num_items_in_batch=self._items(batch["labels"]))
@@ -257,7 +263,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         merged: dict[str, Any] = {}
         for theirs in self.pipe.channel.all_gather_object(mine):
             merged = {**theirs, **merged}
-        state, groups, number = {}, [], 0
+        state: dict[int, Any] = {}
+        groups, number = [], 0
         rates = [{key: g[key] for key in _RATES if key in g} for g in self.optimizer.param_groups]
         for names, group, rate in zip(self._grouped_names(), optimizer.param_groups, rates, strict=True):
             indices = list(range(number, number + len(names)))

@@ -28,8 +28,8 @@ from torch.fx import traceback
 
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from .functions import MODEL_OUTPUT
 from ..tensors import DimOrder, copy_in_order, ensure_unshared, memory_order, storage_ids, zeros_like_value
+from .functions import MODEL_OUTPUT
 
 
 @dataclass(eq=False)
