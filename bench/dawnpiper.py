@@ -1,38 +1,25 @@
 """DawnPiper (arXiv 2505.05856): the largest micro-batches that planners find a plan for.
 
-    python bench/dawnpiper.py simulated --models bert --minutes 9
-    python bench/dawnpiper.py run --ranks 2 4
+    python bench/dawnpiper.py --models bert --minutes 9
 
-simulated  BERT-large, GPT-2 1.5B, T5-3B and AmoebaNet-D (18, 256) in float32 with AdamW on 4 and 8 x
-           A100-40GB, by roofline; 4 micro-batches per device and step. Updates after a flush (1f1b) or with
-           stashed weights (async_1f1b). Caps: what an A100 has; and, tight and for 4 devices, 1.0 and 1.3
-           times the least with which pipedream trains one row. Models are captured at two sizes and
-           interpolated; dawnpiper's largest size on 4 devices is captured, too. All cells take hours on two
-           cores: choose with --models and --devices; no cell is begun after --minutes.
-run        small models on gloo ranks under the ledger's cap. For each planner: the plan with the largest
-           micro-batches that fit runs some steps with every rank's peak under its cap; one row more is
-           refused, and the ledger stops the run when a batch has it. Where the same cut carries it all the
-           same (a planner that does not look at memory may cut worse for more rows), the planner's plan for
-           it without a cap is run, and is to be stopped. So is a plan that keeps everything; plans with
-           stashed weights are refused.
+BERT-large, GPT-2 1.5B, T5-3B and AmoebaNet-D (18, 256) in float32 with AdamW on 4 and 8 x A100-40GB, by
+roofline; 4 micro-batches per device and step. Updates after a flush (1f1b) or with stashed weights
+(async_1f1b). Caps: what an A100 has; and, tight and for 4 devices, 1.0 and 1.3 times the least with which
+pipedream trains one row. Models are captured at two sizes and interpolated. All cells take hours on two
+cores: choose with --models and --devices; no cell is begun after --minutes.
 
-The language models are Hugging Face's, with random weights, without dropout, and with its own attention: one
-fused kernel for BERT and GPT-2, single ops for T5.
+The language models are Hugging Face's, without dropout; attention is one kernel, of T5 single ops.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,19 +32,16 @@ from machine import FREE, by_roofline, changed, parser_of, print_table, run_part
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from pipeloom import Job, Pipeline, capture
+from pipeloom import Job, capture
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
-from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.text import format_bytes
 from pipeloom.plan_request import LARGEST_MICROBATCH, PlanRequest
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
-from pipeloom.planner.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeloom.planner.request import PlanOptions
-from pipeloom.planning import ModelAt, captured_model, largest_plan
-from pipeloom.runnable import require_runnable_plan
-from pipeloom.runtime.launch import launch
+from pipeloom.planning import ModelAt
 
 # --- AmoebaNet-D, whose cells are small graphs: cuts of it carry several values -----------------------
 #
@@ -226,25 +210,23 @@ def language_model(name: str, kind: type[nn.Module], config: Any, length: int) -
     return Job(model=lambda: kind(config), batch=tokens(config.vocab_size, length), name=name)
 
 
-def bert(name: str, length: int, *, layers: int, width: int, vocabulary: int = 30522) -> Job:
+def bert() -> Job:
     config = hf.BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        intermediate_size=4 * width,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return language_model(name, hf.BertForMaskedLM, config, length)
+    return language_model("BERT-large", hf.BertForMaskedLM, config, 512)
 
 
-def gpt2(name: str, length: int, *, layers: int, width: int, vocabulary: int = 50257) -> Job:
+def gpt2() -> Job:
     config = hf.GPT2Config(
-        vocab_size=vocabulary,
-        n_embd=width,
-        n_layer=layers,
-        n_head=width // 64,
+        n_embd=1600,
+        n_layer=48,
+        n_head=25,
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
@@ -253,41 +235,31 @@ def gpt2(name: str, length: int, *, layers: int, width: int, vocabulary: int = 5
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    return language_model(name, hf.GPT2LMHeadModel, config, length)
+    return language_model("GPT-2 1.5B", hf.GPT2LMHeadModel, config, 1024)
 
 
-def t5(name: str, length: int, *, layers: int, inner: int, heads: int, head: int, **sizes: int) -> Job:
-    """layers: of the encoder, and of the decoder.  inner, head: width of a feed-forward, and of a head."""
+def t5() -> Job:
     config = hf.T5Config(
-        vocab_size=sizes.get("vocabulary", 32128),
-        d_model=sizes["width"],
-        d_kv=head,
-        d_ff=inner,
-        num_layers=layers,
-        num_heads=heads,
+        d_model=1024,
+        d_kv=128,
+        d_ff=16384,
+        num_layers=24,
+        num_heads=32,
         dropout_rate=0.0,
         use_cache=False,
         tie_word_embeddings=False,
         decoder_start_token_id=0,
     )
-    return language_model(name, hf.T5ForConditionalGeneration, config, length)
+    return language_model("T5-3B", hf.T5ForConditionalGeneration, config, 512)
 
 
 REAL: Mapping[str, Callable[[], Job]] = {
-    "bert": lambda: bert("BERT-large", 512, layers=24, width=1024),
-    "gpt2": lambda: gpt2("GPT-2 1.5B", 1024, layers=48, width=1600),
-    "t5": lambda: t5("T5-3B", 512, layers=24, width=1024, inner=16384, heads=32, head=128),
+    "bert": bert,
+    "gpt2": gpt2,
+    "t5": t5,
     "amoebanet": lambda: amoeba(18, 256, 224),
 }
 """At published sizes: arXiv 1810.04805, Radford et al. 2019, arXiv 1910.10683 and 1811.06965."""
-
-SMALL: Mapping[str, Callable[[], Job]] = {
-    "bert": lambda: bert("small BERT", 64, layers=4, width=128, vocabulary=512),
-    "gpt2": lambda: gpt2("small GPT-2", 64, layers=4, width=128, vocabulary=512),
-    "t5": lambda: t5("small T5", 48, layers=2, width=128, inner=256, heads=2, head=64, vocabulary=512),
-    "amoebanet": lambda: amoeba(3, 32, 64, classes=10),
-}
-"""Models of a few million parameters, which two cores train in seconds."""
 
 # --- planners against each other ------------------------------------------------------------------
 # A cell is one model on one cluster under one cap with one way of updating weights; it has a row per planner:
@@ -306,8 +278,6 @@ CAPTURED = (2, 4)
 
 SCHEDULES = {"flush": "1f1b", "stash": "async_1f1b"}
 DEVICES, TIGHT, FULL = (4, 8), (1.0, 1.3), "A100-40GB"
-MANY = 10
-"""Rows from which on pipedream's batch makes a ratio that is not one of small whole numbers."""
 
 
 def batch_ratio(ours: str, theirs: str) -> Ratio:
@@ -338,17 +308,9 @@ def common_size(cell: Cell, planners: Iterable[str]) -> int:
     return min(int(cell["planners"][name]["batch"]) for name in planners)
 
 
-def batch_ratio_of_many(cell: Cell) -> float | None:
-    """What freeing memory gives at most: where pipedream has a plan for many rows."""
-    if cell["planners"]["pipedream"]["batch"] < MANY:
-        return None
-    return batch_ratio("dawnpiper", "pipedream")(cell)
-
-
 RATIOS: dict[str, Ratio] = {
     "batch, dawnpiper / vpipe": batch_ratio("dawnpiper", "vpipe"),  # the paper: up to 4
     "batch, dawnpiper / pipedream": batch_ratio("dawnpiper", "pipedream"),  # the paper: up to 11
-    f"the same, pipedream with {MANY} rows or more": batch_ratio_of_many,
     "batch, probe / dawnpiper": batch_ratio("probe", "dawnpiper"),
     "speed, dawnpiper / vpipe": speed_ratio("dawnpiper", "vpipe"),  # the paper: up to 1.5
     "speed, dawnpiper / vpipe, at everyone's size": speed_ratio("dawnpiper", "vpipe", everyone=True),
@@ -475,17 +437,6 @@ def captured(model: str, file: Path) -> dict[str, Any]:
     return {"model": job.name, "ops": len(graph.ops), "parameters": parameters, **took}
 
 
-def checked(model: str, size: int, file: Path) -> dict[str, Any]:
-    """The model captured at the size that dawnpiper has found by interpolation."""
-    cluster = find_cluster(f"{DEVICES[0]} x a100-40")
-    guessed = samples(pickle.loads(file.read_bytes()), cluster)(size)
-    again = by_roofline(capture(REAL[model](), size).graph, cluster, size)
-    shapes = [{name: value.shape for name, value in at.graph.value.items()} for at in (again, guessed)]
-    plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
-    found = {"has_a_plan": plan is not None, "as_interpolated": shapes[0] == shapes[1]}
-    return {"model": model, "rows": size, **found}
-
-
 def simulate_all(models: list[str], devices: list[int], jobs: int, minutes: float) -> None:
     """All cells, some at a time, each in a process of its own; none begins after so many minutes."""
     until = time.time() + 60 * minutes
@@ -502,131 +453,18 @@ def simulate_all(models: list[str], devices: list[int], jobs: int, minutes: floa
                 sizes = {planner: row["batch"] for planner, row in made["planners"].items()}
                 print(f"{made['name']}: {sizes}, all at {common_size(made, PLANNERS)}", flush=True)
         print(f"{len(cells)} of {len(begun)} cells")
-        largest = {
-            made["model"]: made["planners"]["dawnpiper"]["batch"]
-            for made in cells
-            if (made["devices"], made["weights"], made["cap"]) == (DEVICES[0], "flush", FULL)
-        }
-        again = [pool.submit(checked, model, size, files[model]) for model, size in largest.items() if size]
-        print_table([each.result() for each in again], "dawnpiper's largest size, captured")
     print_table(list(compared(cells)), "Planners against each other")
 
 
-# --- run ------------------------------------------------------------------------------------------
-
-STEPS, ROWS = 2, 3
-"""The cap is the least with which pipedream trains micro-batches of so many rows."""
-
-
-def run_models(models: list[str], ranks: list[int]) -> bool:
-    """Every model on every number of ranks. Returns whether each did what was planned."""
-    return all([run_model(key, count) for count in ranks for key in models])
-
-
-def run_model(key: str, ranks: int) -> bool:
-    """All planners under one cap."""
-    cluster, job = find_cluster(f"{ranks} x cpu"), SMALL[key]()
-
-    @lru_cache
-    def take(size: int) -> Any:
-        return captured_model(job, size, cluster)
-
-    cap = least_cap(cluster, "flush", "pipedream", take, ROWS)
-    capped = changed(cluster, memory_bytes=cap)
-
-    def forced(planner: str, size: int) -> str:
-        """How a plan that was made without the cap is stopped under it."""
-        plan = planned_freely(cluster, planner, "flush", take, size)
-        return str(run(key, replace(plan, caps=(cap,) * ranks))["stopped_by"])
-
-    rows, start = [], ROWS
-    for planner in PLANNERS:
-        how = planning(capped, "flush", planner)
-        plan, _ = largest_plan(how.changed(microbatch_size=start), take)
-        start = plan.microbatch_size
-        ran = run(key, plan)
-        ran["one more is refused"] = planned(how, take, start + 1) is None
-        if not ran["stopped_by"] and PLANNERS_BY_NAME[planner].optimises == "never":
-            ran["stopped_by"] = forced(planner, start + 1)
-        fits = ran["steps"] == STEPS and max(ran["peak_bytes"]) <= cap
-        ran["passed"] = fits and ran["one more is refused"] and bool(ran["stopped_by"])
-        peak = max(stage.memory.total for stage in plan.stages)
-        rows.append({"planner": planner, "rows": start, "planned_peak_bytes": peak, **ran})
-    print_table(rows, f"{job.name}, {ranks} ranks, cap {format_bytes(cap)}")
-    kept = forced("dawnpiper", start + 1)
-    print(f"{start + 1} rows, all kept: {kept or 'NOT STOPPED'}; stashed weights: {stashed(capped, take)}")
-    return bool(kept) and all(row["passed"] for row in rows)
-
-
-def run(key: str, plan: Plan) -> dict[str, Any]:
-    """Train with a plan; then a step with one row more per micro-batch, which passes the cap. stopped_by:
-    the words with which the ranks ended, "" if they did not."""
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        plan.save(folder / "plan.json")
-        with quiet():
-            launch(train, len(plan.stages), args=(key, folder))
-        report, stopped = folder / "report.json", folder / "stopped.txt"
-        seen = json.loads(report.read_text()) if report.exists() else {"steps": 0}
-        return seen | {"stopped_by": stopped.read_text() if stopped.exists() else ""}
-
-
-def train(key: str, folder: Path) -> None:
-    """What each rank does; rank 0 writes what it saw, and the rank that passes its cap writes that."""
-    torch.set_num_threads(1)
-    job, plan = SMALL[key](), load_plan(folder / "plan.json")
-    rows = plan.microbatches * plan.microbatch_size
-    try:
-        with Pipeline(job, plan) as pipeline:
-            losses = [pipeline.step(job.batch(seed, rows)) for seed in range(STEPS)]
-            assert pipeline.report is not None, "there is one after a step"
-            if pipeline.rank == 0:
-                seen = {"steps": STEPS, "losses": losses, "peak_bytes": list(pipeline.report.peak_bytes)}
-                (folder / "report.json").write_text(json.dumps(seen))
-            pipeline.step(job.batch(STEPS, rows + plan.microbatches))
-    except (MemoryCapError, InfeasibleError) as error:
-        (folder / "stopped.txt").write_text(error.message.splitlines()[0])
-        raise
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the report of ranks that are meant to fail off the terminal."""
-    saved = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-
-
-def stashed(cluster: Cluster, take: ModelAt) -> str:
-    """What the runtime says of a plan with stashed weights."""
-    plan = planned(planning(cluster, "stash", "dawnpiper"), take, 1)
-    if plan is None:
-        return "no plan fits the cap"
-    try:
-        require_runnable_plan(plan)
-    except ScheduleError as error:
-        return f"refused: {error.message}"
-    return "runs"
-
-
 def main() -> int:
-    parser = parser_of(__doc__, ("simulated", "run"))
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=[*REAL], choices=[*REAL])
-    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), help="simulated ones")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2])
+    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES))
     parser.add_argument("--jobs", type=int, default=2, help="cells simulated at the same time")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no cell after that time")
     given = parser.parse_args()
-    parts = {
-        "simulated": lambda: simulate_all(given.models, given.devices, given.jobs, given.minutes),
-        "run": lambda: run_models(given.models, given.ranks),
-    }
-    return run_parts(given.parts, parts)
+    part = partial(simulate_all, given.models, given.devices, given.jobs, given.minutes)
+    return run_parts(["simulated"], {"simulated": part})
 
 
 if __name__ == "__main__":

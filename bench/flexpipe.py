@@ -1,17 +1,11 @@
 """FlexPipe and Tessel (HPCA 2024): our search over schedules beside what Tessel's public code finds.
 
-    python bench/flexpipe.py shapes [--ranks 4 8] [--microbatches 16 64] [--split]
-    python bench/flexpipe.py chains [--ranks 4 8 16 32]
-    python bench/flexpipe.py growing [--count 200] [--minutes 7]
+    python bench/flexpipe.py [--ranks 4 8] [--microbatches 16 64] [--split]
 
-shapes   those that Tessel searches, F = 1, B = 3, one unit of memory a micro-batch, no transfers
-         (tests/support/search_shapes.py). Tessel's figures are of its public code (zhiqi-0/Tessel, commit
-         44f72c3), its orders timed again so that every block begins as early as it can; on 8 ranks it did not
-         end within 150 s. Our seconds are of the search alone, in one thread, its code compiled before.
-chains   with split backwards, stages of three kinds of times, 4 micro-batches per rank, beside the schedules
-         of the library that are made for them, at the memory that these take
-growing  random chains (tests/support/random_problems.py), each with its limit, 1.5 times and twice as much:
-         whether a step is ever longer than the library's best within the limit, or than with less memory
+Shapes that Tessel searches, F = 1, B = 3, one unit of memory a micro-batch, no transfers
+(tests/support/search_shapes.py). Tessel's figures are of its public code (zhiqi-0/Tessel, commit 44f72c3),
+its orders timed again so that every block begins as early as it can; on 8 ranks it did not end within 150 s.
+Our seconds are of the search alone, in one thread, its code compiled before.
 
 Every result is proved by the checks and timed by the simulator.
 """
@@ -20,17 +14,14 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
-from math import inf
+from functools import partial
 from typing import Any
 
 from machine import parser_of, run_parts
 
 # isort: split
-from random_problems import random_chain
-from search_shapes import TIMES, chain_of, library_order, problem
+from search_shapes import problem
 
-from pipeloom.schedules.search.library import fitting
 from pipeloom.schedules.search.problem import SearchProblem
 from pipeloom.schedules.search.search import SearchOptions, SearchResult, search_orders
 from pipeloom.schedules.search.search_schedule import prove_search
@@ -52,9 +43,6 @@ TESSEL: dict[tuple[int, str, int], tuple[float | None, float | None]] = {
 """(ranks, shape, cap) -> its steps with 16 and 64 micro-batches."""
 
 COUNTS = (16, 64)
-
-CHAINS = {"zb_1p": 1, "zb_v": 2, "v_half": 2, "gis": 4}
-"""Schedule -> its stages per rank."""
 
 
 def timed_search(asked: SearchProblem) -> tuple[SearchResult, dict[str, Any]]:
@@ -79,76 +67,15 @@ def shapes(ranks: list[int], counts: list[int], *, split: bool) -> list[dict[str
     return rows
 
 
-def chains(ranks: list[int]) -> list[dict[str, Any]]:
-    """Searches at the memory of a schedule of the library, and that schedule."""
-    rows = []
-    for p, (schedule, chunks), times in ((p, s, t) for p in ranks for s in CHAINS.items() for t in TIMES):
-        known = library_order(chain_of(schedule, p, chunks, times), schedule)
-        assert known is not None
-        asked = chain_of(schedule, p, chunks, times, cap=max(known.peaks))
-        _, row = timed_search(asked)
-        busy_s = asked.microbatches * max(asked.work)
-        case = {"ranks": p, "schedule": schedule, "times": times, "cap": max(known.peaks) / chunks}
-        bubbles = {"library_bubble": 1 - busy_s / known.step_s, "bubble": 1 - busy_s / row["step"]}
-        rows.append({**case, **bubbles, **row})
-    return rows
-
-
-GROWN = (1.0, 1.5, 2.0)
-"""Limits of a random chain, of its own."""
-
-GROWING_EFFORT = 0.2
-
-
-def growing_steps(seed: int) -> tuple[list[float], int]:
-    """One random chain with growing limits: the steps, and how many are behind the best of the library."""
-    free = random_chain(seed)
-    steps: list[float] = []
-    behind = 0
-    for share in GROWN:
-        asked = replace(free, caps=tuple(share * cap for cap in free.caps))
-        result = search_orders(asked, SearchOptions(effort=GROWING_EFFORT))
-        known = [library_order(asked, name) for name in fitting(asked)]
-        steps.append(result.best.step_s)
-        behind += steps[-1] > min((k.step_s for k in known if k is not None), default=inf) * (1 + 1e-9)
-        if result.ended == "optimal":
-            break  # no limit makes it shorter
-    return steps, behind
-
-
-def growing(count: int, minutes: float) -> bool:
-    """As many chains as there is time for, and what is wrong with any."""
-    ends = time.monotonic() + 60 * minutes
-    done, pairs, behind, longer = 0, 0, 0, 0
-    for seed in range(count):
-        if time.monotonic() > ends:
-            break
-        steps, late = growing_steps(seed)
-        done, pairs, behind = done + 1, pairs + len(steps) - 1, behind + late
-        for at in range(1, len(steps)):
-            more = steps[at] / min(steps[:at]) - 1
-            if more > 1e-9:
-                longer += 1
-                print(f"chain {seed}: {100 * more:.3f} % longer with {GROWN[at]:g} of its limit", flush=True)
-    print(f"{done} chains: {behind} searches behind the library; {longer} of {pairs} larger limits longer")
-    return not behind and not longer
-
-
 def main() -> int:
-    parser = parser_of(__doc__, ("shapes", "chains", "growing"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[])
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(COUNTS))
     parser.add_argument("--split", action="store_true", help="I and W apart, each half of B")
-    parser.add_argument("--count", type=int, default=200, help="of growing chains")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which no further chain is begun")
     given = parser.parse_args()
     search_orders(problem("M", 2, 4, 3, split=True))  # loads the compiled code
-    parts = {
-        "shapes": lambda: shapes(given.ranks or [4, 8], given.microbatches, split=given.split),
-        "chains": lambda: chains(given.ranks or [4, 8, 16, 32]),
-        "growing": lambda: growing(given.count, given.minutes),
-    }
-    return run_parts(given.parts, parts)
+    part = partial(shapes, given.ranks, given.microbatches, split=given.split)
+    return run_parts(["shapes"], {"shapes": part})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
 """How good is what a user is told before a run? Forecasts against measured steps, several times over.
 
     python bench/forecast.py [--runs 5] [--steps 40] [--only wide]
-    python bench/forecast.py --default-job [--runs 3] [--steps 400]
 
 For the default job and for `model.width=512`: what `pipeloom plan` predicts (and what the ops of its profile
 make alone: `ops_alone`), what `pipeloom train` forecasts before its first step, and what `pipeloom bench`
 predicts, each against the middle step of its own run (plans: of the train run beside them). Runs of one round
 follow each other, so that all see the same machine. It wants two quiet cores: the load is in the table.
 
-With --default-job: `pipeloom train` as a newcomer starts it, several times over: time, validation loss,
-predicted against measured step and memory. Memory is predicted before the run. The step is predicted again
-and again between steps, from the ranks' actions timed alone, and held against the steps around it; the error
-of a run is that of the middle rehearsal. A command that fails ends the benchmark with what it said.
 """
 
 from __future__ import annotations
@@ -22,16 +17,12 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from machine import print_stamp, print_table, run_python
 
 LIMIT = 0.05
-MEMORY_LIMIT, TIME_LIMIT_S = 0.03, 180.0
-"""Of the default job."""
-
 REHEARSALS = ("--set", "rehearsals=21")
 """Of which the middle one counts."""
 
@@ -91,51 +82,10 @@ def main(runs: int, steps: int, names: list[str]) -> int:
     return 0 if max(errors) <= LIMIT else 1
 
 
-def default_run(folder: Path, steps: int) -> dict[str, Any]:
-    """Train the default job once; the figures of its summary, with the wall time and the errors."""
-    start = time.perf_counter()
-    figures = pipeloom(folder, "train", "--steps", str(steps), "--out", "run", *REHEARSALS)
-    peaks = zip(figures["predicted"]["peak_bytes"], figures["measured"]["peak_bytes"], strict=True)
-    return {
-        "wall_s": round(time.perf_counter() - start, 1),
-        "validation_loss": figures["validation_loss"],
-        "predicted_step_s": figures["predicted"]["step_s"],
-        "measured_step_s": figures["measured"]["step_s"],
-        "forecast_step_s": figures["forecast"]["step_s"],
-        "step_error": figures["step_error"],
-        "step_error_quartiles": figures["step_error_quartiles"],
-        "rehearsals": len(figures["rehearsals"]),
-        "peak_bytes": figures["measured"]["peak_bytes"],
-        "peak_errors": [guess / real - 1 for guess, real in peaks],
-        "load": round(os.getloadavg()[0], 2),
-    }
-
-
-def default_runs(runs: int, steps: int) -> int:
-    rows = []
-    for _ in range(runs):
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(default_run(Path(folder), steps))
-    step_errors = [abs(row["step_error"]) for row in rows]
-    median, largest = statistics.median(step_errors), max(step_errors)
-    largest_peak = max(abs(error) for row in rows for error in row["peak_errors"])
-    print_stamp()
-    print_table(rows)
-    print(
-        f"step time: median error {median:.1%}, largest {largest:.1%}; "
-        f"peak memory: largest error {largest_peak:.1%}"
-    )
-    in_time = max(row["wall_s"] for row in rows) <= TIME_LIMIT_S
-    return 0 if largest <= LIMIT and largest_peak <= MEMORY_LIMIT and in_time else 1
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--default-job", action="store_true", help="runs of the default job instead")
-    parser.add_argument("--runs", type=int, help="5, of the default job 3")
-    parser.add_argument("--steps", type=int, help="40, of the default job 400")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", choices=tuple(WIDTHS), action="append")
     given = parser.parse_args()
-    if given.default_job:
-        sys.exit(default_runs(given.runs or 3, given.steps or 400))
-    sys.exit(main(given.runs or 5, given.steps or 40, given.only or list(WIDTHS)))
+    sys.exit(main(given.runs, given.steps, given.only or list(WIDTHS)))

@@ -8,17 +8,10 @@ models   MMT, DLRM and CANDLE-Uno of published size on 4, 8, 16 and 32 V100s of 
          `graphpipe`, the best chain (`--no-branches`), `pipedream-graph` and `piper`; chains also as
          sequential pipelines, in which every stage waits for the one before it, too (the paper's baseline).
          Each with its best number of pipelines side by side and rows per micro-batch, all of the same cells;
-         and the DAG in that cell of the others: what parallel stages alone gain. On 32 devices three numbers
-         of rows per micro-batch are tried. Rows per step grow with the devices, as in the paper, whose
-         numbers of rows are lost but for MMT on 8 (128 rows). A key begins no cell after --minutes.
-launches MMT on 8 and 32, one pipeline, where each kernel takes longer besides its work than a V100's 4 us.
-case     The paper's case study on 8 V100s, one pipeline; and under caps that the DAG just keeps to.
-order    MMT whose towers run in turn against MMT whose towers run one after another.
-random   Random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
-         against that of `exact` and of the best chain.
-brute    Random series-parallel graphs of 5 to 8 ops in 2 to 4 stages against every convex partition.
-huge     Four towers of 9,984 ops on 8 and 32 devices, every residual kept: processor seconds, and the
-         bottleneck against perfect division.
+         and the DAG in that cell of the others: what parallel stages alone gain. Rows per step grow with the
+         devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows). A key begins no
+         cell after --minutes.
+case     The paper's case study on 8 V100s, one pipeline.
 
 Everything is simulated. The paper measured on Summit: up to 1.6 times the throughput of the best chain,
 parallel stages alone 1.12 to 1.40 times on 32 devices; case study depth 4 against 8, 1.2 times.
@@ -28,46 +21,36 @@ study are those of the paper's appendix A.2. What it leaves open, and what stand
 
 mmt         Multi-Modal Transformer: 4 branches of 8 Transformer layers, sequences of 256, hidden 1024, 16
             heads, feed-forward 4096, joined at the end. Open: vocabularies, so that each branch reads
-            vectors of the hidden size; the head: the mean over the positions of all branches side by side,
-            a linear layer to 1000 classes, cross-entropy. Elsewhere the paper has two branches.
+            vectors of the hidden size; the head, here the mean over positions and 1000 classes.
 mmt_in_turn The same model, its towers run layer by layer in turn: a planner must not depend on the order.
 dlrm        7 dense branches of 4 feed-forward layers of 4096; 7 tables of 1 million rows of 64, of which each
             looks up 100, laid side by side; joined; feed-forward layers of 4096. Open: how many there are at
             the end, here 4 and one to a single number; the width of dense inputs, here 4096; the loss, here
-            binary cross-entropy. Elsewhere the paper has 8 branches.
+            binary cross-entropy.
 candle      CANDLE-Uno: 7 branches of 4 feed-forward layers of 4096, joined. Open: what follows, here 4 layers
             of 4096 and one to a single number with a squared error; and the inputs, here as in FlexFlow's
             example: two doses, RNA sequences of 942, two drugs' descriptors of 5270 and fingerprints of 2048,
-            and SGD of 0.01. There only 5 of the 7 have a branch. Elsewhere the paper has 8 branches.
-case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: all sizes, here
-            those of mmt.
+            and SGD of 0.01. There only 5 of the 7 have a branch.
+case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: sizes, as mmt's.
 
 clip        Two towers and a contrastive loss over the micro-batch: ViT-B/32 of CLIP (Radford et al. 2021,
             arXiv 2103.00020): 12 layers of 768 over 49 patches and a class token, 12 of 512 over 77 tokens.
-unet        U-Net (Ronneberger et al. 2015, arXiv 1505.04597): 4 levels, 64 to 1024 channels, images of 572,
-            convolutions without padding. Its skips are edges that others jump over, no parallel branches.
 
-Layers are pre-norm Transformer layers without dropout. Nothing here is a published implementation.
+Layers are pre-norm Transformer layers without dropout.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from machine import by_roofline, changed, parser_of, print_table, roofline_plan, run_parts
+from machine import by_roofline, parser_of, print_table, run_parts
 from model import Layer
-
-# isort: split
-from branching_graphs import KINDS as GRAPH_KINDS, best_of_all, random_graph, request_for, step_s
-from layered import layered_towers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -227,40 +210,6 @@ class Contrastive(nn.Module):
         return {"loss": both / 2}
 
 
-class Convolutions(nn.Module):
-    """Two convolutions of 3 x 3 without padding, each with a ReLU."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(inputs, outputs, 3), nn.Conv2d(outputs, outputs, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.second(functional.relu(self.first(x))))
-
-
-class UNet(nn.Module):
-    def __init__(self, levels: int, channels: int, classes: int) -> None:
-        super().__init__()
-        sizes = [channels << level for level in range(levels + 1)]
-        self.downs = nn.ModuleList(Convolutions(a, b) for a, b in zip([1, *sizes], sizes[:-1], strict=False))
-        self.middle = Convolutions(sizes[-2], sizes[-1])
-        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in reversed(sizes[:-1]))
-        self.ups = nn.ModuleList(Convolutions(2 * c, c) for c in reversed(sizes[:-1]))
-        self.head = nn.Conv2d(channels, classes, 1)
-
-    def forward(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
-        kept, x = [], image
-        for down in self.downs:
-            kept.append(down(x))
-            x = functional.max_pool2d(kept[-1], 2)
-        x = self.middle(x)
-        for grow, up in zip(self.grow, self.ups, strict=True):
-            x, skip = grow(x), kept.pop()
-            edge = (skip.shape[-1] - x.shape[-1]) // 2
-            x = up(torch.cat([skip[..., edge : edge + x.shape[-2], edge : edge + x.shape[-1]], x], dim=1))
-        return {"loss": functional.cross_entropy(self.head(x), target)}
-
-
 def seeded(make: Callable[[torch.Generator, int], Batch]) -> Callable[[int, int], Batch]:
     """(seed, rows) -> a batch of random numbers, the same for the same seed."""
     return lambda seed, rows: make(torch.Generator().manual_seed(seed), rows)
@@ -364,22 +313,6 @@ def clip(
     return Job(model=model, batch=seeded(batch), name="clip")
 
 
-def unet(*, levels: int = 4, channels: int = 64, pixels: int = 572, classes: int = 2) -> Job:
-    """U-Net; each level loses 4 pixels on the way down and 4 on the way up."""
-    inner = pixels
-    for _ in range(levels):
-        inner = (inner - 4) // 2
-    inner -= 4
-    for _ in range(levels):
-        inner = 2 * inner - 4
-
-    def batch(g: torch.Generator, rows: int) -> Batch:
-        image = torch.randn(rows, 1, pixels, pixels, generator=g)
-        return {"image": image, "target": torch.randint(classes, (rows, inner, inner), generator=g)}
-
-    return Job(model=lambda: UNet(levels, channels, classes), batch=seeded(batch), name="unet")
-
-
 _TINY = {"width": 16, "heads": 2, "length": 6, "classes": 5}
 small_mmt = partial(mmt, layers=2, **_TINY)
 small_mmt_in_turn = partial(mmt_in_turn, layers=2, **_TINY)
@@ -389,7 +322,6 @@ small_candle = partial(candle, width=16, inputs=(1, 6, 8, 4), layers=2)
 small_clip = partial(
     clip, image=(16, 2), text=(12, 2), layers=2, joint=8, pixels=8, patch=4, length=5, vocabulary=20
 )
-small_unet = partial(unet, levels=2, channels=4, pixels=44)
 
 PUBLISHED: Mapping[str, Callable[[], Job]] = {
     "mmt": mmt,
@@ -398,7 +330,6 @@ PUBLISHED: Mapping[str, Callable[[], Job]] = {
     "candle": candle,
     "case_study": case_study,
     "clip": clip,
-    "unet": unet,
 }
 SMALL: Mapping[str, Callable[[], Job]] = {
     "mmt": small_mmt,
@@ -407,7 +338,6 @@ SMALL: Mapping[str, Callable[[], Job]] = {
     "candle": small_candle,
     "case_study": small_case_study,
     "clip": small_clip,
-    "unet": small_unet,
 }
 """The same with every branch, of a few layers that two cores run in milliseconds."""
 
@@ -415,11 +345,9 @@ SMALL: Mapping[str, Callable[[], Job]] = {
 
 DEVICES = (4, 8, 16, 32)
 ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
-FIRST_SIZE = {"mmt": 2, "dlrm": 256, "candle": 512, "case_study": 4}
-"""Rows of the micro-batches that are tried first."""
-FEW_SIZES = {"mmt": (1, 2, 4), "dlrm": (128, 256, 512), "candle": (256, 512, 1024)}
-"""Rows of the micro-batches that are tried on 32 devices, where a plan takes long: those around the fastest
-ones on fewer devices. Elsewhere all are, as far as the climb gets."""
+WIDTHS = (1, 2, 4)
+SIZES = {"mmt": (1, 2, 4), "dlrm": (128, 256, 512), "candle": (256, 512, 1024), "case_study": (2, 4, 8)}
+"""Rows of the micro-batches that are tried."""
 SAMPLES = {"mmt": (2, 4), "dlrm": (8, 16), "candle": (16, 32), "case_study": (2, 4)}
 """Rows at which a model is captured; between and beyond these it is interpolated."""
 
@@ -430,9 +358,6 @@ KINDS = {
     "piper": ("piper", False),
 }
 """Kind -> (planner, whether its stages may run side by side)."""
-
-LAUNCHES = (5e-5, 2e-4)
-"""Seconds that each kernel takes besides its work; a V100: 4e-6."""
 
 
 class Cell(NamedTuple):
@@ -449,10 +374,9 @@ one that is run as a sequential pipeline."""
 SEQUENTIAL = "chain, sequential"
 
 
-def cluster_of(devices: int, launch_s: float | None = None) -> Cluster:
+def cluster_of(devices: int) -> Cluster:
     """V100s of 16 GB, 4 in each node: those that the paper used of Summit's."""
-    found = find_cluster(f"{devices // 4} nodes of 4 x v100-16" if devices > 4 else f"{devices} x v100-16")
-    return found if launch_s is None else changed(found, launch_s=launch_s)
+    return find_cluster(f"{devices // 4} nodes of 4 x v100-16" if devices > 4 else f"{devices} x v100-16")
 
 
 def models_at(name: str) -> Callable[[int, Cluster], ProfiledModel]:
@@ -532,47 +456,20 @@ def best_cells(cells: Mapping[Cell, Figures]) -> dict[str, Cell]:
     }
 
 
-def climb(
-    rows: int,
-    cluster: Cluster,
-    first: int,
-    at: Callable[[int, Cluster], ProfiledModel],
-    kinds: Sequence[str] = tuple(KINDS),
-    *,
-    widths: bool = True,
-    sizes: Sequence[int] = (),
-    minutes: float = inf,
+def cells_of(
+    name: str, rows: int, cluster: Cluster, widths: Sequence[int], minutes: float
 ) -> dict[Cell, Figures]:
-    """All cells that a climb from one pipeline tries: twice and half the size and the width of each kind's
-    fastest one. All kinds try the same cells, so that none ends up in a worse one than another.
-
-    rows: of a step.  first: rows of a micro-batch in the first cell.  sizes: the only rows of a micro-batch
-    that are tried; none: any.  minutes: after which no further cell is begun.
-    """
-    ends = time.monotonic() + 60 * minutes
+    """All cells of a model, the same for every kind. minutes: after which no further cell is begun."""
+    at, ends = models_at(name), time.monotonic() + 60 * minutes
     cells: dict[Cell, Figures] = {}
     refused: dict[str, str] = {}
-    wanted = [Cell(1, first)]
-    while wanted and time.monotonic() < ends:
-        cell = wanted[0]
-        cells[cell] = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, refused)
-        near = [Cell(1, min(cell.size for cell in cells) // 2)]  # if nothing fits yet
-        if best := best_cells(cells).values():
-            near = [Cell(w, s) for width, size in best for w, s in ((width, 2 * size), (width, size // 2))]
-            if widths:
-                near += [Cell(w, size) for width, size in best for w in (2 * width, width // 2)]
-        wanted = [
-            cell
-            for cell in dict.fromkeys(near)
-            if cell not in cells
-            and (cell.size in sizes if sizes else cell.size > 0)
-            and 0 < cell.width <= len(cluster.devices) // 2
-            and cell.width * cell.size <= rows
-        ]
+    for width, size in product(widths, SIZES[name]):
+        fits = width <= len(cluster.devices) // 2 and width * size <= rows
+        if fits and time.monotonic() < ends:
+            cell = Cell(width, size)
+            cells[cell] = figures_at(cell, cluster, rows, at(size, cluster), tuple(KINDS), refused)
     for kind, why in refused.items():
         print(f"{kind} is refused: {why}")
-    if wanted:
-        print(f"stopped after {minutes:g} minutes: {wanted[0]} and maybe others are missing")
     return cells
 
 
@@ -605,119 +502,26 @@ def print_best(title: str, cells: Mapping[Cell, Figures], rows: int) -> None:
 
 def models(only: Sequence[str], minutes: float) -> None:
     """Each model on each number of devices. only: such as "mmt 8"; all if there are none."""
-    for name in ROWS_PER_DEVICE:
-        chosen = [devices for devices in DEVICES if not only or f"{name} {devices}" in only]
-        at = models_at(name) if chosen else None
-        for devices in chosen:
-            assert at is not None
-            rows, sizes = ROWS_PER_DEVICE[name] * devices, FEW_SIZES[name] if devices == 32 else ()
-            cells = climb(rows, cluster_of(devices), FIRST_SIZE[name], at, sizes=sizes, minutes=minutes)
+    for name, devices in product(ROWS_PER_DEVICE, DEVICES):
+        if not only or f"{name} {devices}" in only:
+            rows = ROWS_PER_DEVICE[name] * devices
+            cells = cells_of(name, rows, cluster_of(devices), WIDTHS, minutes)
             print_best(f"{name} {devices}", cells, rows)
 
 
-def launches(minutes: float) -> None:
-    """MMT in one pipeline where kernels take longer besides their work: small micro-batches have a price."""
-    kinds, at = ("graphpipe", "chain"), models_at("mmt")
-    for devices, launch_s in product((8, 32), LAUNCHES):
-        rows, cluster = ROWS_PER_DEVICE["mmt"] * devices, cluster_of(devices, launch_s)
-        cells = climb(rows, cluster, FIRST_SIZE["mmt"], at, kinds, widths=False, minutes=minutes)
-        print_best(f"mmt {devices}, {launch_s * 1e6:.0f} us", cells, rows)
-
-
 def case(minutes: float) -> None:
-    """The case study, two branches, joined, on 8 devices; then under caps that the DAG just keeps to, with
-    micro-batches of each size. Planners count messages by a bound: a cap of just a plan's peak does not give
-    that plan again."""
-    rows, at, kinds = 128, models_at("case_study"), ("graphpipe", "chain")
-    cells = climb(rows, cluster_of(8), FIRST_SIZE["case_study"], at, kinds, widths=False, minutes=minutes)
-    print_best("case study", cells, rows)
-    lines = []
-    for peak in sorted((figures["graphpipe"]["peak_bytes"] for figures in cells.values()), reverse=True):
-        cap = round(1.03 * peak)
-        cluster = changed(cluster_of(8), memory_bytes=cap)
-        for cell in cells:
-            found = figures_at(cell, cluster, rows, at(cell.size, cluster), kinds, {})
-            steps = {kind: found.get(kind, {}).get("step_s") for kind in kinds}
-            lines.append({"cap, GiB": cap / 2**30, "rows": cell.size, **steps})
-    print_table(lines, "case study under caps: seconds of a step")
-
-
-def order() -> list[dict[str, Any]]:
-    """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
-    lines = []
-    for name in ("mmt", "mmt_in_turn"):
-        graph, cluster = planning.capture(PUBLISHED[name](), 4).graph, cluster_of(8)
-        plan = plan_of("graphpipe", cluster, 128, by_roofline(graph, cluster, 4))
-        lines.append({"model": name, "step_s": plan.predicted_step_s})
-    return lines
-
-
-def at_random(count: int) -> list[dict[str, Any]]:
-    """Whether `graphpipe` is ever slower than the others."""
-    planned, faster, slower = 0, 0, []
-    for seed in range(count):
-        dice = random.Random(seed)
-        graph, profile = random_graph(seed, dice.randint(6, 40), GRAPH_KINDS[seed % 3])
-        how = request_for(graph, profile, dice.randint(2, 6), slack=dice.uniform(1, 1.3))
-        dag = step_s(how)
-        other = min(step_s(how, "exact"), step_s(how, branches=False))
-        planned += dag < inf
-        faster += dag < other * (1 - 1e-6)
-        if dag > other * (1 + 1e-6):
-            slower.append(seed)
-    return [{"graphs": count, "planned": planned, "faster": faster, "slower, seeds": slower}]
-
-
-def brute(count: int) -> list[dict[str, Any]]:
-    """Plans against the best of all convex partitions. misses: ratios of those that are not the best."""
-    with_a_plan, no_plan_found, misses = 0, 0, []
-    for seed in range(count):
-        dice = random.Random(seed + 10**6)
-        ops, stages = dice.randint(5, 8), dice.randint(2, 4)
-        graph, profile = random_graph(seed, ops, "series-parallel")
-        how = request_for(graph, profile, stages, slack=dice.choice([None, 1.0, 1.1, 1.3]))
-        planned = step_s(how)
-        least = best_of_all(how, stages, below=planned)
-        with_a_plan += least < inf
-        if least < inf and planned == inf:
-            no_plan_found += 1
-        elif least < inf and planned > least * (1 + 1e-9):
-            misses.append(planned / least)
-    optimal = with_a_plan - no_plan_found - len(misses)
-    row = {"graphs": count, "with a plan": with_a_plan, "optimal": optimal, "no plan found": no_plan_found}
-    return [row | {"misses": sorted(misses, reverse=True)}]
-
-
-def huge() -> list[dict[str, Any]]:
-    """Seconds to plan a graph of 10,000 ops."""
-    lines = []
-    graph = layered_towers(4, 208)
-    for devices in (8, 32):
-        cluster = find_cluster(f"{devices} x v100-32 with 640GiB")
-        how = {"schedule": "1f1b", "microbatches": 2 * devices, "planner": "graphpipe", "treatments": ()}
-        begin = time.process_time()
-        plan = roofline_plan(graph, cluster, **how)
-        took = time.process_time() - begin
-        turns = [part.turn_s for part in plan.stages]
-        row = {"devices": devices, "ops": len(graph.ops), "processor_s": took}
-        lines.append(row | {"slowest over mean": max(turns) * devices / sum(turns), **plan.notes})
-    return lines
+    """The case study, two branches, joined, on 8 devices in one pipeline."""
+    print_best("case study", cells_of("case_study", 128, cluster_of(8), (1,), minutes), 128)
 
 
 def main() -> int:
     run: dict[str, Callable[[], Any]] = {
         "models": lambda: models(given.keys, given.minutes),
-        "launches": lambda: launches(given.minutes),
         "case": lambda: case(given.minutes),
-        "order": order,
-        "random": lambda: at_random(given.graphs or 200),
-        "brute": lambda: brute(given.graphs or 500),
-        "huge": huge,
     }
     parser = parser_of(__doc__, run)
     parser.add_argument("--keys", nargs="+", default=(), help='of models, such as "mmt 8"')
     parser.add_argument("--minutes", type=float, default=9.0, help="after which a key begins no cell")
-    parser.add_argument("--graphs", type=int, help="of random and brute; default 200 and 500")
     given = parser.parse_args()
     return run_parts(given.parts, run)
 

@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -99,25 +98,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return f"{value:.5g}" if isinstance(value, float) else str(value).replace("\n", " ")
-
-
-def save_plot(figure: Any, name: str, width: int, height: int) -> None:
-    """Draw a plotly figure to docs/images; without Chromium, say that the picture is left as it was."""
-    if not shutil.which("chromium"):
-        print(f"{name} is left as it was: no chromium is installed to draw it", flush=True)
-        return
-    from playwright.sync_api import sync_playwright
-
-    figure.update_layout(width=width, height=height, template="simple_white")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page_file = Path(folder) / "plot.html"
-        figure.write_html(page_file, include_plotlyjs=True)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        page = browser.new_page(viewport={"width": width + 20, "height": height + 20})
-        page.goto(page_file.as_uri())
-        page.wait_for_selector(".main-svg")
-        page.screenshot(path=FOLDER.parent / "docs" / "images" / name)
-        browser.close()
 
 
 # --- the parts of a script ------------------------------------------------------------------------

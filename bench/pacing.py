@@ -1,7 +1,6 @@
 """Does the simulator agree with the real runtime? Ranks that sleep for the given times instead of computing.
 
-    python bench/pacing.py library [--ranks 8] [--microbatches 16] [--rounds 3] [--seconds 0.3]
-    python bench/pacing.py graph [--ranks 7] [--microbatches 12] [--rounds 3] [--seconds 0.2]
+    python bench/pacing.py [--ranks 8] [--microbatches 16] [--rounds 3] [--seconds 0.3]
 
 Every rank is a process with the real worker, the real program and real messages over gloo; only its stages
 sleep instead of computing, so that eight ranks fit two cores. Stages take uneven times: up to 25 % more or
@@ -10,8 +9,6 @@ as measured between ranks 0 and 1 in the same run. A busy machine wakes sleepers
 how much, and belongs to the machine, not to the simulator.
 
 library  schedules of the library
-graph    towers of two stages each and a join, one stage per process. `dag` has the edges of the data; in
-         `chain` every stage also waits for the one in front of it, as where values are handed on
 copies   schedules whose copies to the host sleep, too (`bench/pipeoffload.py paced`)
 steady   1F1B and 2BW on four stages that take equally long (`bench/two_bw.py paced`)
 """
@@ -112,20 +109,6 @@ def library(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Ite
         yield Case(about={"schedule": name}, schedule=made, stages=stages, costs=costs)
 
 
-def graph(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
-    """Towers side by side, and the same with every stage behind the one in front of it."""
-    join, costs = ranks - 1, uneven(ranks, seconds)
-    edges = {(s, s + 1) for s in range(0, join, 2)} | {(s, join) for s in range(1, join, 2)}
-    shapes = {"dag": edges, "chain": edges | {(s, s + 1) for s in range(join)}}
-    for name in ("1f1b", "zb_h1"):
-        for shape, wires in shapes.items():
-            stages = dag(ranks, sorted(wires), value_bytes=MESSAGE_BYTES)
-            times = built_for(costs, link)
-            made = registry.build(name, stages, tuple(range(ranks)), microbatches, **times)
-            about = {"schedule": name, "shape": shape, "in_flight": max(registry.in_flight(made))}
-            yield Case(about=about, schedule=made, stages=stages, costs=costs)
-
-
 def copies(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iterator[Case]:
     """seconds: of one micro-batch on a stage; a copy takes k times as long."""
     for name, chunks in WITH_COPIES:
@@ -167,7 +150,6 @@ def updates_of(microbatches: int) -> Updates:
 
 CASES: dict[str, Callable[..., Iterator[Case]]] = {
     "library": library,
-    "graph": graph,
     "copies": copies,
     "steady": steady,
 }
@@ -228,25 +210,13 @@ def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: in
 
 
 def main() -> int:
-    usual = {"library": (8, 16, 0.3), "graph": (7, 12, 0.2)}
-    parser = parser_of(__doc__, usual)
-    parser.add_argument("--ranks", type=int, help="8; of the graph 7, two for each tower and the join")
-    parser.add_argument("--microbatches", type=int, help="16, of the graph 12")
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, help="of a micro-batch on a rank: 0.3, of the graph 0.2")
-    given = parser.parse_args()
-
-    def part(kind: str) -> Callable[[], Any]:
-        ranks, microbatches, seconds = usual[kind]
-        return lambda: pace(
-            kind,
-            ranks=given.ranks or ranks,
-            microbatches=given.microbatches or microbatches,
-            seconds=given.seconds or seconds,
-            rounds=given.rounds,
-        )
-
-    return run_parts(given.parts, {kind: part(kind) for kind in usual})
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a micro-batch on a rank")
+    given = vars(parser.parse_args())
+    return run_parts(["library"], {"library": lambda: pace("library", **given)})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Every planner on a grid of models, devices, caps and widths: a plan, or a refusal that is true.
 
     python bench/planner_grid.py [--models NAME ...] [--planners NAME ...] [--schedules NAME ...]
-                                 [--weights POLICY] [--all]
 
 Small models of `tests/support/zoo.py` and `bench/graphpipe.py`, captured once each, are planned as by
-`pipeloom plan`: "here" is this machine with measured times, the others are by roofline. In the first cell of
-"here" each planner plans again with a bit more memory and bandwidth, as its what-if. A cap is a share of the
-fullest rank of the plan by `exact` without one. Planners of many schedules are asked under caps on 2 ranks
-only, unless `--all` says otherwise. Ask for one model at a time: each cell is told on stderr when it is done.
+`pipeloom plan`: "here" is this machine with measured times, the others are by roofline. A cap is a share of
+the fullest rank of the plan by `exact` without one. Planners of many schedules are asked under caps on 2
+ranks only. Ask for one model at a time: each cell is told on stderr when it is done.
 
 A refusal is *true* if no other planner has a plan for the same schedule in the same cell. If one has, the
 planner's entry in the registry may say why it has none:
@@ -44,7 +42,6 @@ from graphpipe import SMALL
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.weights import WEIGHT_POLICIES
 from pipeloom.planner.planners import PLANNERS, OneSchedule, chooses_schedule, planners_of
 from pipeloom.planner.request import PlanOptions
 
@@ -75,7 +72,6 @@ class Cell:
     devices: str
     schedule: str
     width: int
-    weights: str | None
     cap_bytes: int | None = None
 
 
@@ -84,14 +80,13 @@ class Outcome:
     """What one planner came to.
 
     refusal: its message, "" if there is a plan.  crash: the traceback of anything else.
-    schedule: of the plan.  frees: it recomputes or offloads.  what_if: seconds of the steps with more.
+    schedule: of the plan.  frees: it recomputes or offloads.
     """
 
     step_s: float | None = None
     peak_bytes: int = 0
     schedule: str = ""
     frees: bool = False
-    what_if: tuple[float | None, ...] = ()
     refusal: str = ""
     crash: str = ""
     seconds: float = 0.0
@@ -100,19 +95,15 @@ class Outcome:
 Rows: TypeAlias = Sequence[tuple[Cell, Mapping[str, Outcome]]]
 
 
-def planned(
-    request: plan_request.PlanRequest, model: plan_request.CapturedModel, *, what_if: bool
-) -> Outcome:
+def planned(request: plan_request.PlanRequest, model: plan_request.CapturedModel) -> Outcome:
     begin = time.process_time()
     try:
         plan = request.plan(model, explained=False)
-        changes = request.changes(plan, model) if what_if else []
         found = Outcome(
             step_s=plan.predicted_step_s,
             peak_bytes=max(plan.peaks),
             schedule=plan.schedule,
             frees=any(part.recomputed_bytes or part.offloaded_bytes for part in plan.stages),
-            what_if=tuple(change.step_s for change in changes),
         )
     except PipeloomError as error:
         found = Outcome(refusal=f"{type(error).__name__}: {error.message}")
@@ -121,10 +112,8 @@ def planned(
     return replace(found, seconds=round(time.process_time() - begin, 2))
 
 
-def outcomes(
-    name: str, planners: Sequence[str], schedules: Sequence[str], weights: str | None, *, slow: bool
-) -> Rows:
-    """All cells of one model. slow: planners of many schedules are asked everywhere."""
+def outcomes(name: str, planners: Sequence[str], schedules: Sequence[str]) -> Rows:
+    """All cells of one model."""
     torch.set_num_threads(1)
     job = MODELS[name]()
     captured = planning.capture(job, ROWS)
@@ -133,12 +122,12 @@ def outcomes(
         named = DEVICES[devices]
         cluster = None if named is None else find_cluster(named)
         model = planning.captured_model(job, ROWS, cluster, captured=captured)
-        cell = Cell(model=name, devices=devices, schedule=schedule, width=width, weights=weights)
+        cell = Cell(model=name, devices=devices, schedule=schedule, width=width)
         free = by_planners(cell, job, model, cluster, planners)
         rows.append((cell, free))
         if (full := free["exact"].peak_bytes) > 0:
             capped = replace(cell, cap_bytes=round(CAP * full))
-            few = planners if slow or ranks_of(cell) < 3 else [n for n in planners if not is_slow(n)]
+            few = planners if ranks_of(cell) < 3 else [n for n in planners if not is_slow(n)]
             rows.append((capped, by_planners(capped, job, model, cluster, few)))
     return rows
 
@@ -158,7 +147,6 @@ def by_planners(
     cell: Cell, job: Job, model: plan_request.CapturedModel, cluster: Cluster | None, planners: Sequence[str]
 ) -> dict[str, Outcome]:
     found = {}
-    asks_what_if = cell.devices == "here" and cell.width == 1 and cell.cap_bytes is None
     for planner in planners:
         request = planning.make_request(
             job,
@@ -166,12 +154,11 @@ def by_planners(
             replicas=cell.width,
             microbatches=MICROBATCHES,
             schedule=cell.schedule,
-            weights=cell.weights,
             memory=cell.cap_bytes,
             cluster=cluster,
             planner=planner,
         )
-        found[planner] = planned(request, model, what_if=asks_what_if)
+        found[planner] = planned(request, model)
     dear = ", ".join(f"{name} {one.seconds:.1f}" for name, one in found.items() if one.seconds > 1)
     print(f"{cell}: {dear or 'at most 1'} s", file=sys.stderr, flush=True)
     return found
@@ -238,14 +225,10 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=tuple(PLANNERS))
     parser.add_argument("--schedules", nargs="+", default=["1f1b"])
-    parser.add_argument("--weights", choices=tuple(WEIGHT_POLICIES), help="As --weights of `pipeloom plan`.")
-    parser.add_argument("--all", action="store_true", help="Ask planners of many schedules everywhere.")
     asked = parser.parse_args()
     planners = list(dict.fromkeys(("exact", *asked.planners)))  # caps are shares of the first one's
+    ask = partial(outcomes, planners=planners, schedules=asked.schedules)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        ask = partial(
-            outcomes, planners=planners, schedules=asked.schedules, weights=asked.weights, slow=asked.all
-        )
         parts = [pool.submit(ask, name) for name in asked.models]
         rows = [row for part in parts for row in part.result()]
     print_stamp()

@@ -1,83 +1,59 @@
 """Planners against each other: distance from the best plan, seconds of the search, schedules, memory.
 
-    python bench/planners.py chains graphs growth
+    python bench/planners.py graphs search auto
 
 The parts, with minutes of one core:
 
-chains   1: 500 tight synthetic chains (tests/support/chains.py: 2, 3, 4, 5, 8 stages, activations that follow
-         times or do not, caps 1.0 to 1.3 times the smallest that has a plan): plans found, ratio to the best,
-         stages weighed. Also without the widening of the theorem's interval, and with transfers.
 graphs   8: 500 random graphs with the real cost and memory model, tensors recomputed and offloaded, 2 to 5
          stages, caps 1.0 to 1.3 times the smallest found; half with transfers that cost time. Planners
          against the exact one, and PipeDream's programme for the time that it takes.
-growth   20: processor seconds over 100 to 10,000 ops on 8 devices, under a cap that needs residuals freed
-memory   residuals to free in a stage, greedy against the best choice (an integer programme; what it has not
-         found after --limit seconds is the greedy choice, "unproven"), for random stages and those of
-         models, under caps between all kept and the least that the greedy reaches; and the greedy's time
 search   1: planners of whole graphs, on graphs captured and profiled, nothing simulated: MMT on 8 to 32
-         devices, CANDLE-Uno on 8, or --graphs in Piper's JSON format on --devices (--milliseconds for gnmt
-         and resnet, which count in them). Processor seconds, the least of three. All cut at layers, one
-         device per stage, every residual kept: `graphpipe` in branch order, `pipedream-graph` over
-         antichains, `piper` over down-sets. The bottleneck is the slowest stage by compute. The paper
-         (arXiv 2406.17145) has 9 to 21 times for its own implementations of the others.
+         devices, CANDLE-Uno on 8. Processor seconds, the least of three. All cut at layers, one device per
+         stage, every residual kept: `graphpipe` in branch order, `pipedream-graph` over antichains, `piper`
+         over down-sets. The paper (arXiv 2406.17145): 9 to 21 times for its implementations of the others.
 auto     3: the step of `auto` beside those of the planners that it asks, with and without branches and
          room, 16 micro-batches, by roofline
-head     5: Gemma 2 (2B) on 8 x h100, whose head over 256,000 words is one op and takes longer than an eighth
-         of the whole: the step of every schedule beside the bound, by roofline. For one plan: `pipeloom plan
-         bench/planners.py:gemma --cluster "8 x h100" --ranks 8 --microbatches 32 --schedule zb_v`.
 """
 
 from __future__ import annotations
 
 import random
-import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
-from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 from machine import by_roofline, changed, parser_of, print_table, run_parts, tokens
 
 # isort: split
-import chains
 import random_stages
-import zoo
-from exact_treatments import LIMIT_S, exact
 from graphpipe import PUBLISHED
 from layered import layered
-from piper_graphs import read_piper_graph
 
 from pipeloom import Job, capture, plan_request
-from pipeloom.clusters.names import cpu_cluster, find_cluster
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.ir.errors import PipeloomError, PlanError
+from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
 from pipeloom.planner.notes import planners_asked
-from pipeloom.planner.planners import PLANNERS, ByCuts, ByOrder, finder_of, make_plan
+from pipeloom.planner.planners import PLANNERS, ByCuts, ByOrder, finder_of
 from pipeloom.planner.refusals import least_share
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.layer_groups import borders, layers
-from pipeloom.planner.search.problem import Partition, Problem
 from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
-from pipeloom.planner.strategies.dawnpiper import binary_partition
+from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.strategies.graphpipe import shallow_cuts
-from pipeloom.planner.strategies.probe import parametric_search
-from pipeloom.planner.treatments.choose import treat_interval
-from pipeloom.planner.treatments.greedy import choose_greedily
 from pipeloom.profiler.roofline import roofline
-from pipeloom.schedules import registry
 from pipeloom.train.model import GPT
 
 Table = list[dict[str, Any]]
@@ -95,44 +71,6 @@ def summary(ratios: Sequence[float], weighed: Sequence[int]) -> dict[str, Any]:
         "worst_ratio": max(found, default=None),
         "weighed_on_average": mean(weighed),
     }
-
-
-# --- chains ---------------------------------------------------------------------------------------
-
-SEARCHES: dict[str, Callable[[Problem], Partition]] = {
-    "dawnpiper": binary_partition,
-    "probe": parametric_search,
-    **{f"interval only, w={w}": partial(binary_partition, width=w, widen=False) for w in range(3)},
-}
-
-
-def drawn(rng: random.Random, *, transfers: bool) -> Iterator[chains.Chain]:
-    for stages, mixed, _ in ((s, m, n) for s in (2, 3, 4, 5, 8) for m in (False, True) for n in range(50)):
-        nodes = 24 if stages == 2 else 28
-        chain = chains.tight(rng, chains.draw(rng, nodes=nodes, stages=stages, mixed=mixed))
-        if transfers:
-            average = sum(chain.times) / stages
-            inner = (rng.uniform(0.0, 3 * average) for _ in chain.times[1:])
-            chain = replace(chain, crossing_s=(0.0, *inner, 0.0))
-        yield chain
-
-
-def on_chains() -> Table:
-    rows = []
-    for transfers in (False, True):
-        ratios: dict[str, list[float]] = {name: [] for name in SEARCHES}
-        weighed: dict[str, list[int]] = {name: [] for name in SEARCHES}
-        for chain in drawn(random.Random(0), transfers=transfers):
-            best = chains.oracle(chain).seconds
-            for name, search in SEARCHES.items():
-                problem = chain.problem()
-                ratios[name].append(search(problem).seconds / best)
-                weighed[name].append(problem.evaluate.asked)  # type: ignore[attr-defined]
-        rows += [
-            {"transfers": transfers, "search": name, **summary(ratios[name], weighed[name])}
-            for name in SEARCHES
-        ]
-    return rows
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -215,125 +153,6 @@ def on_graphs(count: int) -> Table:
     return rows
 
 
-# --- growth ---------------------------------------------------------------------------------------
-
-LAYERS = (8, 25, 83, 250, 833)
-
-
-def grown(depth: int) -> dict[str, Any]:
-    """One size, in this process: with no cap every residual is kept."""
-    graph, cluster = layered(depth), find_cluster("8 x a100-40")
-    search = free_search(graph, roofline(graph, cluster.devices[0]), cluster, CostOptions(microbatches=32))
-    share = search.smallest()[0]
-    freed = least_share(replace(search, treatments=BOTH))[0]
-    caps = tuple(int(cap * (share + freed) / 2) for cap in search.caps)
-    row: dict[str, Any] = {"ops": len(search.model), "cap_bytes": caps[0]}
-    for name in ("probe", "dawnpiper", "pipedream", "exact"):
-        own = search
-        if name in ("probe", "dawnpiper"):
-            own = replace(search, caps=caps, treatments=BOTH)
-        elif name == "exact":
-            own = replace(search, caps=tuple(int(cap * share * 1.1) for cap in search.caps))
-        slowest_s, weighed, cpu_s = timing(own, name)
-        row[name] = {"cpu_s": cpu_s, "weighed": weighed, "slowest_stage_s": slowest_s}
-    return row | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-def growth(sizes: Sequence[int]) -> Table:
-    """Each size in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        return list(pool.map(grown, sizes))
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-FAMILIES = ("gpt2", "bert", "llama", "t5", "mixtral", "convnet")
-SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Where a cap lies between the least that a stage can hold (0) and all (1)."""
-
-Case = tuple[CostModel, int, int, int]
-"""(model, start, end, micro-batches in flight)"""
-
-
-def random_cases(count: int) -> Iterator[Case]:
-    for seed in range(count):
-        ops = 10 + 5 * (seed % 20)
-        model = random_stages.random_model(seed, ops, host_bytes_per_s=(5.0, 40.0, 200.0)[seed % 3])
-        yield model, 0, ops - 1, 1 + seed % 8
-
-
-def family_cases(families: Sequence[str]) -> Iterator[Case]:
-    """Halves and quarters of small models; the link carries a part of the residuals in time."""
-    device = replace(cpu_cluster(1).devices[0], host_link=Link(bandwidth_bytes_per_s=5e7))
-    cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=2e9))
-    for name in families:
-        graph = capture(zoo.job(name), 2).graph
-        model = CostModel(graph, [roofline(graph, device)] * 8, cluster, CostOptions(microbatches=16))
-        ops = len(model)
-        for start, end in ((0, ops // 2), (ops // 4, ops // 2), (ops // 2, 3 * ops // 4)):
-            for in_flight in (1, 4):
-                yield model, start, end, in_flight
-
-
-def both_choices(case: Case, limit_s: float) -> Iterator[dict[str, Any]]:
-    model, start, end, in_flight = case
-    choose = partial(treat_interval, model, start, end, 0, in_flight=in_flight)
-    free = choose(cap=inf)
-    footprint, _ = model.row(start, np.array([end]))
-    parts = static_memory(footprint, model.options, in_flight).values()
-    static = float(np.sum([np.ravel(part)[0] for part in parts]) + np.ravel(footprint.step)[0])
-    least = choose(cap=static).peak_bytes
-    for share in SHARES:
-        cap = least + share * (free.peak_bytes - least)
-        row: dict[str, Any] = {"free_s": free.seconds}
-        for method, solve in (("greedy", choose_greedily), ("exact", partial(exact, limit_s=limit_s))):
-            began = time.perf_counter()
-            found = choose(cap=cap, solve=solve)
-            row[f"{method}_took_s"] = time.perf_counter() - began
-            row[f"{method}_s"] = found.seconds if found.fits else None
-        yield row | {"proven": row["exact_took_s"] < limit_s}
-
-
-def gaps_of(rows: Table) -> dict[str, Any]:
-    """Gaps in the stage's time, and in what is exposed of it, where both found a choice."""
-    known = [r for r in rows if r["proven"]]
-    both = [r for r in known if r["greedy_s"] is not None and r["exact_s"] is not None]
-    gaps = [r["greedy_s"] / r["exact_s"] - 1 for r in both]
-    exposed = [
-        (r["greedy_s"] - r["exact_s"]) / (r["exact_s"] - r["free_s"])
-        for r in both
-        if r["exact_s"] > r["free_s"] * (1 + 1e-9)
-    ]
-    return {
-        "cases": len(rows),
-        "unproven": len(rows) - len(known),
-        "both_fit": len(both),
-        "one_fits": sum((r["greedy_s"] is None) != (r["exact_s"] is None) for r in known),
-        "stage_time_gap": {"mean": mean(gaps or [0.0]), "worst": max(gaps, default=0.0)},
-        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps),
-        "exposed_gap": {"mean": mean(exposed or [0.0]), "worst": max(exposed, default=0.0)},
-        "took_s": {way: median(r[f"{way}_took_s"] for r in rows) for way in ("greedy", "exact")},
-    }
-
-
-def memory(count: int, families: Sequence[str], limit_s: float) -> Table:
-    seconds = []
-    for ops in (100, 200, 400, 800, 1600, 3200):
-        choose = partial(treat_interval, random_stages.random_model(1, ops), 0, ops - 1, 0, in_flight=8)
-        cap, took = 0.6 * choose(cap=inf).peak_bytes, []
-        for _ in range(5):
-            began = time.perf_counter()
-            choose(cap=cap)
-            took.append(time.perf_counter() - began)
-        seconds.append({"ops": ops, "took_s": min(took)})
-    print_table(seconds, "Seconds of the greedy choice")
-    kinds = {"random": random_cases(count), "models": family_cases(families)}
-    return [
-        {"stages": kind, **gaps_of([row for case in cases for row in both_choices(case, limit_s)])}
-        for kind, cases in kinds.items()
-    ]
-
-
 # --- search ---------------------------------------------------------------------------------------
 
 SEARCHED = {"mmt": (4, (8, 16, 32)), "candle": (64, (8,))}
@@ -386,12 +205,9 @@ def searched(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> d
     return row
 
 
-def search(files: Sequence[Path], devices: Sequence[int], seconds_per_unit: float) -> Table:
+def search() -> Table:
     rows = []
-    for path in files:
-        read = read_piper_graph(path, seconds_per_unit=seconds_per_unit)
-        rows += [searched(path.stem, *read.as_model(count)) for count in devices]
-    for name, (size, counts) in {} if files else SEARCHED.items():
+    for name, (size, counts) in SEARCHED.items():
         graph = capture(PUBLISHED[name](), size).graph
         clusters = [find_cluster(f"{count} x v100-32") for count in counts]
         rows += [searched(name, graph, roofline(graph, c.devices[0]), c) for c in clusters]
@@ -436,70 +252,15 @@ def auto(names: Sequence[str]) -> Table:
     return rows
 
 
-# --- head -----------------------------------------------------------------------------------------
-
-
-def gemma() -> Job:
-    import transformers as hf
-
-    config = hf.Gemma2Config(use_cache=False, attn_implementation="eager")
-    return Job(model=lambda: hf.Gemma2ForCausalLM(config), batch=tokens(1000, 2048), name="gemma-2")
-
-
-def head(planners: Sequence[str], schedules: Sequence[str]) -> Table:
-    ranks, microbatches = 8, 32
-    graph, cluster = capture(gemma(), 1).graph, find_cluster(f"{ranks} x h100")
-    profile = roofline(graph, cluster.devices[0])
-    seconds = [profile.costs[op.name].forward_s + profile.costs[op.name].backward_s for op in graph.ops]
-    whole, longest = sum(seconds), max(seconds)
-    print(f"{len(graph.ops)} ops, {whole * 1e3:.1f} ms per micro-batch, the longest {longest * 1e3:.1f} ms")
-    rows = []
-    for planner, schedule in ((p, s) for p in planners for s in schedules):
-        begin, row = time.process_time(), {"planner": planner, "schedule": schedule}
-        how = {"ranks": ranks, "schedule": schedule, "microbatches": microbatches, "planner": planner}
-        try:
-            plan = make_plan(graph, profile, cluster, explained=False, **how)
-        except PipeloomError as error:
-            rows.append(row | {"refused": error.message})
-            continue
-        # The longest op is on as many ranks as there are replicas.
-        bound_s = microbatches * max(whole / ranks, longest / plan.replicas)
-        sums = [0.0] * ranks
-        for index, rank in enumerate(plan.placement):
-            part = plan.stages[index % len(plan.stages)]
-            sums[rank] += (part.forward_s + part.input_grad_s + part.weight_grad_s) / plan.replicas
-        row |= {"step_s": plan.predicted_step_s, "bound_s": bound_s, "busiest rank, ms": 1e3 * max(sums)}
-        row["fullest rank, GiB"] = max(plan.peaks) / 2**30
-        rows.append(row | {"planned in s": time.process_time() - begin})
-    return rows
-
-
 def main() -> int:
-    trains = [name for name in registry.names() if name not in ("forward_only", "seq1f1b")]
     run: dict[str, Callable[[], Table]] = {
-        "chains": on_chains,
-        "graphs": lambda: on_graphs(given.count or 500),
-        "growth": lambda: growth(given.layers),
-        "memory": lambda: memory(given.count or 200, given.families, given.limit),
-        "search": lambda: search(given.graphs, given.devices, 1e-3 if given.milliseconds else 1.0),
+        "graphs": lambda: on_graphs(given.count),
+        "search": search,
         "auto": lambda: auto(given.cases),
-        "head": lambda: head(given.planners, given.schedules),
     }
     parser = parser_of(__doc__, run)
-    parser.add_argument(
-        "--count", type=int, help="of graphs, 500; of random stages whose memory is freed, 200"
-    )
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of growth")
-    parser.add_argument("--families", nargs="*", default=FAMILIES, help="whose stages' memory is freed")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="of the exact choice, in seconds")
-    parser.add_argument("--graphs", type=Path, nargs="*", default=[], help="to search, in Piper's format")
-    parser.add_argument("--devices", type=int, nargs="+", default=(4, 8), help="for these graphs")
-    parser.add_argument("--milliseconds", action="store_true", help="their times are in milliseconds")
-    parser.add_argument(
-        "--cases", nargs="+", choices=tuple(TOGETHER), default=tuple(TOGETHER), help="of auto"
-    )
-    parser.add_argument("--planners", nargs="+", default=("exact", "dawnpiper"), help="of head")
-    parser.add_argument("--schedules", nargs="+", default=trains, help="of head")
+    parser.add_argument("--count", type=int, default=500, help="of graphs")
+    parser.add_argument("--cases", nargs="+", choices=[*TOGETHER], default=[*TOGETHER], help="of auto")
     given = parser.parse_args()
     return run_parts(given.parts, run)
 

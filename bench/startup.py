@@ -1,16 +1,15 @@
 """From a command to the first step or the first plan, and what that time holds.
 
-    python bench/startup.py train bench [--runs 3]
+    python bench/startup.py train [--runs 3]
     python bench/startup.py first-plan [--devices 64] [--layers 80] [--planner dawnpiper]      3 minutes
 
 train       `pipeloom train` of GPT-2 small in two ranks of one thread each: the first time in an empty cache
             folder, so that the model is compared with plain PyTorch and the contention of ranks is measured,
             then again as everybody's second run
-bench       `pipeloom bench --steps 1 --warmup 0`, which is to run one step
 first-plan  a 70B-parameter Llama on 64 devices, at op granularity, captured on fake tensors, costs by
             roofline: where no kernel is compiled yet, and the next. `bench/startup.py:llama_70b` is the job.
 
-Every process of `train` and `bench` notes when it enters and leaves some functions: seconds by the clock, and
+Every process of `train` notes when it enters and leaves some functions: seconds by the clock, and
 of its processor. What is within another phase is counted there, too. The model is Hugging Face's GPT-2 with
 124M parameters, 8 micro-batches of 2 rows of 128 tokens. It wants two quiet cores: the load is in the table.
 """
@@ -37,10 +36,7 @@ from pipeloom.kernel_compilation import kernels_compiled_beside
 LIMIT_S = 20.0
 JOB = "gpt2_small.py:job"
 SHAPE = ("pipeline.microbatches=8", "pipeline.microbatch_size=2", "validation_batches=1")
-COMMANDS = {
-    "train": f"train --job {JOB} --steps 1 --out run {' '.join(f'--set {pair}' for pair in SHAPE)}",
-    "bench": f"bench {JOB} -m 8 --microbatch-size 2 --steps 1 --warmup 0",
-}
+COMMAND = f"train --job {JOB} --steps 1 --out run {' '.join(f'--set {pair}' for pair in SHAPE)}"
 PHASES = {
     "torch": ("",),
     "transformers.models.gpt2.modeling_gpt2": ("",),
@@ -117,7 +113,7 @@ def job():
 """
 
 
-def one_run(name: str, folder: Path, cache: str) -> dict[str, Any]:
+def one_run(folder: Path, cache: str) -> dict[str, Any]:
     """Run a command, print what each process did, and say how long it took until the first step."""
     (folder / "gpt2_small.py").write_text(MODEL)
     notes_code = NOTES.replace("@FILE@", repr(str(folder / "notes"))).replace("@PHASES@", repr(PHASES))
@@ -126,17 +122,14 @@ def one_run(name: str, folder: Path, cache: str) -> dict[str, Any]:
     # Byte code is kept, as that of an installed package is.
     env = {"PYTHONPATH": path, "XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": ""}
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-    run_python("-m", "pipeloom", *COMMANDS[name].split(), "--json", cwd=folder, env=env)
+    run_python("-m", "pipeloom", *COMMAND.split(), "--json", cwd=folder, env=env)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
-    for row in sorted(
-        notes, key=lambda note: (note["process"] != "launcher", note["process"], note["start"])
-    ):
+    for row in sorted(notes, key=lambda note: (note["process"], note["start"])):
         if row["s"] >= 0.05 or row["cpu_s"] >= 0.05:
-            print(
-                f"{row['process']:>8} at {row['start'] - start:6.2f} s for {row['s']:6.2f} s, processor "
-                f"{row['cpu_s']:6.2f} s  {row['phase']}"
-            )
+            begin = row["start"] - start
+            took = f"{row['s']:6.2f} s, processor {row['cpu_s']:6.2f} s"
+            print(f"{row['process']:>8} at {begin:6.2f} s for {took}  {row['phase']}")
     own = [note for note in notes if note["process"] == "0"]
     compared_until = max((n["start"] + n["s"] for n in own if n["phase"] == "verify_once"), default=0.0)
     steps = [note for note in own if note["phase"] == "FlushedRun.feed" and note["start"] > compared_until]
@@ -148,14 +141,14 @@ def one_run(name: str, folder: Path, cache: str) -> dict[str, Any]:
     }
 
 
-def first_step(name: str, runs: int, cache: str) -> bool:
+def first_step(runs: int, cache: str) -> bool:
     rows = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as folder:
-            rows.append(one_run(name, Path(folder), cache))
-    print_table(rows, name)
+            rows.append(one_run(Path(folder), cache))
+    print_table(rows, "train")
     middle = median(row["first_step_after_s"] for row in rows)
-    print(f"{name}: the first step after {middle:.1f} s, the middle of the runs")
+    print(f"the first step after {middle:.1f} s, the middle of the runs")
     return middle <= LIMIT_S
 
 
@@ -198,15 +191,17 @@ def first_plan(*how: object) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, (*COMMANDS, "first-plan"))
+    parser = parser_of(__doc__, ("train", "first-plan"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--planner", default="dawnpiper")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as cache:
-        parts: dict[str, Any] = {name: partial(first_step, name, given.runs, cache) for name in COMMANDS}
-        parts["first-plan"] = partial(first_plan, given.layers, given.devices, given.planner)
+        parts: dict[str, Any] = {
+            "train": partial(first_step, given.runs, cache),
+            "first-plan": partial(first_plan, given.layers, given.devices, given.planner),
+        }
         return run_parts(given.parts, parts)
 
 

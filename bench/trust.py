@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import re
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from multiprocessing import get_context
 from typing import Any
 
@@ -207,22 +209,18 @@ def record(verdicts: Sequence[Verdict]) -> None:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """The equal models as a list by library, then the others with their reasons as a Markdown table."""
-    width = max(len(v.model) for v in verdicts) + 4
-    lines = ["```text", f"{'model':{width}}stages  captured  largest difference"]
-    library = ""
+    """A row for each library with its equal models, then the others with their reasons."""
+    lines = ["| library | as one graph | between modules | largest difference |", "|---|---|---|---|"]
+    for library, group in groupby((v for v in verdicts if v.verdict == "equal"), key=lambda v: v.library):
+        own = list(group)
+        names = ("; ".join(v.model for v in own if v.how == how) for how in ("one graph", "between modules"))
+        worst = f"{max((v.largest for v in own if v.dtype == 'float64'), default=0.0):.1e}"
+        single = "".join(f"; {v.model} {v.largest:.1e} in float32" for v in own if v.dtype == "float32")
+        lines.append(f"| {' | '.join((library, *names, worst + single))} |")
+    lines += ["", "| library, model | verdict | why |", "|---|---|---|"]
     for v in verdicts:
         if v.verdict != "equal":
-            continue
-        if v.library != library:
-            lines.append(library := v.library)
-        captured = "graph" if v.how == "one graph" else "modules"
-        largest = f"{v.largest:.1e}{' float32' if v.dtype == 'float32' else ''}"
-        lines.append(f"  {v.model:{width - 2}}{v.stages:<8}{captured:10}{largest}")
-    lines += ["```", "", "| library, model | verdict | why |", "|---|---|---|"]
-    for v in verdicts:
-        if v.verdict != "equal":
-            reason = " ".join(v.says.partition("\nhint: ")[0].split()).replace("|", "\\|")
+            reason = re.split(r"\nhint: |: |; and as modules", v.says)[0].replace("|", "\\|")
             lines.append(f"| {v.library}, {v.model} | {v.verdict} | {reason} |")
     return "\n".join(lines)
 

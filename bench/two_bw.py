@@ -1,6 +1,6 @@
 """PipeDream-2BW (arXiv 2006.09503): is the pipeline full, what does the delay cost, which shapes win?
 
-    python bench/two_bw.py paced default wide [--steps 4] [--rounds 4]
+    python bench/two_bw.py paced wide [--steps 4] [--rounds 4]
     python bench/two_bw.py convergence [--training-steps 120] [--seeds 3]
     python bench/two_bw.py shapes                  2 minutes of one core
 
@@ -9,20 +9,17 @@ paced        Four stages, eight micro-batches per pipeline; every rank is a proc
              of the slowest rank. 1F1B drains: m / (m + d - 1) of that at best, 8/11. 2BW also with clipping,
              with a sum of tied gradients, and with two pipelines whose sum of gradients takes half a step.
              The simulator gets the same program and times.
-default,     Two GPTs on two ranks of one thread, in turns: one process alone, two such processes at once,
-wide         GPipe, 1F1B, 2BW. Timed are the steps between two moments at which the pipeline is full. "limit"
-             is one process alone over each of two at once. Per micro-batch 2BW pays what the stages differ
-             by, or the two messages that the first stage waits for, whichever is more; so the bar is held
-             against the wide GPT. "default" is the job of `pipeloom train`.
+wide         A GPT of 8 layers of width 256 on two ranks of one thread, in turns: one process alone, two such
+             processes at once, 1F1B, 2BW. Timed are the steps between two moments at which the pipeline is
+             full. "limit" is one process alone over each of two at once. Per micro-batch 2BW pays what the
+             stages differ by, or the two messages that the first stage waits for, whichever is more.
 convergence  The default GPT with a flush and with 2BW, by AdamW and by SGD with momentum, in one process: the
              numbers of 2BW do not depend on the number of stages (tests/transparency/test_versions.py).
-             Every run of a seed has the same data, weights and rates. By predicted time: four stages, m = 8,
-             where a step with a flush takes 11/8. Draws the plot of docs/results.md.
+             Every run of a seed has the same data, weights and rates.
 shapes       GPT 1.3B, 2.2B and 3.8B on 8 and 64 V100 of 16 GB, machines like p3.16xlarge. The best shape
              (width, depth, rows, recomputation) in closed form for inter-layer model parallelism, GPipe,
-             1F1B and 2BW; with everything recomputed, and at the paper's depths. Twice: with the built-in
-             device, and with its time per kernel fitted to one curve of the paper. The best shapes of the
-             fitted device are also planned by op and simulated. The models are as Megatron-LM had them in
+             1F1B and 2BW; with everything recomputed, and at the paper's depths. The time per kernel is
+             fitted to one curve of the paper. The models are as Megatron-LM had them in
              2020; for `pipeloom plan bench/two_bw.py:gpt_2_2b` as well.
 """
 
@@ -39,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import by_roofline, changed, next_tokens, on_ranks, parser_of, print_table, run_parts, save_plot
+from machine import by_roofline, changed, next_tokens, on_ranks, parser_of, print_table, run_parts
 from pacing import pace
 from torch import Tensor, nn
 from torch.nn import functional
@@ -50,10 +47,7 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph, UpdateBytes
-from pipeloom.ir.timeline import Timeline
-from pipeloom.plan_request import PlanRequest
-from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample
-from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.microbatch_sizes import ProfiledModel
 from pipeloom.planner.shape_search import (
     BlockCosts,
     PipelineShape,
@@ -92,24 +86,20 @@ def paced(steps: int, seconds: float) -> bool:
 FILLING = 2
 """Steps at the start of each segment that are not timed."""
 
-JOBS = {
-    "default": Config(),
-    "wide": Config(
-        model=ModelConfig(layers=8, width=256),
-        pipeline=PipelineConfig(microbatches=MICROBATCHES, microbatch_size=2),
-    ),
-}
+WIDE = Config(
+    model=ModelConfig(layers=8, width=256),
+    pipeline=PipelineConfig(microbatches=MICROBATCHES, microbatch_size=2),
+)
 
 
 def plans(config: Config) -> dict[str, Plan]:
-    """Of a GPT: uncut, and in two stages by three schedules."""
+    """Of a GPT: uncut, and in two stages by two schedules."""
     job, size = job_of(config), config.pipeline.microbatch_size
     captured = capture(job, size)
     shared = {"microbatches": MICROBATCHES, "microbatch_size": size, "captured": captured}
     shared["profiled"] = profile(captured)
     return {
         "one": plan(job, ranks=1, schedule="1f1b", **shared),
-        "gpipe": plan(job, ranks=2, schedule="gpipe", **shared),
         "1f1b": plan(job, ranks=2, schedule="1f1b", **shared),
         "2bw": plan(job, ranks=2, schedule="1f1b", weights="2bw", **shared),
     }
@@ -127,50 +117,6 @@ def steady_s(pipeline: Pipeline, batch: dict[str, Tensor], steps: int) -> float:
     for _ in pipeline.steps(batches()):
         pass
     return (asked[-1] - asked[FILLING]) / steps
-
-
-def replayed_s(rows: list[list[tuple[str, float]]]) -> float:
-    """Seconds of what two ranks computed, in the order of each, if messages took no time.
-
-    rows: per rank (action, seconds). A forward on rank 1 waits for that on rank 0, a backward on rank 0 for
-    that on rank 1; what came before the first of them is no matter.
-    """
-    first, second = ({action[1:] for action, _ in row} for row in rows)  # without the stage's digit
-    ends: dict[str, float] = {}
-    clocks, at = [0.0, 0.0], [0, 0]
-    while at[0] < len(rows[0]) or at[1] < len(rows[1]):
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                action, seconds = row[at[rank]]
-                needs_other = action[1] == ("B" if rank == 0 else "F")
-                other = f"{1 - rank}{action[1:]}"
-                if needs_other and action[1:] in (second, first)[rank] and other not in ends:
-                    break
-                begin = max(clocks[rank], ends.get(other, 0.0) if needs_other else 0.0)
-                clocks[rank] = ends[action] = begin + seconds
-                at[rank] += 1
-    return max(clocks)
-
-
-def replay_of(timeline: Timeline) -> dict[str, float]:
-    """Of steps of two ranks: as measured; as computed if messages took no time; and if, besides, each action
-    took as long as the middle one of its kind on its rank. The last two differ by what the ranks' times
-    vary: with d - s in flight each waits for whichever of the two is late."""
-    rows: list[list[tuple[str, float]]] = [[], []]
-    for event in sorted(timeline.events, key=lambda e: e.start_s):
-        if event.stream == "compute":
-            rows[event.rank].append((event.action, event.end_s - event.start_s))
-    even = []
-    for row in rows:
-        kinds = {action[:2] for action, _ in row}
-        middle = {k: statistics.median(s for action, s in row if action[:2] == k) for k in kinds}
-        even.append([(action, middle[action[:2]]) for action, _ in row])
-    start = min(event.start_s for event in timeline.events)
-    return {
-        "measured_s": max(event.end_s for event in timeline.events) - start,
-        "without_latency_s": replayed_s(rows),
-        "without_variation_s": replayed_s(even),
-    }
 
 
 def compute(made: dict[str, Plan], config: Config, steps: int, rounds: int) -> dict[str, Any]:
@@ -202,15 +148,14 @@ def compute(made: dict[str, Plan], config: Config, steps: int, rounds: int) -> d
         assert pipeline.report is not None
         peaks = ((pipeline.expected.peak_bytes(r), pipeline.report.peak_bytes[r]) for r in range(2))
         errors[name] = max(abs(predicted / measured - 1) for predicted, measured in peaks)
-    replay = replay_of(together["2bw"].measured())
     for pipeline in reversed(together.values()):
         pipeline.close()
     alone.close()
-    return {"seconds": seconds, "errors": errors, "replay": replay}
+    return {"seconds": seconds, "errors": errors}
 
 
-def real(name: str, steps: int, rounds: int) -> bool:
-    config = JOBS[name]
+def real(steps: int, rounds: int) -> bool:
+    config = WIDE
     made = plans(config)
     seen = on_ranks(compute, 2, made, config, steps, rounds)[0]
     seconds = seen["seconds"]
@@ -222,19 +167,17 @@ def real(name: str, steps: int, rounds: int) -> bool:
         row: dict[str, Any] = {"pipeline": pipeline, "step_s": statistics.median(seconds[pipeline])}
         row |= {"over_one_process": statistics.median(speedups), "of_limit": statistics.median(shares)}
         rows.append(row | {"peak_error": error})
-    print(f"limit over one process {statistics.median(limits):.3f}; three steps of 2bw: {seen['replay']}")
+    print(f"limit over one process {statistics.median(limits):.3f}")
     print_table(rows, f"Two ranks, {config.model.layers} layers of width {config.model.width}")
     steady = rows[-1]
-    full = name == "default" or steady["of_limit"] >= BUBBLE_FREE
-    return bool(steady["peak_error"] <= ERROR and full)
+    return bool(steady["peak_error"] <= ERROR and steady["of_limit"] >= BUBBLE_FREE)
 
 
 # --- convergence ----------------------------------------------------------------------------------
 
 EVERY = 10
 """Steps between two validations."""
-FLUSHED_STEP = (8 + DEPTH - 1) / 8
-POLICIES = {"flush": "#4477aa", "2bw": "#cc6677"}
+POLICIES = ("flush", "2bw")
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": partial(AdamW, lr=4e-3, weight_decay=0.05),
     "sgd-momentum": partial(SGD, lr=0.1, momentum=0.9),
@@ -289,8 +232,6 @@ def convergence(steps: int, seeds: int) -> list[dict[str, Any]]:
         runs = [losses(optimizer, weights, seed, steps, shared) for seed in range(seeds)]
         values = zip(at, zip(*runs, strict=True), strict=True)
         curves[optimizer][weights] = [(s, statistics.fmean(v), statistics.pstdev(v)) for s, v in values]
-    if seeds > 1:  # with one, it is only to be seen that it runs
-        draw(curves)
     return [
         {
             "optimizer": optimizer,
@@ -300,29 +241,6 @@ def convergence(steps: int, seeds: int) -> list[dict[str, Any]]:
         }
         for optimizer, (flush, two) in ((name, tuple(by.values())) for name, by in curves.items())
     ]
-
-
-def draw(curves: dict[str, dict[str, Curve]]) -> None:
-    """Validation loss by step, and by predicted time, one column per optimizer."""
-    from plotly.subplots import make_subplots
-
-    titles = [f"{name}, by {axis}" for axis in ("step", "predicted time") for name in curves]
-    figure = make_subplots(rows=2, cols=len(curves), subplot_titles=titles)
-    for column, by_weights in enumerate(curves.values(), start=1):
-        for weights, curve in by_weights.items():
-            for row, scale in ((1, 1.0), (2, FLUSHED_STEP if weights == "flush" else 1.0)):
-                figure.add_scatter(
-                    x=[step * scale for step, _, _ in curve],
-                    y=[loss for _, loss, _ in curve],
-                    error_y={"array": [spread for _, _, spread in curve], "thickness": 0.7, "width": 2},
-                    name=weights,
-                    line={"color": POLICIES[weights]},
-                    showlegend=row == column == 1,
-                    row=row,
-                    col=column,
-                )
-    figure.update_yaxes(title="validation loss", col=1)
-    save_plot(figure, "convergence.png", 900, 640)
 
 
 # --- shapes: the models ---------------------------------------------------------------------------
@@ -474,21 +392,18 @@ def fitted_kernel_s(graphs: Graphs) -> tuple[float, dict[int, float]]:
 
 
 def weigh(costs: BlockCosts, cluster: Cluster, batch: int, depth: int | None) -> dict[str, Any]:
-    """By method the best shape; the best that recomputes; that at the paper's depth; how long it took."""
+    """By method the best shape; the best that recomputes; that at the paper's depth."""
     found: dict[str, Any] = {}
     for method in METHODS:
         request = asked(costs, cluster, batch, method)
-        begin = time.process_time()
         try:
-            shapes = [one.shape for one in rank_shapes(request)]
+            best = [one.shape for one in rank_shapes(request)]
         except InfeasibleError:
-            shapes = []
-        took = time.process_time() - begin
-        again = [shape for shape in shapes if shape.recompute]
+            best = []
+        again = [shape for shape in best if shape.recompute]
         at_depth = [shape for shape in again if shape.depth == depth]
-        found[method] = {"search_cpu_s": took}
-        for kind, several in zip(KINDS, (shapes, again, at_depth), strict=True):
-            found[method][kind] = as_row(request, several[0]) if several else None
+        kinds = zip(KINDS, (best, again, at_depth), strict=True)
+        found[method] = {kind: as_row(request, several[0]) if several else None for kind, several in kinds}
     return found
 
 
@@ -501,73 +416,29 @@ def as_row(request: ShapeRequest, shape: PipelineShape) -> dict[str, Any]:
     }
 
 
-def planned(
-    graphs: Graphs, cluster: Cluster, batch: int, method: str, row: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Rows per second of a shape whose stages are cut by op, and whether what it holds fits."""
-    width, depth, again = row["width"], row["depth"], row["recompute"]
-    request = PlanRequest(
-        cluster=replace(cluster, devices=cluster.devices[: width * depth]),
-        options=PlanOptions(
-            ranks=depth,
-            replicas=width,
-            microbatches=row["microbatches"] * width,
-            schedule="gpipe" if method == "gpipe" else "1f1b",
-            planner="vpipe" if again else "exact",
-            weights="2bw" if method == "2bw" else "flush",
-            treatments=("recompute",) if again else (),
-        ),
-    )
-    try:
-        made = request.plan(
-            interpolate_sample(*profiled(graphs, cluster), row["microbatch_size"]), explained=False
-        )
-    except InfeasibleError as error:
-        return {"why": error.message}
-    return {"rows_per_s": batch / made.predicted_step_s, "peak_gib": max(made.peaks) / 2**30}
-
-
-def gains(found: Mapping[str, Any], kind: str) -> dict[str, float | None]:
-    """2BW over the others."""
-    rate = {method: (found[method][kind] or {}).get("rows_per_s") for method in METHODS}
-    return {
-        f"2bw / {other}": rate["2bw"] / rate[other] if rate["2bw"] and rate[other] else None
-        for other in METHODS[:-1]
-    }
-
-
 def shapes() -> None:
     graphs = {name: {size: with_state(capture(job(name), size).graph) for size in SIZES} for name in SHAPES}
     kernel_s, curve = fitted_kernel_s(graphs["1.3B"])
     print(f"time per kernel {kernel_s * 1e6:.0f} us: {curve}", flush=True)
-    rows, compared, longest = [], [], 0.0
-    cases = [(d, n) for d in (("built-in", None), ("fitted", kernel_s)) for n in BATCHES]
-    for ((setting, seconds), devices), name in ((case, name) for case in cases for name in SHAPES):
-        begin, cluster = time.process_time(), machines(devices, seconds)
+    rows = []
+    for devices, name in ((devices, name) for devices in BATCHES for name in SHAPES):
+        cluster = machines(devices, kernel_s)
         costs = block_costs(*profiled(graphs[name], cluster), cluster)
-        costs_s = time.process_time() - begin
         for batch in BATCHES[devices]:
             found = weigh(costs, cluster, batch, DEPTHS.get(name))
-            case = {"device": setting, "model": name, "devices": devices, "batch": batch}
-            longest = max(longest, *(costs_s + one["search_cpu_s"] for one in found.values()))
+            case = {"model": name, "devices": devices, "batch": batch}
             paper = PAPER.get((name, devices, batch), (None,) * len(METHODS))
-            compared += [{**case, "of": kind, **gains(found, kind)} for kind in KINDS]
-            for method, theirs in zip(METHODS, paper, strict=True):
-                best = found[method]["best"]
-                if setting == "fitted" and method != METHODS[0] and best is not None:
-                    best["planned"] = planned(graphs[name], cluster, batch, method, best)
-                kinds = {kind: found[method][kind] for kind in KINDS}
-                rows.append({**case, "method": method, "paper, rows per s": theirs, **kinds})
+            rows += [
+                {**case, "method": method, "paper, rows per s": theirs, **found[method]}
+                for method, theirs in zip(METHODS, paper, strict=True)
+            ]
     print_table(rows, "Shapes")
-    print_table(compared, "Gains")
-    print(f"longest search after capture: {longest:.3f} s of processor time", flush=True)
 
 
 def main() -> int:
     parts: dict[str, Callable[[], Any]] = {
         "paced": lambda: paced(given.steps, given.seconds),
-        "default": lambda: real("default", given.steps, given.rounds),
-        "wide": lambda: real("wide", given.steps, given.rounds),
+        "wide": lambda: real(given.steps, given.rounds),
         "convergence": lambda: convergence(given.training_steps, given.seeds),
         "shapes": shapes,
     }

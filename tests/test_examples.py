@@ -26,6 +26,21 @@ def test_the_plain_script_learns_the_same_on_two_ranks() -> None:
     assert piped == pytest.approx(plain, abs=2e-4)  # they are printed with four digits
 
 
+@pytest.mark.slow
+def test_the_trainers_script_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
+    def last_line(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    script = str(EXAMPLES / "hf_trainer.py")
+    plain = last_line(script, "--plain")
+    assert plain.startswith("eval losses 5.")
+    assert last_line("-m", "torch.distributed.run", "--nproc-per-node", "2", script) == plain
+
+
 def test_the_own_model_is_verified() -> None:
     words = ("verify", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "3", "--microbatch-size", "16")
     assert "equal within" in good(*words)

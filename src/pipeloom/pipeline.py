@@ -376,11 +376,11 @@ class Pipeline:
         self.worker.outputs.clear()
         with self._call("gathering outputs"):
             everyone = self.channel.all_gather_object(mine)
-        parts: dict[str, dict[int, Tensor]] = {}
+        parts: dict[str, dict[int, Tensor]] = {name: {} for name in self.with_outputs.output_names}
         for theirs in everyone:
             for microbatch, named in theirs.items():
                 for name, tensor in named.items():
-                    parts.setdefault(name, {})[microbatch] = tensor
+                    parts[name][microbatch] = tensor
         return loss, {name: torch.cat([made[m] for m in sorted(made)]) for name, made in parts.items()}
 
     def _evaluate(self, given: Batch | None, variants: StageVariants) -> float:
@@ -514,9 +514,10 @@ class Pipeline:
         return {name: whole[name] for name in ordered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take weights from the whole model's `state_dict`, of which each rank copies what is its own. The
-        optimizer starts anew only where it has no state yet. Every rank calls it.
+        """Take weights from those of the whole model, of which each rank copies what is its own. Every rank
+        calls it; the optimizer stays as it is.
 
+        state: as the model's own `state_dict` gives it.
         Raises: CheckpointError on all ranks if one lacks a name or finds another shape; then nothing is
         changed.
         """
@@ -545,6 +546,7 @@ class Pipeline:
         """Write the model's weights as one safetensors file, by their own names. Every rank calls it; rank 0
         writes, and holds the whole model for it.
 
+        path: of the file, in a folder that is made if it is not there.
         Returns: the path.  Raises: CheckpointError on all ranks if the file cannot be written.
         """
         path, whole = Path(path), self.state_dict()

@@ -118,6 +118,7 @@ class StageVariants:
     ) -> None:
         self._rank, self._training, self._with_outputs = rank, training, with_outputs
         self._variants: dict[tuple[str, ...], Variant] = {}
+        self.output_names: tuple[str, ...] = ()
         self.evaluation_program: Program | None = None
         """Of forwards alone, once a size is known that is evaluated."""
         if training is None:
@@ -168,6 +169,7 @@ class StageVariants:
                     autocast=rank.captured.autocast,
                     with_outputs=self._with_outputs,
                 )
+            self.output_names = tuple(captured.outputs)
             stages = cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
             agree_on_layouts(rank.channel, stages)
             variant = make_variant(captured, plan, stages, rank.indices, device=str(rank.device))

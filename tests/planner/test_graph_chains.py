@@ -1,21 +1,15 @@
-"""pipedream-graph and piper against brute force, their limits, and the reader of Piper's graphs."""
+"""pipedream-graph and piper against brute force, and their limits."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import networkx as nx
-import planners as bench_planners
 import pytest
 from hypothesis import given, settings, strategies as st
-from piper_graphs import PiperGraph, read_piper_graph
 
-from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.ir.plan import Plan
-from pipeloom.planner.planners import make_plan
+from pipeloom.ir.errors import PlanError
 from pipeloom.planner.search.down_sets import DownSets, PieceGraph, count_down_sets
 from pipeloom.planner.strategies.graph_chains import Machine, pipedream_graph, piper
 
@@ -140,67 +134,3 @@ def test_too_many_down_sets_are_refused_with_their_number(planner, edges, pieces
     graph = PieceGraph(ones, ones, ones, tuple((a, (b,), 1.0) for a, b in edges))
     with pytest.raises(PlanError, match=count):
         planner(graph, Machine(1.0, (100.0,) * 4))
-
-
-def file_of(folder: Path, **changed: object) -> Path:
-    """Our own graph in Piper's format: two towers of two nodes and a join, numbered against the edges."""
-    way = {"timePerSample": 0.3, "parameterSize": 400.0, "memoryUsageA": 1000.0, "memoryUsageB": 800.0}
-    again = {**way, "timePerSample": 0.4, "memoryUsageA": 10.0}
-    nodes = [
-        {"id": 4 - n, "name": f"node{n}", "TMPCs": {"1": [way, again], "2": [{**way, "timePerSample": 9.0}]}}
-        for n in range(5)
-    ]
-    edges = [(4, 3), (2, 1), (3, 0), (1, 0)]
-    content = {
-        "maxDevices": 3,
-        "maxMemoryPerDevice": 1e6,
-        "bandwidth": 1e6,
-        "mbsInBatch": 6,
-        "nodes": nodes,
-        "edges": [{"sourceId": a, "destId": b, "communicationCost": 2000.0} for a, b in edges],
-    }
-    (folder / "graph.json").write_text(json.dumps(content | changed))
-    return folder / "graph.json"
-
-
-def planned(read: PiperGraph, strategy: str) -> Plan:
-    how = {"ranks": read.devices, "schedule": "1f1b", "microbatches": read.microbatches, "planner": strategy}
-    return make_plan(*read.as_model(), **how)
-
-
-@pytest.mark.parametrize("strategy", ["exact", "graphpipe", "pipedream-graph", "piper"])
-def test_pipers_graphs_are_read_and_planned(tmp_path: Path, strategy: str) -> None:
-    found = read_piper_graph(file_of(tmp_path))
-    assert sum(found.pieces.seconds) == pytest.approx(1.5) and found.pieces.held_bytes == (1000.0,) * 5
-    made = planned(found, strategy)
-    busiest = max(part.forward_s + part.input_grad_s + part.weight_grad_s for part in made.stages)
-    assert busiest == pytest.approx(0.6)  # two nodes of five on the busiest of three
-    assert sum(len(part.ops) for part in made.stages) == 5 and len(made.stages) == 3
-    assert sum(read_piper_graph(file_of(tmp_path), seconds_per_unit=1e-3).pieces.seconds) < 0.0016
-    # A stage of one node holds 800 bytes and 1000 per micro-batch: 3800 on the first of three.
-    with pytest.raises(InfeasibleError):
-        planned(read_piper_graph(file_of(tmp_path, maxMemoryPerDevice=3000)), strategy)
-
-
-def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
-    circle = [{"sourceId": a, "destId": b, "communicationCost": 1.0} for a, b in ((0, 1), (1, 0))]
-    stranger = [{"sourceId": 9, "destId": 0, "communicationCost": 1.0}]
-    changes = {"circle": {"edges": circle}, "KeyError 9": {"edges": stranger}, "KeyError": {"nodes": []}}
-    for said, changed in (changes | {"TypeError": {"maxDevices": None}}).items():
-        with pytest.raises(PlanError, match=said):
-            read_piper_graph(file_of(tmp_path, **changed))
-    (tmp_path / "no.json").write_bytes(b"\xff{")
-    (tmp_path / "nested.json").write_text("[" * 200_000)
-    for name in ("no.json", "nested.json", "missing.json"):
-        with pytest.raises(PlanError, match=name):
-            read_piper_graph(tmp_path / name)
-
-
-def test_the_bench_compares_planners_on_a_graph_of_pipers(tmp_path: Path) -> None:
-    """All find two nodes of five on the busiest of three devices; what does not fit is refused alike."""
-    (row,) = bench_planners.search([file_of(tmp_path)], [3], 1.0)
-    for planner in ("graphpipe", "pipedream-graph", "piper"):
-        assert row[planner]["slowest_s"] == pytest.approx(0.6) and row[planner]["used"] == 3
-        assert row[planner]["seconds"] > 0
-    (small,) = bench_planners.search([file_of(tmp_path, maxMemoryPerDevice=100)], [3], 1.0)
-    assert small["graphpipe"] == small["piper"] == {"refused": "no cut fits"}

@@ -33,39 +33,6 @@ def layered(
     )
 
 
-def layered_towers(
-    towers: int,
-    layers: int,
-    *,
-    in_turn: bool = False,
-    hidden: int = 1024,
-    length: int = 256,
-    rows: int = 4,
-    dtype: str = "float32",
-) -> OpGraph:
-    """Towers of so many layers, side by side in the data, and a join: 12 ops per layer, 3 more.
-
-    in_turn: the forward runs a layer of each tower, then the next of each; if not, tower after tower.
-    """
-    made = _Making(hidden, length, rows, dtype)
-    heads = [f"x{t}" for t in range(towers)]
-    both = [(t, k) for k in range(layers) for t in range(towers)]
-    for t, k in both if in_turn else sorted(both):
-        heads[t] = made.layer(heads[t], f"towers.{t}.layers.{k}")
-    x = made.op("join", "aten.cat.default", heads, towers * hidden, "")
-    x = made.op("head", "aten.linear.default", [x], hidden, "head", weight=(hidden, towers * hidden))
-    made.op("loss", "aten.mse_loss.default", [x], 0, "")
-    inputs = (Value(name=f"x{t}", shape=(rows, length, hidden), dtype=dtype) for t in range(towers))
-    return OpGraph(
-        name=f"towers-{towers}x{layers}",
-        inputs=tuple(inputs),
-        ops=tuple(made.ops),
-        parameters=tuple(made.parameters),
-        buffers=(),
-        loss="loss",
-    )
-
-
 class _Making:
     def __init__(self, hidden: int, length: int, rows: int, dtype: str) -> None:
         self.hidden, self.length, self.rows, self.dtype = hidden, length, rows, dtype

@@ -50,7 +50,7 @@ from ..ir.action import (
 from ..ir.graph import Value
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..tracer.stage.functions import StageFunctions, Tensors, activation_bytes
+from ..tracer.stage.functions import MODEL_OUTPUT, StageFunctions, Tensors, activation_bytes
 from ..tracer.tensors import zeros_like_value
 from .channel import Channel
 from .ledger import Ledger, crossing_bytes, out_of_memory_told
@@ -435,12 +435,11 @@ class Rank:
             self._count_residuals(work.text, kept, size)
         if self.look is not None:
             self.look(work.text, work.key[0], outputs, state=parameters, inputs=inputs)
-        for name in [name for name in outputs if ":" in name]:
-            what, _, of = name.partition(":")
-            if what == "buffer":
-                self.weights.replace_buffer(of, outputs.pop(name))
+        for name in [name for name in outputs if name.startswith(("buffer:", MODEL_OUTPUT))]:
+            if name.startswith(MODEL_OUTPUT):
+                self.outputs[work.index][name.removeprefix(MODEL_OUTPUT)] = outputs.pop(name)
             else:
-                self.outputs[work.index][of] = outputs.pop(name)
+                self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
         if functions.loss is not None:
             # A copy: the result of a mean may lie in a storage as large as what it is the mean of.
             loss = self._losses[work.index] = outputs.pop(functions.loss).clone()

@@ -166,7 +166,7 @@ class StagesToSchedule:
 
 
 def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesToSchedule:
-    """Stages of plain values, as a TOML file has them: see docs/schedule-search.md.
+    """Stages of plain values, as a TOML file has them: see docs/schedules.md.
 
     ranks: how many there are, where stages leave theirs out and the document does not say.
     Raises: ConfigError that names the stage and the key that is wrong.
@@ -394,7 +394,7 @@ def search_schedule(
     """Search for the fastest order of stages within a limit, and say how far from the best it may be.
 
     stages: a TOML file of stages, a saved plan (.json), or what such a TOML file says, as plain values: for
-    each its times per micro-batch (in seconds or any unit), residuals, ranks; see docs/schedule-search.md.
+    each its times per micro-batch (in seconds or any unit), residuals, ranks; see docs/schedules.md.
     microbatches: per step.
     memory: most residuals of a rank in the unit of the stages' `bytes`, or with a unit as 3GiB; or one per
         rank with commas.  ranks: how many there are, where stages do not name theirs.

@@ -31,6 +31,9 @@ class DiscardSink(Sink):
         pass
 
 
+MODEL_OUTPUT = "output of the model:"
+"""Before the name of what a stage gives to the caller of an evaluation."""
+
 SlotKind = Literal[
     "state",  # a parameter or buffer, by FQN
     "input",  # a batch input or received value
@@ -40,7 +43,7 @@ SlotKind = Literal[
     "old_buffer",  # a buffer as it was before the forward updated it
     "carried",  # handed from I to W
     "seed",  # of the random numbers
-    "output",  # a value that is sent, the loss, `buffer:FQN`, or `output:NAME` of the model
+    "output",  # a value that is sent, the loss, `buffer:FQN`, or `MODEL_OUTPUT` with a name
     "input_grad",  # the gradient of a received value
     "weight_grad",  # the gradient of a parameter, by FQN
     "graph",  # the autograd graph of whole modules

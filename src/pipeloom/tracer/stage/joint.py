@@ -29,6 +29,7 @@ from torch.fx import traceback
 from ...ir.stages import StageGraph
 from ..captured import Captured
 from ..tensors import DimOrder, copy_in_order, ensure_unshared, memory_order, storage_ids, zeros_like_value
+from .functions import MODEL_OUTPUT
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class StageModule:
     names: FQN of a parameter or buffer, batch input or crossing value, in placeholder order.
     kinds: "param", "buffer", "batch" or "value", for each of the names.
     outputs: crossing values that this stage makes, the loss, `buffer:<FQN>` for a buffer's next state, or
-        `output:<name>` for an output of the model.
+        an output of the model (`MODEL_OUTPUT`).
     learning: the outputs that a gradient comes back for: some that have one are only read where none flows.
     """
 
@@ -95,7 +96,7 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
     outputs = _outputs(captured, stages, index)
     by_name = {n.name: n for n in captured.module.graph.nodes}
     node_of = {f"buffer:{fqn}": name for name, fqn in captured.updates.items()}
-    node_of |= {f"output:{name}": node for name, node in captured.outputs.items()}
+    node_of |= {MODEL_OUTPUT + name: node for name, node in captured.outputs.items()}
     graph.output(tuple(copies[by_name[node_of.get(o, o)]] for o in outputs))
     learning = {v.name for target in stages.successors[index] for v in stages.gradients(index, target)}
     learning |= {captured.graph.loss} & {name for name in outputs if _needs_grad(name, captured)}
@@ -123,7 +124,7 @@ def _outputs(captured: Captured, stages: StageGraph, index: int) -> tuple[str, .
     owned = set(stages.stages[index].ops)
     updated = [f"buffer:{fqn}" for op in captured.graph.ops if op.name in owned for fqn in op.updates]
     by_name = {n.name: n for n in captured.module.graph.nodes} if captured.outputs else {}
-    results = [f"output:{name}" for name, node in captured.outputs.items() if _owner(by_name[node]) in owned]
+    results = [MODEL_OUTPUT + n for n, node in captured.outputs.items() if _owner(by_name[node]) in owned]
     return (*sorted(sent), *loss, *updated, *results)
 
 
