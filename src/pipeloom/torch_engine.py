@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from .ir.errors import CaptureError, ConfigError, PlanError
 from .ir.plan import Plan
@@ -52,8 +53,7 @@ def torch_stages(
     device: where the rank's modules already are.
     scale_grads: divide sums of gradients by the number of micro-batches, for a loss that is a mean.
     Returns: the stages, in the order of the forward, whose `submod` may be sharded before the first step; and
-        the schedule, with `step(*inputs, target=..., losses=[...])`, called on all ranks. Stage 0 takes the
-        inputs, and so do others that read them if they are given by keyword.
+        the schedule, whose `step(**inputs, target=..., losses=[...])` all ranks call.
     Raises: PlanError if the plan's stages are not of whole modules of this model, do not form a chain, share
         a trained parameter, or need what torch's engine lacks; CaptureError if the forward cannot be traced;
         ConfigError for a rank that is not this process's.
@@ -71,32 +71,54 @@ def torch_stages(
     >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> stages, schedule = torch_stages(plan, net, 0, loss=nn.functional.mse_loss)
     >>> losses = []
-    >>> output = schedule.step(torch.ones(32, 8), target=torch.zeros(32, 1), losses=losses)
+    >>> output = schedule.step(input=torch.ones(32, 8), target=torch.zeros(32, 1), losses=losses)
     >>> len(losses), net[0].weight.grad.shape
     (8, torch.Size([8, 8]))
     >>> dist.destroy_process_group()
     """
     title = ENGINES["torch"]
     modules, order = stage_modules(plan), engine_order(plan, title)
+    parts = _cut(model, {name: stage for stage, names in enumerate(modules) for name in names}, len(modules))
+    _refuse_shared(parts)
     if (own := dist.get_rank(group)) != rank or dist.get_world_size(group) != order.ranks:
         raise ConfigError(
             f"rank {rank} of a plan for {order.ranks} ranks, in process {own} of a group of "
             f"{dist.get_world_size(group)}",
             hint="pass the group of the pipeline, as large as the plan, and this process's rank in it",
         )
-    parts = _cut(model, {name: stage for stage, names in enumerate(modules) for name in names}, len(modules))
-    _refuse_shared(parts)
     stages = [
         PipelineStage(part, stage, len(modules), torch.device(device), group=group)
         for stage, part in enumerate(parts)
         if order.placement[stage] == rank
     ]
-    schedule = _PipelineScheduleRuntime(stages, order.microbatches, loss_fn=loss, scale_grads=scale_grads)
+    schedule = _Schedule(stages, order.microbatches, loss_fn=loss, scale_grads=scale_grads)
     schedule.pipeline_order = {
         number: [_Action.from_str(str(action)) for action in row] for number, row in enumerate(order.rows)
     }
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return stages, schedule
+
+
+class _Schedule(_PipelineScheduleRuntime):
+    """Torch's, with a check of what it would do wrong without a word."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: ConfigError if the order has split backwards and modules within a stage are sharded: torch
+        2.13 then computes wrong gradients or none, in its own zero-bubble schedules, too."""
+        if any(action.computation_type == _ComputationType.BACKWARD_WEIGHT for action in self._own_row):
+            for stage in self._stages:
+                for name, module in stage.submod.named_modules():
+                    if name and isinstance(module, FSDPModule):
+                        raise ConfigError(
+                            f"module {name} of stage {stage.stage_index} is sharded by itself, which torch cannot "
+                            "do together with split backwards",
+                            hint="shard whole stages, fully_shard(stage.submod); or plan with 1f1b or interleaved",
+                        )
+        return super().step(*args, **kwargs)
+
+    @property
+    def _own_row(self) -> list[_Action]:
+        return self.pipeline_order_with_comms[self.rank]
 
 
 def _refuse_shared(parts: Sequence[nn.Module]) -> None:
