@@ -107,7 +107,13 @@ class Renamed(nn.Module):
 @pytest.mark.parametrize(
     ("made_for", "settings", "model", "error", "word"),
     [
-        (Skipping, {"ranks": 3, "cluster": "3 x a100-40"}, Skipping, PlanError, "stage 0 sends first to stage 2"),
+        (
+            Skipping,
+            {"ranks": 3, "cluster": "3 x a100-40"},
+            Skipping,
+            PlanError,
+            "stage 0 sends first to stage 2",
+        ),
         (Tied, {}, Tied, PlanError, "first.weight"),
         (Chain, {}, Deciding, CaptureError, "Deciding"),
         (Chain, {}, Renamed, PlanError, "does not call module"),

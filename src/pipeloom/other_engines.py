@@ -72,8 +72,8 @@ def stage_modules(plan: Plan) -> tuple[tuple[str, ...], ...]:
 def engine_order(plan: Plan, engine: str) -> Schedule:
     """The order of one pipeline of a plan, its pairs apart; of several side by side, that of the first.
 
-    Raises: PlanError if the engine lacks what the plan needs: versions of weights, two directions, offloading,
-    other actions than F, B, I and W, or a backward that is left out.
+    Raises: PlanError if the engine lacks what the plan needs: versions of weights, two directions,
+        offloading, other actions than F, B, I and W, or stages without a backward.
     """
     if plan.updates is not None:
         raise PlanError(
@@ -166,15 +166,17 @@ class Export:
     @property
     def flags(self) -> str:
         """The settings as options for a shell."""
-        return " ".join(f"--{key.replace('_', '-')} {shlex.quote(str(v))}" for key, v in self.settings.items())
+        return " ".join(
+            f"--{key.replace('_', '-')} {shlex.quote(str(v))}" for key, v in self.settings.items()
+        )
 
 
 def export_for(plan: Plan, graph: OpGraph, engine: str, csv: Path | None = None) -> Export:
     """A plan for one of `ENGINES`.
 
     graph: of the model that it was made for.  csv: where the order will be written.
-    Raises: PlanError if the plan is of another model, or the engine lacks what it needs; ConfigError for a CSV
-    file where the engine reads none.
+    Raises: PlanError if the plan is of another model, or the engine lacks what it needs; ConfigError for a
+        CSV file where the engine reads none.
     """
     title = ENGINES[engine]
     stages = plan.stage_graph(graph)
@@ -206,15 +208,15 @@ def _torch(plan: Plan, modules: Modules, order: Schedule, csv: Path | None) -> d
 
 
 def _torchtitan(plan: Plan, modules: Modules, order: Schedule, csv: Path | None) -> dict[str, Any]:
-    """Fields of `ParallelismConfig`. Where a schedule is read from a file, the name of one says how stages are
-    placed."""
+    """Fields of `ParallelismConfig`. With an order from a file, the name of a schedule only says how stages
+    are placed."""
     for stage, names in enumerate(modules):
         for name in names:
             head, _, entry = name.partition(".")
             if entry and not entry.isdigit():
                 raise PlanError(
-                    f"torchtitan cuts between modules at the top of a model and entries of its lists, and stage "
-                    f"{stage} has {name}, within {head}",
+                    "torchtitan cuts between modules at the top of a model and entries of its lists, and "
+                    f"stage {stage} has {name}, within {head}",
                     hint="plan the inner model by itself",
                 )
     return {
@@ -262,7 +264,9 @@ def _megatron(plan: Plan, modules: Modules, order: Schedule) -> Export:
             what = f"stages {' and '.join(map(str, holders))} share it" if holders else "there is nothing"
             raise PlanError(
                 f"Megatron-Core has what is {where} the layers in one stage, and in this plan {what}",
-                hint="plan with --planner equal, which cuts between layers only" if holders else "use --for torch",
+                hint="plan with --planner equal, which cuts between layers only"
+                if holders
+                else "use --for torch",
             )
     usual = "1f1b" if order.stages == order.ranks else "interleaved_1f1b"
     notes = left_out(plan)
@@ -288,9 +292,7 @@ def _letters(names: Sequence[str]) -> dict[str, str]:
     if len(lists) != 1 or not alone:
         what = " and ".join(lists) or "none"
         raise PlanError(
-            f"Megatron-Core's layout is of one list of layers with nothing between, and this model has {what}",
+            f"Megatron-Core's layout has one list of layers and nothing between, this model has {what}",
             hint="use --for torch",
         )
-    return {
-        name: "E" if at < layers[0] else "L" if at > layers[-1] else "t" for at, name in enumerate(names)
-    }
+    return {name: "E" if at < layers[0] else "L" if at > layers[-1] else "t" for at, name in enumerate(names)}

@@ -31,6 +31,8 @@ from .ir.errors import CaptureError, ConfigError, PlanError
 from .ir.plan import Plan
 from .other_engines import ENGINES, engine_order, stage_modules
 
+TITLE = ENGINES["torch"]
+
 MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 """Functions of torch that make tensors of sizes, which fx does not record by itself."""
 
@@ -76,8 +78,7 @@ def torch_stages(
     (8, torch.Size([8, 8]))
     >>> dist.destroy_process_group()
     """
-    title = ENGINES["torch"]
-    modules, order = stage_modules(plan), engine_order(plan, title)
+    modules, order = stage_modules(plan), engine_order(plan, TITLE)
     parts = _cut(model, {name: stage for stage, names in enumerate(modules) for name in names}, len(modules))
     _refuse_shared(parts)
     if (own := dist.get_rank(group)) != rank or dist.get_world_size(group) != order.ranks:
@@ -91,7 +92,9 @@ def torch_stages(
         for stage, part in enumerate(parts)
         if order.placement[stage] == rank
     ]
-    schedule = _Schedule(stages, order.microbatches, loss_fn=loss, scale_grads=scale_grads)
+    schedule: _PipelineScheduleRuntime = _Schedule(  # type: ignore[no-untyped-call]
+        stages, order.microbatches, loss_fn=loss, scale_grads=scale_grads
+    )
     schedule.pipeline_order = {
         number: [_Action.from_str(str(action)) for action in row] for number, row in enumerate(order.rows)
     }
@@ -105,20 +108,17 @@ class _Schedule(_PipelineScheduleRuntime):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: ConfigError if the order has split backwards and modules within a stage are sharded: torch
         2.13 then computes wrong gradients or none, in its own zero-bubble schedules, too."""
-        if any(action.computation_type == _ComputationType.BACKWARD_WEIGHT for action in self._own_row):
-            for stage in self._stages:
-                for name, module in stage.submod.named_modules():
-                    if name and isinstance(module, FSDPModule):
-                        raise ConfigError(
-                            f"module {name} of stage {stage.stage_index} is sharded by itself, which torch cannot "
-                            "do together with split backwards",
-                            hint="shard whole stages, fully_shard(stage.submod); or plan with 1f1b or interleaved",
-                        )
+        row = self.pipeline_order_with_comms[self.rank]
+        splits = any(action.computation_type == _ComputationType.BACKWARD_WEIGHT for action in row)
+        for stage in self._stages if splits else ():
+            for name, module in stage.submod.named_modules():
+                if name and isinstance(module, FSDPModule):
+                    raise ConfigError(
+                        f"module {name} of stage {stage.stage_index} is sharded by itself, and torch cannot "
+                        "split backwards then",
+                        hint="shard whole stages: fully_shard(stage.submod); or plan with 1f1b",
+                    )
         return super().step(*args, **kwargs)
-
-    @property
-    def _own_row(self) -> list[_Action]:
-        return self.pipeline_order_with_comms[self.rank]
 
 
 def _refuse_shared(parts: Sequence[nn.Module]) -> None:
@@ -129,8 +129,8 @@ def _refuse_shared(parts: Sequence[nn.Module]) -> None:
             first, other = holder.setdefault(parameter, (stage, name))
             if first != stage and parameter.requires_grad:
                 raise PlanError(
-                    f"{other} of stage {first} is {name} of stage {stage}, and {ENGINES['torch']} does not sum "
-                    "their gradients",
+                    f"{other} of stage {first} is {name} of stage {stage}, and {TITLE} does not sum their "
+                    "gradients",
                     hint="use fewer stages, so that one has it, or run the plan with pipeloom",
                 )
 
@@ -160,7 +160,7 @@ def _makers_traced() -> Iterator[None]:
 
         return call
 
-    with patch.multiple(torch, **{name: traced(getattr(torch, name)) for name in MAKERS}):
+    with patch.dict(vars(torch), {name: traced(getattr(torch, name)) for name in MAKERS}):
         yield
 
 
@@ -202,11 +202,10 @@ def _part(model: nn.Module, graph: fx.Graph, home: Mapping[fx.Node, int], stage:
     Of the inputs it takes those that it reads, stage 0 all, and passes over other keywords.
     """
     part, copies, last = fx.Graph(), dict[fx.Node, fx.Node](), graph.output_node()
-    own = [node for node in graph.nodes if home.get(node) == stage and node is not last]
+    own = {node: None for node in graph.nodes if home.get(node) == stage and node is not last}
     for value in _received(graph, home, stage):
         copies[value] = part.placeholder(value.name)
-    pending = [last] if home[last] == stage else []
-    pending += own
+    pending = [*own, last] if home[last] == stage else [*own]
     read = set[fx.Node]()
     while pending:
         for source in pending.pop().all_input_nodes:
@@ -238,8 +237,8 @@ def _received(graph: fx.Graph, home: Mapping[fx.Node, int], stage: int) -> list[
             continue
         if source != stage - 1:
             raise PlanError(
-                f"{ENGINES['torch']} passes values to the next stage only, and stage {source} sends {node.name} "
-                f"to stage {stage}",
+                f"{TITLE} passes values to the next stage only, and stage {source} sends {node.name} to "
+                f"stage {stage}",
                 hint="plan with --no-branches, or fewer stages: stages must form a chain",
             )
         found.append(node)

@@ -72,7 +72,9 @@ def differences(plan: Path, mesh: dist.DeviceMesh, *, sharded: bool) -> dict[str
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     group, part = mesh["pp"].get_group(), mesh["dp"].get_local_rank()
-    stages, schedule = torch_stages(load_plan(plan), model, mesh["pp"].get_local_rank(), loss=loss, group=group)
+    stages, schedule = torch_stages(
+        load_plan(plan), model, mesh["pp"].get_local_rank(), loss=loss, group=group
+    )
     tokens, targets = whole["tokens"], whole["targets"]
     if sharded:
         for stage in stages:

@@ -15,7 +15,9 @@ from .common import FILE, MODEL_HELP, NEW_FILE, exclusive, job_of
 @click.command("export-plan", epilog=MODEL_HELP)
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.argument("model", required=False)
-@click.option("--for", "engine", type=click.Choice(tuple(ENGINES)), required=True, help="Whose plan it becomes.")
+@click.option(
+    "--for", "engine", type=click.Choice(tuple(ENGINES)), required=True, help="Whose plan it becomes."
+)
 @click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--csv", "csv_file", type=NEW_FILE, help="Write the order of the actions to this file.")
 def export_plan(

@@ -61,8 +61,8 @@ from .refusals import (
 )
 from .request import Planner, PlanOptions, Request, SearchWatch
 from .search.cut_search import Search
-from .search.layer_groups import whole_modules
 from .search.even_ranks import even_ranks
+from .search.layer_groups import whole_modules
 from .search.problem import Cuts
 from .searched_order import SEARCHED, with_searched_order
 from .stage_cost.tensors import Readers

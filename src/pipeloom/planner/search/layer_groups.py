@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...ir.graph import Op
 
@@ -205,21 +205,17 @@ def whole_modules(ops: Sequence[Op]) -> list[WholeModule]:
 def _module_names(ops: Sequence[Op]) -> dict[str, str]:
     """Module -> the whole module that it is, or is in; "" if it holds several."""
     layer_of = layer_names(ops)
-    holders = {""}
-    for layer in layer_of.values():
-        holders.update(_outer(layer)[:-1])
-    while True:
-        names = {
-            module: layer
-            if layer and layer not in holders
-            else next((part for part in _outer(module) if part not in holders), "")
-            for module, layer in layer_of.items()
-        }
-        units = set(names.values()) - {""}
-        only = next(iter(units), "")
-        if len(units) != 1 or not any(module.startswith(f"{only}.") for module in names):
-            return names
-        holders.add(only)
+    holders = {part for layer in layer_of.values() for part in _outer(layer)[:-1]} | {""}
+    names = {
+        module: layer or next((part for part in _outer(module) if part not in holders), "")
+        for module, layer in layer_of.items()
+    }
+    only, *others = set(names.values()) - {""} or {""}
+    if others or not any(module.startswith(f"{only}.") for module in names):
+        return names
+    inner = {module: module.removeprefix(f"{only}.") if module != only else "" for module in names}
+    below = _module_names([replace(op, module=inner[op.module]) for op in ops])
+    return {module: f"{only}.{below[part]}" if below[part] else "" for module, part in inner.items()}
 
 
 def _outer(module: str) -> list[str]:
