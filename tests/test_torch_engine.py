@@ -1,5 +1,5 @@
 """Our cut and order on the engine of torch.distributed.pipelining give what one process gives: four processes
-are started once, and asked for every order, plain and with each stage sharded."""
+are started once, and asked for every order, plain, with each stage sharded, and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, di
     return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("way", ("plain", "sharded"))
+@pytest.mark.parametrize("way", torch_net.WAYS)
 @pytest.mark.parametrize("name", ORDERS)
 def test_loss_and_gradients_are_those_of_one_process(name: str, way: str, answers: Any) -> None:
     ranks = [found[f"{name}, {way}"] for found, _ in answers]

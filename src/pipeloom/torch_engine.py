@@ -172,8 +172,8 @@ def _cut(model: nn.Module, stage_of: Mapping[str, int], count: int) -> list[fx.G
     except Exception as error:  # the user's code, which may do anything with what is no tensor yet
         raise CaptureError(
             f"the forward of {type(model).__name__} cannot be traced between its modules: {error}",
-            hint="give the split points of `pipeloom export-plan --for torch` to torch's own pipeline(), or run "
-            "the plan with pipeloom",
+            hint="give the split points of `pipeloom export-plan --for torch` to torch's own pipeline(), or "
+            "run the plan with pipeloom",
         ) from error
     home, current, called = dict[fx.Node, int](), 0, set[str]()
     for node in graph.nodes:

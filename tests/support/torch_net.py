@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from pipeloom import Job, load_plan, torch_stages
@@ -62,11 +64,16 @@ def net() -> Net:
     return Net().double()
 
 
-def differences(plan: Path, mesh: dist.DeviceMesh, *, sharded: bool) -> dict[str, float]:
+WAYS = ("plain", "sharded", "tensor")
+
+
+def differences(plan: Path, mesh: dist.DeviceMesh, way: str) -> dict[str, float]:
     """The largest relative difference of a gradient to that of one process, and of the loss where it is made.
 
-    sharded: each stage over the second dimension of the mesh, which shares out the batch.
+    way: what the second dimension of the mesh is for. "sharded": each stage, and the batch; "tensor": the
+    weights of each layer, by tensor parallelism; "plain": the same twice.
     """
+    sharded = way == "sharded"
     model, plain, whole = net(), net(), batch(3, ROWS * MICROBATCHES * 2)
     expected = loss(plain(**whole), whole["targets"])
     expected.backward()
@@ -80,12 +87,16 @@ def differences(plan: Path, mesh: dist.DeviceMesh, *, sharded: bool) -> dict[str
         for stage in stages:
             fully_shard(stage.submod, mesh=mesh["dp"])
         tokens, targets = tokens[part::2], targets[part::2]
+    for stage in stages if way == "tensor" else ():
+        names = [name for name, _ in stage.submod.named_modules() if name.endswith((".up", ".down"))]
+        how = {name: ColwiseParallel() if name.endswith("up") else RowwiseParallel() for name in names}
+        parallelize_module(stage.submod, mesh["dp"], how)
     losses: list[Tensor] = []
     schedule.step(tokens=tokens, target=targets, losses=losses)
     worst = 0.0
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
-            own = parameter.grad.full_tensor() if sharded else parameter.grad
+            own = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             difference = (own - gradients.pop(name)).abs().max() / plain.get_parameter(name).grad.abs().max()
             worst = max(worst, difference.item())
     found = {"gradients": worst, "missing": float(len(gradients))}
@@ -119,9 +130,9 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     found = {
-        f"{plan.stem}, {'sharded' if sharded else 'plain'}": differences(plan, mesh, sharded=sharded)
+        f"{plan.stem}, {way}": differences(plan, mesh, way)
         for plan in sorted(folder.glob("*.json"))
-        for sharded in (False, True)
+        for way in WAYS
     }
     (folder / f"rank-{dist.get_rank()}").write_text(json.dumps([found, refusal(folder / "zb_h1.json", mesh)]))
     dist.destroy_process_group()
