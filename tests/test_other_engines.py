@@ -25,7 +25,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline, schedules as thei
 
 from pipeloom import Job, Plan, capture, plan
 from pipeloom.cli import main
-from pipeloom.ir.errors import PlanError
+from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.graph import Op, OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.text import save_noun
@@ -232,13 +232,23 @@ def test_megatron_reads_the_layout() -> None:
     [
         ("torch", {"weights": "2bw"}, "2bw"),
         ("torch", {"schedule": "dualpipe"}, "direction"),
+        ("torch", {"schedule": "forward_only"}, "cannot train"),
+        ("torch", {"schedule": "seq1f1b"}, "slices"),
+        ("torch", {"schedule": "po_h"}, "(?i)offload"),
         ("torchtitan", {"schedule": "hanayo", "chunks": 4}, "round the ranks"),
         ("megatron", {"schedule": "zb_v"}, "round the ranks"),
     ],
 )
 def test_a_plan_that_needs_more_is_refused(engine: str, changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(PlanError, match=word):
+    with pytest.raises((PlanError, ScheduleError), match=word):
         exported(planned(**changes), engine)
+
+
+def test_an_order_that_would_hang_is_refused() -> None:
+    made = usual()
+    rows = (made.schedule_rows[0], made.schedule_rows[1].replace("1F0 1B0 1F1", "1F1 1B0 1F0"))
+    with pytest.raises(ScheduleError, match="1B0"):
+        exported(replace(made, schedule_rows=rows), "torch")
 
 
 def test_offloading_is_refused_and_recomputation_left_out() -> None:

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checks.schedules import check
 from .ir.action import KINDS, B, F, I, W
 from .ir.errors import ConfigError, PlanError
 from .ir.graph import OpGraph
 from .ir.plan import Plan
 from .ir.schedule import Schedule
-from .ir.stages import StageGraph
+from .ir.stages import StageGraph, chain
+from .runnable import require_runnable_plan, require_training
 
 ENGINES = {"torch": "torch.distributed.pipelining", "torchtitan": "torchtitan", "megatron": "Megatron-Core"}
 """Engines by the names of `pipeloom export-plan --for`."""
@@ -73,8 +75,10 @@ def engine_order(plan: Plan, engine: str) -> Schedule:
     """The order of one pipeline of a plan, its pairs apart; of several side by side, that of the first.
 
     Raises: PlanError if the engine lacks what the plan needs: versions of weights, two directions,
-        offloading, other actions than F, B, I and W, or stages without a backward.
+        offloading, other actions than F, B, I and W; ScheduleError if it does not train, or cannot be run.
     """
+    require_runnable_plan(plan)
+    require_training(plan)
     if plan.updates is not None:
         raise PlanError(
             f"{engine} has no versions of weights, and this plan updates them by {plan.weights}",
@@ -98,18 +102,14 @@ def engine_order(plan: Plan, engine: str) -> Schedule:
             f"{engine} knows F, B, I and W only, and this plan has {odd} ({KINDS[odd.kind].label})",
             hint="plan with another schedule, such as 1f1b or zb_h1",
         )
-    backwards = [sum(a.stage == s and a.kind in (B, W) for row in rows for a in row) for s in range(count)]
-    if min(backwards) < wide.microbatches:
-        raise PlanError(
-            f"stage {backwards.index(min(backwards))} has no backward, which {engine} wants of every stage",
-            hint="use fewer stages, so that each trains something",
-        )
-    return Schedule(
+    order = Schedule(
         name=plan.schedule,
         microbatches=wide.microbatches,
         placement=tuple(home // width for home in plan.placement[:count]),
         rows=rows,
     )
+    check(order, chain(count))
+    return order
 
 
 def left_out(plan: Plan) -> list[str]:
