@@ -27,6 +27,7 @@ OTHER = {
     "clips": True,
     "shard_optimizer": True,
     "planner": "auto",
+    "granularity": "module",
     "branches": False,
     "memory": "3GiB",
     "treatments": "both",

@@ -6,6 +6,7 @@ from .pipeline import Pipeline as Pipeline
 from .planning import capture as capture, plan as plan, profile as profile, simulate as simulate
 from .schedules.search.search_schedule import search_schedule as search_schedule
 from .settings import PlanSettings as PlanSettings
+from .torch_engine import torch_stages as torch_stages
 from .tracer.job import Job as Job
 from .verification import verify as verify
 

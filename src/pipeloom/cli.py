@@ -9,6 +9,7 @@ from .commands.bench import bench
 from .commands.cluster import cluster
 from .commands.common import Commands
 from .commands.export import export
+from .commands.export_plan import export_plan
 from .commands.plan import plan
 from .commands.profile import profile
 from .commands.schedule import schedule
@@ -32,5 +33,5 @@ def main() -> None:
 
 
 schedule.add_command(search)
-for command in (train, profile, plan, simulate, schedule, verify, bench, export, cluster):
+for command in (train, profile, plan, simulate, schedule, verify, bench, export, export_plan, cluster):
     main.add_command(command)

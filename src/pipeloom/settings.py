@@ -74,6 +74,12 @@ class PlanSettings:
     )
     shard_optimizer: bool = setting(False, "Replicas share out the optimizer's state, as ZeRO-1 does.")
     planner: str = setting("exact", "Planner, by name; see `pipeloom plan --planners`.")
+    granularity: str = setting(
+        "op",
+        "Where stages may begin: at any op; or at a whole module (a layer, an embedding, the head), as other "
+        "engines need it: see `pipeloom export-plan`.",
+        words=("op", "module"),
+    )
     branches: bool = setting(
         True, "Stages that read nothing of each other may run side by side; if not, all are a chain."
     )

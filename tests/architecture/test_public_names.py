@@ -31,6 +31,7 @@ PUBLIC = [
     "profile",
     "search_schedule",
     "simulate",
+    "torch_stages",
     "verify",
 ]
 

@@ -176,6 +176,8 @@ class OpGraph:
     loss: str
     fallback: str = field(default="")
     """Why export failed, when the ops are whole modules instead of ATen calls; else empty."""
+    whole: tuple[tuple[str, ...], ...] = ()
+    """Ops that no planner separates, group by group: a module's, where cuts are between whole modules."""
 
     @cached_property
     def op(self) -> Mapping[str, Op]:

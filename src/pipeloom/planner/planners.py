@@ -62,6 +62,7 @@ from .refusals import (
 from .request import Planner, PlanOptions, Request, SearchWatch
 from .search.cut_search import Search
 from .search.even_ranks import even_ranks
+from .search.layer_groups import whole_modules
 from .search.problem import Cuts
 from .searched_order import SEARCHED, with_searched_order
 from .stage_cost.tensors import Readers
@@ -431,7 +432,8 @@ class OneSchedule:
     def _plan(self, request: Request, *, explained: bool) -> Plan:
         count = request.layout.stages
         if count > (places := len(request.models[0].cut_points) - 1):
-            why = f"{count} stages, but ops that share an updated buffer stay together, which leaves {places}"
+            together = "ops of a module" if request.graph.whole else "ops that share an updated buffer"
+            why = f"{count} stages, but {together} stay together, which leaves {places}"
             ranks = len(request.cluster.devices)
             raise too_many_stages(why, places, request.schedule, ranks, request.cluster)
         search, log = request.search(), SearchLog()
@@ -564,9 +566,14 @@ def make_plan(
         memory.
     """
     options = options.changed(**changes)
+    modules = whole_modules(graph.ops)
+    if options.granularity == "module":
+        everything = tuple(op.name for op in graph.ops)
+        graph = replace(graph, whole=tuple(module.together for module in modules) or (everything,))
     devices = replace(cluster, devices=cluster.devices[: options.ranks])
     request = Request(graph, profile, devices, options, planner(options.planner), watch)
     plan = request.planner.plan(request, explained=explained)
+    plan = replace(plan, modules={one.name: (one.ops[0], one.ops[-1]) for one in modules})
     by = planner(plan.notes.get(FOUND_BY, options.planner))
     if not explained or not options.fastest or options.replicas > 1 or not isinstance(by.plan, OneSchedule):
         return plan

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...ir.graph import Op
 
@@ -162,3 +162,63 @@ def borders(pieces: Sequence[Piece], allowed: Sequence[int]) -> list[int]:
     """Where pieces begin, of the positions in which cuts are allowed, and both ends."""
     starts = {piece.start for piece in pieces}
     return [position for position in allowed if position in starts | {allowed[0], allowed[-1]}]
+
+
+@dataclass(frozen=True)
+class WholeModule:
+    """A module that is cut in front of, or not at all: a layer, or what else the model holds beside layers.
+
+    name: its FQN.  ops: its own, cheap ones left out.  together: these, and those of the code around it until
+    the next module begins, which go with it.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    together: tuple[str, ...]
+
+
+def whole_modules(ops: Sequence[Op]) -> list[WholeModule]:
+    """The modules of a model, in the order of the forward: its layers (see above), and the largest ones that
+    hold no layer. If that is a single one, its own are taken.
+
+    >>> ops = [Op(name=m, target="x", inputs=(), outputs=(), module=m) for m in ("emb", "", "h.0.a", "h.1.a")]
+    >>> [(module.name, module.together) for module in whole_modules(ops)]
+    [('emb', ('emb', '')), ('h.0', ('h.0.a',)), ('h.1', ('h.1.a',))]
+    """
+    ops = [op for op in ops if not op.cheap]
+    names = _module_names(ops)
+    own: dict[str, list[str]] = {}
+    together: dict[str, list[str]] = {}
+    current, before = "", list[str]()
+    for op in ops:
+        if name := names[op.module]:
+            own.setdefault(name, []).append(op.name)
+            current = name
+        (together.setdefault(current, []) if current else before).append(op.name)
+    if not together:  # nothing is in a module: then nothing is cut
+        return []
+    first = next(iter(together))
+    together[first] = before + together[first]
+    return [WholeModule(name, tuple(own[name]), tuple(together[name])) for name in own]
+
+
+def _module_names(ops: Sequence[Op]) -> dict[str, str]:
+    """Module -> the whole module that it is, or is in; "" if it holds several."""
+    layer_of = layer_names(ops)
+    holders = {part for layer in layer_of.values() for part in _outer(layer)[:-1]} | {""}
+    names = {
+        module: layer or next((part for part in _outer(module) if part not in holders), "")
+        for module, layer in layer_of.items()
+    }
+    only, *others = set(names.values()) - {""} or {""}
+    if others or not any(module.startswith(f"{only}.") for module in names):
+        return names
+    inner = {module: module.removeprefix(f"{only}.") if module != only else "" for module in names}
+    below = _module_names([replace(op, module=inner[op.module]) for op in ops])
+    return {module: f"{only}.{below[part]}" if below[part] else "" for module, part in inner.items()}
+
+
+def _outer(module: str) -> list[str]:
+    """The modules that hold a module, the outermost first, and it: "a", "a.b", "a.b.c"."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -115,11 +115,11 @@ class Readers:
     @cached_property
     def cut_points(self) -> Indices:
         """Positions in front of which a cut may be, both ends included: none between ops that share an
-        updated buffer."""
+        updated buffer, or that the graph keeps whole."""
         torn = np.zeros(len(self.ops) + 1, dtype=np.bool_)
-        for names in self.graph.together.values():
-            positions = [self.position[name] for name in names]
-            torn[min(positions) + 1 : max(positions) + 1] = True
+        for names in (*self.graph.together.values(), *self.graph.whole):
+            if positions := [self.position[name] for name in names if name in self.position]:
+                torn[min(positions) + 1 : max(positions) + 1] = True
         return np.nonzero(~torn)[0]
 
     @cached_property

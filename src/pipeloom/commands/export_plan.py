@@ -1,0 +1,49 @@
+"""pipeloom export-plan: a plan for another engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ..ir.text import load_noun, write_whole
+from ..other_engines import ENGINES
+from .common import FILE, MODEL_HELP, NEW_FILE, exclusive, job_of
+
+
+@click.command("export-plan", epilog=MODEL_HELP)
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@click.argument("model", required=False)
+@click.option(
+    "--for", "engine", type=click.Choice(tuple(ENGINES)), required=True, help="Whose plan it becomes."
+)
+@click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
+@click.option("--csv", "csv_file", type=NEW_FILE, help="Write the order of the actions to this file.")
+def export_plan(
+    *, plan_file: Path, model: str | None, engine: str, graph_file: Path | None, csv_file: Path | None
+) -> None:
+    """Print PLAN, made for MODEL, as the settings of another engine.
+
+    torch and torchtitan: one JSON object. megatron: options for its command line. Stages must be of whole
+    modules, as `pipeloom plan --granularity module` makes them. What is left out is said on standard error.
+    """
+    from ..ir.graph import OpGraph
+    from ..ir.plan import load_plan
+    from ..other_engines import export_for
+    from ..schedules.formats import schedule_text
+
+    plan = load_plan(plan_file)
+    exclusive("graph_file", "model")
+    if graph_file is not None:
+        graph = load_noun(graph_file, OpGraph)
+    else:
+        from .. import planning
+
+        graph = planning.capture(job_of(model), plan.microbatch_size).graph
+    made = export_for(plan, graph, engine, csv_file)
+    if csv_file is not None and made.order is not None:
+        write_whole(csv_file, schedule_text(made.order))
+    for note in made.notes:
+        click.echo(note, err=True)
+    click.echo(made.flags if engine == "megatron" else json.dumps(made.settings, indent=1))

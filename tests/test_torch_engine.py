@@ -1,0 +1,140 @@
+"""Our cut and order on the engine of torch.distributed.pipelining give what one process gives: four processes
+are started once, and asked for every order, plain, with each stage sharded, and with tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+import torch_net
+from torch import Tensor, nn
+
+from pipeloom import Job, PipeloomError, Plan, plan, torch_stages
+from pipeloom.ir.errors import CaptureError, ConfigError, PlanError
+
+CARDS = "2 x a100-40"
+ORDERS = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "searched")
+
+
+def planned(name: str, **changes: Any) -> Plan:
+    settings = {"microbatches": torch_net.MICROBATCHES, "microbatch_size": torch_net.ROWS, "cluster": CARDS}
+    how = {"planner": "auto"} if name == "searched" else {"schedule": name}
+    return plan(torch_net.job(), granularity="module", **settings | how | changes)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, dict[str, float]], str]]:
+    folder = tmp_path_factory.mktemp("torch_engine")
+    for name in ORDERS:
+        made = planned(name)
+        assert made.schedule == name
+        made.save(folder / f"{name}.json")
+    ranks = processes.start_ranks(4, torch_net.__file__, folder)
+    ends = processes.ends_of(*ranks)
+    assert [code for code, _, _ in ends] == [0] * 4, ends
+    return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("way", torch_net.WAYS)
+@pytest.mark.parametrize("name", ORDERS)
+def test_loss_and_gradients_are_those_of_one_process(name: str, way: str, answers: Any) -> None:
+    ranks = [found[f"{name}, {way}"] for found, _ in answers]
+    assert max(rank["gradients"] for rank in ranks) < 1e-12
+    losses = [rank["loss"] for rank in ranks if "loss" in rank]
+    assert len(losses) == 2 and max(losses) < 1e-12
+    parameters = len(list(torch_net.Net().parameters()))
+    assert ranks[0]["missing"] + ranks[2]["missing"] == parameters  # each is in one stage
+
+
+def test_a_layer_sharded_by_itself_is_refused_with_split_backwards(answers: Any) -> None:
+    assert all("sharded" in said for _, said in answers)
+
+
+def two_stages(model: type[nn.Module], **settings: Any) -> Plan:
+    """A plan of another model for two ranks."""
+
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
+
+    job = Job(model=model, batch=batch, loss=lambda output, batch: output.square().mean())
+    how = {"ranks": 2, "microbatches": 4, "microbatch_size": 2, "cluster": CARDS, "granularity": "module"}
+    return plan(job, **how | settings)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+class Skipping(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        return first + self.third(self.second(first))
+
+
+class Tied(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.third.weight = self.first.weight
+
+
+class Deciding(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return super().forward(x)
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "settings", "model", "error", "word"),
+    [
+        (
+            Skipping,
+            {"ranks": 3, "cluster": "3 x a100-40"},
+            Skipping,
+            PlanError,
+            "stage 0 sends first to stage 2",
+        ),
+        (Tied, {}, Tied, PlanError, "first.weight"),
+        (Chain, {}, Deciding, CaptureError, "Deciding"),
+        (Chain, {}, Renamed, PlanError, "does not call module"),
+        (Chain, {"weights": "2bw"}, Chain, PlanError, "2bw"),
+        (Chain, {"schedule": "dualpipe", "ranks": 2}, Chain, PlanError, "direction"),
+    ],
+)
+def test_what_the_engine_lacks_is_refused(
+    made_for: type[nn.Module], settings: Any, model: type[nn.Module], error: type[PipeloomError], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        torch_stages(two_stages(made_for, **settings), model(), 0)
+
+
+def test_plans_without_whole_modules_and_groups_of_another_size_are_refused(tmp_path: Path) -> None:
+    made = two_stages(Chain)
+    with pytest.raises(PlanError, match="modules"):
+        torch_stages(replace(made, modules={}), Chain(), 0)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="group of 1"):
+            torch_stages(made, Chain(), 0)
+    finally:
+        dist.destroy_process_group()
