@@ -82,7 +82,7 @@ class Reader:
         elif block.kind == "python":
             exec(block.text, self.names)
         else:
-            assert block.kind in ("toml", "text", "json"), f"what to do with a block of {block.kind}?"
+            assert block.kind in ("toml", "text", "json", "diff"), f"what to do with a block of {block.kind}?"
 
     def run(self, line: str, in_process: bool = True) -> str:
         program, *words = shlex.split(line, comments=True)
