@@ -12,7 +12,8 @@ TARGETS = Path(__file__).with_name("dist_targets.py")
 
 
 def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_all(tmp_path: Path) -> None:
-    """With its traceback once; also one that waits, and one that is stuck where no exception reaches it."""
+    """Nor can another machine reach them. The exception ends one that waits, and one that is stuck where no
+    exception reaches it, and is told with its traceback once."""
     status, out, err = run(TARGETS, "exchange_then_fail", 3, tmp_path)
     assert {"[rank 1] all well", "[rank 2] all well", "all well"} <= set(out.splitlines())
     assert status == 1

@@ -73,10 +73,7 @@ def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: A
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),
     )
-    if key not in _CAPTURES:
-        _room_for_one_more(_CAPTURES)
-        _CAPTURES[key] = (job, real(job, *args, **kwargs))
-    return _CAPTURES[key][1]
+    return _kept(_CAPTURES, key, lambda: (job, real(job, *args, **kwargs)))
 
 
 @one_thread_at_a_time
@@ -84,16 +81,15 @@ def _traced_once(captured: Captured, stages: StageGraph, index: int, **how: Any)
     cuts = tuple((stage.ops, stage.clones) for stage in stages.stages)
     treatments = frozenset(how.get("treatments", {}).items())
     key = (id(captured), cuts, index, how["device"], how.get("compiled"), treatments, how.get("ahead"))
-    if key not in _STAGE_FUNCTIONS:
-        _room_for_one_more(_STAGE_FUNCTIONS)
-        _STAGE_FUNCTIONS[key] = (captured, stage_functions(captured, stages, index, **how))
-    return _STAGE_FUNCTIONS[key][1]
+    return _kept(_STAGE_FUNCTIONS, key, lambda: (captured, stage_functions(captured, stages, index, **how)))
 
 
-def _room_for_one_more(entries: dict[Any, Any]) -> None:
-    """Forget the oldest entry of many: random models come once."""
-    if len(entries) >= _MOST_ENTRIES:
+def _kept(entries: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Of many entries, that which nobody has asked for longest goes: random models come once."""
+    entries[key] = entries.pop(key, None) or make()
+    if len(entries) > _MOST_ENTRIES:
         del entries[next(iter(entries))]
+    return entries[key][1]
 
 
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
