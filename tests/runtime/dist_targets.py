@@ -1,5 +1,4 @@
-"""What the processes of test_channel_of_processes.py run: as a script `dist_targets.py NAME`, and
-`dist_targets.py NAME RANKS ARGUMENTS` to launch so many of them."""
+"""What the processes of test_channel_of_processes.py run, as a script: `dist_targets.py NAME`."""
 
 import os
 import signal
@@ -28,7 +27,6 @@ from pipeloom.planning import plan
 from pipeloom.runtime import checkpoint_files as files
 from pipeloom.runtime.channel import Channel, dist_channel, meeting
 from pipeloom.runtime.connect import connect, watch_ranks
-from pipeloom.runtime.launch import launch
 from pipeloom.runtime.messages import Message
 from pipeloom.runtime.nccl import NcclTransport
 from pipeloom.runtime.transport import SumGroup, gloo_group
@@ -299,7 +297,4 @@ def deadlock() -> None:
 
 
 if __name__ == "__main__":
-    target, *ranks = sys.argv[1:]
-    if ranks:
-        sys.exit(launch(globals()[target], int(ranks[0]), args=tuple(ranks[1:])))
-    globals()[target]()
+    globals()[sys.argv[1]]()
