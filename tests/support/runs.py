@@ -6,9 +6,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +39,7 @@ Batch = Mapping[str, Tensor]
 
 
 _CAPTURES: dict[tuple[Any, ...], tuple[Job, Captured]] = {}
-"""What `shared_captures` has captured, with the job to keep the ids of its functions unique."""
+"""What `shared_captures` has captured, with the job to keep the ids of what its functions hold unique."""
 
 _STAGE_FUNCTIONS: dict[tuple[Any, ...], tuple[Captured, StageFunctions]] = {}
 """What `shared_captures` has traced, with the capture to keep its id unique."""
@@ -48,7 +50,8 @@ _MOST_ENTRIES = 64
 @contextmanager
 def shared_captures() -> Iterator[None]:
     """Let the ranks of a test, and other runs of the same job, share a capture and the traces of its stages:
-    they are most of their time. Jobs that differ in their optimizer only are the same here.
+    they are most of their time. Jobs that differ in their optimizer only are the same here, and jobs that were
+    made anew by the same code from the same values.
 
     Whole processes capture and trace for themselves in the tests of `train` and `launch`.
     """
@@ -65,15 +68,35 @@ def shared_captures() -> Iterator[None]:
 @one_thread_at_a_time
 def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: Any) -> Captured:
     given = [signature_of(a) if isinstance(a, Mapping) else a for a in (*args, kwargs.get("batch"))]
-    made_by = (job.model, job.batch, job.loss, job.weight, job.modules)
     key = (
         real,
         job.name,
-        *map(id, made_by),
+        *map(_what, (job.model, job.batch, job.loss, job.weight, job.modules)),
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),
     )
     return _kept(_CAPTURES, key, lambda: (job, real(job, *args, **kwargs)))
+
+
+def _what(value: Any) -> Any:
+    """Equal for functions of the same code, in files with the same text, that hold the same values."""
+    if isinstance(value, FunctionType):
+        file = value.__globals__.get("__file__")
+        where = Path(file).read_bytes() if file and Path(file).is_file() else id(value.__globals__)
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return value.__code__, where, *map(_what, (*held, *given))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(_what(getattr(value, one.name)) for one in fields(value))
+    plain = isinstance(value, str | int | float | bytes | tuple | None) and _hashable(value)
+    return (type(value), value) if plain else id(value)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        return isinstance(hash(value), int)
+    except TypeError:
+        return False
 
 
 @one_thread_at_a_time
