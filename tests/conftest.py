@@ -1,4 +1,4 @@
-"""What holds for every test of this process."""
+"""What holds for every test of this process. The one that only hands out tests to others loads no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import commands
 import pytest
-import runs
-import torch
 
 COMPOSITE = "CompositeImplicitAutograd"
 
@@ -20,6 +17,7 @@ COMPOSITE = "CompositeImplicitAutograd"
 def quick_exports() -> Iterator[None]:
     """A fifth of each `torch.export` lists every operation that there is, and makes the annotations of a
     function anew that it defines six thousand times. Both are kept here, until an operation is declared."""
+    import torch
     from torch.export import exported_program
 
     listed = exported_program._collect_all_valid_cia_ops
@@ -55,6 +53,8 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("own_captures"):
         yield
         return
+    import runs
+
     with runs.shared_captures():
         yield
 
@@ -62,6 +62,8 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where commands run; see `commands.prepare`."""
+    import commands
+
     return commands.prepare(tmp_path, monkeypatch)
 
 
