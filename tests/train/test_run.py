@@ -276,9 +276,11 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_resume_that_cannot_begin_changes_nothing(start: Callable[..., int], tmp_path: Path) -> None:
+def test_a_resume_that_cannot_begin_changes_nothing(
+    start: Callable[..., int], tmp_path: Path, change_text: Callable[[], object]
+) -> None:
     assert start() == 0
-    (tmp_path / "text" / "0.txt").write_text("longer than it was, " * 30)
+    change_text()
     before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
     with pytest.raises(SystemExit, match="is of other data"):
         start("steps=9", "pipeline.microbatches=4", resume=True)
