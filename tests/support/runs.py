@@ -50,8 +50,8 @@ _MOST_ENTRIES = 64
 @contextmanager
 def shared_captures() -> Iterator[None]:
     """Let the ranks of a test, and other runs of the same job, share a capture and the traces of its stages:
-    they are most of their time. Jobs that differ in their optimizer only are the same here, and jobs that were
-    made anew by the same code from the same values.
+    they are most of their time. Jobs that differ in their optimizer only are the same here, and so are jobs
+    that the same code makes anew from the same values.
 
     Whole processes capture and trace for themselves in the tests of `train` and `launch`.
     """
