@@ -404,7 +404,6 @@ CASES = [
             expect=rf"refused: \({model.__name__ if owner == 'the model' else 'block'}\) "
             rf"changes its attribute {attribute} \(",
             hint="register_buffer",
-            slow=model is CountsOnTheClass,
         )
         for model, owner, attribute in (
             (ScaleOnTheClass, "the model", "scale"),
