@@ -24,10 +24,10 @@ train: $(READY)  ## the main job: train a byte-level GPT in two processes, write
 	$(BIN)/pipeloom train $(ARGS)
 
 test: $(READY)  ## the quick tests, three at a time as many wait; Hypothesis draws the same examples every time
-	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu" --hypothesis-profile=quick $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" --hypothesis-profile=quick $(ARGS)
 
 test-all: $(READY)  ## all tests, the slow ones too; Hypothesis draws new examples
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=search $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --hypothesis-profile=search $(ARGS)
 
 lint: $(READY)  ## ruff, formatting, who may import whom, and mypy in strict mode on src
 	$(BIN)/ruff check .

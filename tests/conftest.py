@@ -1,14 +1,32 @@
-"""What holds for every test of this process."""
+"""What holds for every test of this process. The one that only hands out tests to others loads no torch."""
 
 from __future__ import annotations
 
+import typing
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-import commands
 import pytest
-import runs
+
+COMPOSITE = "CompositeImplicitAutograd"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_exports() -> Iterator[None]:
+    """A fifth of each `torch.export` lists every operation that there is, and makes the annotations of a
+    function anew that it defines six thousand times. Both are kept here, until an operation is declared."""
+    import torch
+    from torch.export import exported_program
+
+    listed = exported_program._collect_all_valid_cia_ops
+    kept = cache(lambda known: listed())
+    count = torch._C._dispatch_get_registrations_for_dispatch_key
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exported_program, "_collect_all_valid_cia_ops", lambda: kept(len(count(COMPOSITE))))
+        patch.setattr(torch._ops, "Callable", typing.Callable)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,6 +53,8 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("own_captures"):
         yield
         return
+    import runs
+
     with runs.shared_captures():
         yield
 
@@ -42,6 +62,8 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where commands run; see `commands.prepare`."""
+    import commands
+
     return commands.prepare(tmp_path, monkeypatch)
 
 

@@ -321,9 +321,9 @@ def test_two_optimizers_in_one_are_planned_simulated_and_verified(with_optimizer
         assert "equal within" in good("verify", model, "--ranks", "2", *more)
 
 
-@pytest.mark.parametrize("command", ["plan", "verify"])
+@pytest.mark.parametrize("command", [("plan", *TWO_CARDS), ("verify",)])
 def test_an_optimizer_that_is_refused_gives_a_sentence_that_names_the_parameter(
-    with_optimizers: Path, command: str
+    with_optimizers: Path, command: tuple[str, ...]
 ) -> None:
-    said = bad(1, command, "optimizers_of_mine.py:muon", "--ranks", "2")
+    said = bad(1, *command, "optimizers_of_mine.py:muon", "--ranks", "2")
     assert "0.bias" in said and "2D" in said and "hint" in said

@@ -1,5 +1,4 @@
-"""What the processes of test_channel_of_processes.py run: as a script `dist_targets.py NAME`, and
-`dist_targets.py NAME RANKS ARGUMENTS` to launch so many of them."""
+"""What the processes of test_channel_of_processes.py run, as a script: `dist_targets.py NAME`."""
 
 import os
 import signal
@@ -28,7 +27,6 @@ from pipeloom.planning import plan
 from pipeloom.runtime import checkpoint_files as files
 from pipeloom.runtime.channel import Channel, dist_channel, meeting
 from pipeloom.runtime.connect import connect, watch_ranks
-from pipeloom.runtime.launch import launch
 from pipeloom.runtime.messages import Message
 from pipeloom.runtime.nccl import NcclTransport
 from pipeloom.runtime.transport import SumGroup, gloo_group
@@ -57,6 +55,7 @@ def exchange(folder: str) -> None:
     """Several things that need real processes, one after the other, as each start takes seconds."""
     world = connect(CPU)
     rank = world.rank()
+    _nobody_else_can_reach_them()
     with channel_on(world) as channel:
         assert (channel.rank, channel.ranks) == (rank, 3)
         _all_to_all(channel)
@@ -67,6 +66,28 @@ def exchange(folder: str) -> None:
     _control_data(world)
     checkpoints(Path(folder))
     print("all well")
+
+
+LISTENS, LOOPBACK = "0A", ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def _nobody_else_can_reach_them() -> None:
+    """The ranks of one machine, and what launched them, listen on its loopback interface only, as
+    SECURITY.md says."""
+    if sys.platform != "linux":
+        return
+    dist.all_reduce(torch.ones(1))
+    found = [address for pid in (os.getpid(), os.getppid()) for address in _listening(pid)]
+    assert found and set(found) <= set(LOOPBACK), found
+    dist.barrier()
+
+
+def _listening(pid: int) -> list[str]:
+    """Addresses on which a process listens, as /proc writes them."""
+    links = [file for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    held = {os.readlink(file) for file in links if os.path.lexists(file)}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open()]
+    return [row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in held]
 
 
 def _all_to_all(channel: Channel) -> None:
@@ -276,7 +297,4 @@ def deadlock() -> None:
 
 
 if __name__ == "__main__":
-    target, *ranks = sys.argv[1:]
-    if ranks:
-        sys.exit(launch(globals()[target], int(ranks[0]), args=tuple(ranks[1:])))
-    globals()[target]()
+    globals()[sys.argv[1]]()

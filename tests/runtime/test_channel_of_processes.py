@@ -1,5 +1,6 @@
 """The channel between real processes, and how they end together. Each test costs a start of torch."""
 
+import importlib
 import re
 import signal
 from pathlib import Path
@@ -8,12 +9,19 @@ import pytest
 from checkpoint_ranks import assert_one_process_loads
 from processes import ends_of, run, start, start_ranks
 
+from pipeloom.runtime.launch import launch
+
 TARGETS = Path(__file__).with_name("dist_targets.py")
 
 
-def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_all(tmp_path: Path) -> None:
-    """With its traceback once; also one that waits, and one that is stuck where no exception reaches it."""
-    status, out, err = run(TARGETS, "exchange_then_fail", 3, tmp_path)
+def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor can another machine reach them. The exception ends one that waits, and one that is stuck where no
+    exception reaches it, and is told with its traceback once."""
+    monkeypatch.syspath_prepend(TARGETS.parent)
+    status = launch(importlib.import_module("dist_targets").exchange_then_fail, 3, args=(str(tmp_path),))
+    out, err = capfd.readouterr()
     assert {"[rank 1] all well", "[rank 2] all well", "all well"} <= set(out.splitlines())
     assert status == 1
     assert "rank 0 knows why" in out

@@ -1,13 +1,11 @@
 """A plan names a schedule. No file is imported, or opened, because a plan names it."""
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from commands import good
 from runs import even_plan
 from torch import nn
@@ -17,8 +15,6 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.text import write_whole
 from pipeloom.runnable import require_runnable_plan
-from pipeloom.runtime.connect import connect
-from pipeloom.runtime.launch import launch
 from pipeloom.train.config import read_config, write_config
 from pipeloom.train.run import TrainRequest, decide
 from pipeloom.train.workload import gpt_workload
@@ -107,33 +103,3 @@ def test_files_get_the_rights_that_the_user_gives(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
-
-
-# The ranks of one machine listen on its loopback interface only, as SECURITY.md says.
-
-
-LISTENS, LOOPBACK = "0A", ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
-
-
-def listening(pid: int) -> list[str]:
-    """Addresses on which a process listens, as /proc writes them."""
-    links = [file for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
-    held = {os.readlink(file) for file in links if os.path.lexists(file)}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open()]
-    return [row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in held]
-
-
-def rank(folder: Path) -> None:
-    group = connect(torch.device("cpu"))
-    dist.all_reduce(torch.ones(1), group=group)
-    found = [address for pid in (os.getpid(), os.getppid()) for address in listening(pid)]
-    (folder / str(group.rank())).write_text("\n".join(found))
-    dist.barrier(group)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nobody_else_can_reach_the_ranks_of_one_machine(tmp_path: Path) -> None:
-    assert launch(rank, 2, args=(tmp_path,)) == 0
-    for number in "01":
-        found = (tmp_path / number).read_text().splitlines()
-        assert found and set(found) <= set(LOOPBACK), found

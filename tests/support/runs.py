@@ -6,9 +6,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +39,7 @@ Batch = Mapping[str, Tensor]
 
 
 _CAPTURES: dict[tuple[Any, ...], tuple[Job, Captured]] = {}
-"""What `shared_captures` has captured, with the job to keep the ids of its functions unique."""
+"""What `shared_captures` has captured, with the job to keep the ids of what its functions hold unique."""
 
 _STAGE_FUNCTIONS: dict[tuple[Any, ...], tuple[Captured, StageFunctions]] = {}
 """What `shared_captures` has traced, with the capture to keep its id unique."""
@@ -48,7 +50,8 @@ _MOST_ENTRIES = 64
 @contextmanager
 def shared_captures() -> Iterator[None]:
     """Let the ranks of a test, and other runs of the same job, share a capture and the traces of its stages:
-    they are most of their time. Jobs that differ in their optimizer only are the same here.
+    they are most of their time. Jobs that differ in their optimizer only are the same here, and so are jobs
+    that the same code makes anew from the same values.
 
     Whole processes capture and trace for themselves in the tests of `train` and `launch`.
     """
@@ -56,7 +59,10 @@ def shared_captures() -> Iterator[None]:
     shared = {real: partial(_remembered, real) for real in (capture, capture_evaluation)}
     with ExitStack() as stack:
         for real, once in {**shared, stage_functions: _traced_once}.items():
-            for module in [m for name, m in sys.modules.items() if re.fullmatch(r"pipeloom\.\w+", name)]:
+            users = [m for name, m in sys.modules.items() if re.fullmatch(r"pipeloom\.\w+", name)]
+            if real is not stage_functions:  # functions of `planning` and `train` import them when called
+                users.append(sys.modules[real.__module__])
+            for module in users:
                 if vars(module).get(real.__name__) is real:
                     stack.enter_context(patch.object(module, real.__name__, once))
         yield
@@ -65,18 +71,35 @@ def shared_captures() -> Iterator[None]:
 @one_thread_at_a_time
 def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: Any) -> Captured:
     given = [signature_of(a) if isinstance(a, Mapping) else a for a in (*args, kwargs.get("batch"))]
-    made_by = (job.model, job.batch, job.loss, job.weight, job.modules)
     key = (
         real,
         job.name,
-        *map(id, made_by),
+        *map(_what, (job.model, job.batch, job.loss, job.weight, job.modules)),
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),
     )
-    if key not in _CAPTURES:
-        _room_for_one_more(_CAPTURES)
-        _CAPTURES[key] = (job, real(job, *args, **kwargs))
-    return _CAPTURES[key][1]
+    return _kept(_CAPTURES, key, lambda: (job, real(job, *args, **kwargs)))
+
+
+def _what(value: Any) -> Any:
+    """Equal for functions of the same code, in files with the same text, that hold the same values."""
+    if isinstance(value, FunctionType):
+        file = value.__globals__.get("__file__")
+        where = Path(file).read_bytes() if file and Path(file).is_file() else id(value.__globals__)
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return value.__code__, where, *map(_what, (*held, *given))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(_what(getattr(value, one.name)) for one in fields(value))
+    plain = isinstance(value, str | int | float | bytes | tuple | None) and _hashable(value)
+    return (type(value), value) if plain else id(value)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        return isinstance(hash(value), int)
+    except TypeError:
+        return False
 
 
 @one_thread_at_a_time
@@ -84,16 +107,15 @@ def _traced_once(captured: Captured, stages: StageGraph, index: int, **how: Any)
     cuts = tuple((stage.ops, stage.clones) for stage in stages.stages)
     treatments = frozenset(how.get("treatments", {}).items())
     key = (id(captured), cuts, index, how["device"], how.get("compiled"), treatments, how.get("ahead"))
-    if key not in _STAGE_FUNCTIONS:
-        _room_for_one_more(_STAGE_FUNCTIONS)
-        _STAGE_FUNCTIONS[key] = (captured, stage_functions(captured, stages, index, **how))
-    return _STAGE_FUNCTIONS[key][1]
+    return _kept(_STAGE_FUNCTIONS, key, lambda: (captured, stage_functions(captured, stages, index, **how)))
 
 
-def _room_for_one_more(entries: dict[Any, Any]) -> None:
-    """Forget the oldest entry of many: random models come once."""
-    if len(entries) >= _MOST_ENTRIES:
+def _kept(entries: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Of many entries, that which nobody has asked for longest goes: random models come once."""
+    entries[key] = entries.pop(key, None) or make()
+    if len(entries) > _MOST_ENTRIES:
         del entries[next(iter(entries))]
+    return entries[key][1]
 
 
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:

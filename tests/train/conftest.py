@@ -1,6 +1,6 @@
 """A pipeline of one process in plain PyTorch, with the interface that the training loop uses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,11 +75,10 @@ class PlainPipeline:
         return both["user"]
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> Config:
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A config that trains in milliseconds, on a text of its own."""
-    folder = tmp_path / "text"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("text")
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"file {number}: " + "abcdefgh " * 20)
     return Config(
@@ -92,6 +91,15 @@ def tiny(tmp_path: Path) -> Config:
         optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2),
         pipeline=PipelineConfig(microbatches=2, microbatch_size=2),
     )
+
+
+@pytest.fixture
+def change_text(tiny: Config) -> Iterator[Callable[[], object]]:
+    """Makes the first file of the text longer, for one test."""
+    file = Path(tiny.data.paths[0]) / "0.txt"
+    before = file.read_text()
+    yield lambda: file.write_text("longer than it was, " * 30)
+    file.write_text(before)
 
 
 @pytest.fixture

@@ -96,11 +96,11 @@ def test_a_finished_run_makes_no_step(tiny: Config, run: Callable, tmp_path: Pat
     assert [line["step"] for line in lines(tmp_path / "a")] == list(range(15))
 
 
-def test_nothing_to_resume_and_other_data(tiny: Config, run: Callable, tmp_path: Path) -> None:
+def test_nothing_to_resume_and_other_data(tiny: Config, run: Callable, change_text: Callable) -> None:
     with pytest.raises(CheckpointError, match="checkpoint directory .* does not exist"):
         run(tiny, "a", resume=True)
     run(tiny, "a")
-    (tmp_path / "text" / "0.txt").write_text("longer than it was, " * 30)
+    change_text()
     with pytest.raises(CheckpointError, match="is of other data"):
         run(tiny, "a", resume=True)
 

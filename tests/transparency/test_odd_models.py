@@ -114,7 +114,14 @@ def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way
         assert max(apart.values()) <= 1e-9, (apart, stage_of)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.words], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.slow else [])
+        for case in CASES
+        if case.words
+    ],
+)
 def test_a_model_that_cannot_be_cut_is_refused_by_name(case: Case) -> None:
     """The message says what, the line of the model where it stands, and the hint what to do."""
     with pytest.raises(CaptureError, match=case.words) as caught:

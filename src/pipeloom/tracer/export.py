@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from traceback import clear_frames
 from typing import Any, NoReturn
 
@@ -242,8 +243,10 @@ def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
                     del store[name]
 
 
+@cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """What must not stay whole: calls without a derivative, and calls that change what they are given."""
+    """What must not stay whole: calls without a derivative, and calls that change what they are given. Made
+    once: torch lists every operation there is for it, which takes a tenth of a capture."""
     instance_norm = torch.ops.aten.instance_norm.default
     return {
         torch.ops.aten.copy.default: _copy,

@@ -144,7 +144,7 @@ class Case:
     between: if it is cut between its modules, a regular expression for the reason; else it is one graph.
     cuts: where it is cut, the first one for the quick tests: into so many stages of about as many ops (one
         op at least), "anywhere": into two stages at each place in turn, or "around" each single op.
-    slow: the first cut, too, is for the slow tests.  split: whether its backward can be split.
+    slow: the first cut, or the refusal, is for the slow tests.  split: whether its backward can be split.
     evaluated: whether evaluation mode, too, can be cut there.
     """
 

@@ -388,6 +388,7 @@ CASES = [
             "counters in attributes were frozen by tracing, without a word",
             expect=rf"refused: the model \({model.__name__}\) changes its attribute {attribute} \(",
             hint="register_buffer",
+            slow=model is CountsToAThreshold,
         )
         for model, attribute in (
             (Counts, "steps"),
@@ -419,8 +420,8 @@ CASES = [
     Case(CountsInABuffer, "what the refusal of a counter says to do", evaluated=False),
     Case(CountsForTheRecord, "a counter that nothing reads is no obstacle"),
     Case(CountsInside, "counters were frozen by tracing", between="attribute steps"),
-    Case(StartsOtherwise, "the first call is another one", between="attribute ready"),
-    Case(SetsItUp, "what the first call settles is no obstacle"),
+    Case(StartsOtherwise, "the first call is another one", between="attribute ready", slow=True),
+    Case(SetsItUp, "what the first call settles is no obstacle", slow=True),
     Case(SetsItUpAndDecides, "what the first call settles is no obstacle", between="data"),
     Case(Averages, "a teacher that the forward averages was another one on each rank", evaluated=False),
     Case(Teacher, "a moving average of parameters, in training mode only", cuts=(2,), slow=True),
