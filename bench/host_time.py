@@ -62,14 +62,15 @@ def job(layers: int) -> Job:
 class Plain:
     """The step as everybody writes it. ops_s: of the last step, in forwards and backwards."""
 
-    def __init__(self, layers: int, microbatches: int) -> None:
+    def __init__(self, layers: int, microbatches: int, device: str) -> None:
         torch.manual_seed(0)
-        self.model, self.microbatches, self.ops_s = Gpt(layers), microbatches, 0.0
+        self.model, self.microbatches, self.ops_s = Gpt(layers).to(device), microbatches, 0.0
+        self.device = device
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         self.optimizer.zero_grad()
-        parts = [t.split(ROWS) for t in batch.values()]
+        parts = [t.to(self.device).split(ROWS) for t in batch.values()]
         losses, start = [], time.thread_time()
         for tokens, targets in zip(*parts, strict=True):
             loss = self.model(tokens, targets)["loss"] / self.microbatches
@@ -86,13 +87,14 @@ def timed(step: Callable[[Mapping[str, Tensor]], float], batch: Mapping[str, Ten
     return time.thread_time() - start
 
 
-def measure(layers: int, microbatches: int, rounds: int) -> dict[str, object]:
+def measure(layers: int, microbatches: int, rounds: int, device: str = "cpu") -> dict[str, object]:
     tiny = job(layers)
     plan = pipeloom.plan(tiny, ranks=1, microbatches=microbatches, microbatch_size=ROWS, cluster="a100-40")
-    plain = Plain(layers, microbatches)
+    plain = Plain(layers, microbatches, device)
     whole, ops, per_op, per_action = [], [], [], []
-    with Pipeline(tiny, plan, options=Options(compare=False)) as pipeline:
-        pipeline.recorder.clock.mark = time.thread_time  # type: ignore[method-assign]
+    with Pipeline(tiny, plan, options=Options(device=device, compare=False)) as pipeline:
+        if device == "cpu":
+            pipeline.recorder.clock.mark = time.thread_time  # type: ignore[method-assign]
         functions = pipeline.training.planned.functions[0]
         assert isinstance(functions, GraphFunctions)
         count = microbatches * sum(
