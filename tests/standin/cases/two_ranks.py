@@ -55,6 +55,12 @@ def side_by_side(*, shard: bool = False, steady: bool = False) -> Plan:
     return replace(widened(one, 2), shard_optimizer=shard)
 
 
+def stages_side_by_side(*, shard: bool = False) -> Plan:
+    """Two stages on each of the two ranks."""
+    one = every_schedule.plan_of(GPT, "interleaved_1f1b", 1, microbatches=2)
+    return replace(widened(one, 2), shard_optimizer=shard)
+
+
 @dataclass(frozen=True)
 class Case:
     """saves: whether a second pipeline loads what the first has saved, and goes on.
@@ -85,6 +91,8 @@ CASES = {
     "width 2, 2bw": Case(LAYERS, lambda: side_by_side(steady=True), clip_norm=0.05),
     "width 2, shares": Case(LAYERS, lambda: side_by_side(shard=True), clip_norm=0.05, saves=True),
     "width 2, shares, 2bw": Case(LAYERS, lambda: side_by_side(shard=True, steady=True)),
+    "width 2, two stages": Case(GPT, stages_side_by_side, clip_norm=0.05),
+    "width 2, two stages, shares": Case(GPT, lambda: stages_side_by_side(shard=True), saves=True),
     "wide 1f1b": Case(WIDE, lambda: wide("1f1b"), wide=True),
     "wide 1f1b, offload": Case(WIDE, lambda: wide("1f1b", "offload"), wide=True),
     "wide 1f1b, recompute": Case(WIDE, lambda: wide("1f1b", "recompute"), wide=True),
