@@ -43,13 +43,13 @@ docs: $(READY)  ## these pages and the Python reference as a site with search: b
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
 
-# The environment above has torch's CPU build, so this target takes the machine's own Python with its CUDA build.
-gpu-check:  ## the tests that need a CUDA device and bench/gpu_check.py, with the python named by GPU_PYTHON
-	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
-	  echo "gpu-check: $(GPU_PYTHON) has no torch that sees a CUDA device, so nothing was checked."; \
+# The environment above has torch's CPU build, so this target takes the machine's own Python.
+gpu-check:  ## on a machine with a GPU or another accelerator, in 10 minutes: does all hold there that tests show on CPUs?
+	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.accelerator.is_available())' 2>/dev/null || { \
+	  echo "gpu-check: $(GPU_PYTHON) has no torch that sees an accelerator, so nothing was checked."; \
 	  echo "Name a python that has one: make gpu-check GPU_PYTHON=/path/to/python"; exit 1; }
-	PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
-	PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) bench/gpu_check.py
+	PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu
+	PYTHONPATH="src:$$PYTHONPATH" timeout 600 $(GPU_PYTHON) bench/gpu_check.py $(ARGS)
 
 bench: $(READY)  ## throughput against one process and against torch.distributed.pipelining
 	$(BIN)/python bench/throughput.py $(ARGS)

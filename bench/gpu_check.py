@@ -1,504 +1,299 @@
-"""One stage of GPT-2 1.5B on one GPU under memory policies, run, beside what the cost model predicts.
+"""What only an accelerator can answer, in at most 10 minutes: of any type that PyTorch knows.
 
-    make gpu-check                                   the tests that need a GPU, then this
-    python bench/gpu_check.py
-    python bench/gpu_check.py --device cpu           the same code on a tiny stage, residuals go to files
+    make gpu-check                              the tests that need a GPU, then this
+    python bench/gpu_check.py [numbers memory host forecast ranks]
 
-The stage: 12 of the 48 blocks of Hugging Face's GPT-2 with the published width of 1600, 25 heads and 1024
-tokens, random weights, AdamW. It receives hidden states and the gradient of what it makes, as a stage in the
-middle does; position embeddings stay in front of it, so that gradients flow to its very start, and the last
-norm behind it. It runs as the first of as many stages of 1f1b as there are micro-batches in flight, in one
-process, through the real Pipeline: no message is waited for.
+numbers   float32 and bfloat16 train as plain PyTorch under `torch.autocast` does on the device
+memory    peaks of the ledger against the allocator's, with residuals kept, recomputed and offloaded; what the
+          allocator reserves beyond that
+host      waits of the host in a step, and the host's time for a step of tiny ops against plain PyTorch
+forecast  the time of a step as it was predicted before the first one
+ranks     two ranks, 1f1b and zb_h1, on a device each: messages end, and losses are those of one rank
 
-Policies: everything kept; then recomputation, offloading and both under caps that are shares of the kept
-peak, chosen by planner.memopt from a profile measured here on devices measured here. Where no choice keeps a
-cap, the lowest that one keeps is taken, and the row says so. A step runs under the planned cap and 3 %.
-
-Per policy: peaks of the ledger and of the allocator over the predicted one; times of F and of B, which
-recomputes, by the measured profile and by roofline; gradients of the first step against the kept run's; and
-the share of copying that hides behind compute, 1 - (step - kept step - recomputation by the profile) /
-(copies to the host and back).
-
-Exit status 1 if gradients differ by more than two kept runs do, or a run fails.
+Each finding is a line: what was found, what was expected, and in words what differs. All of them go to a file
+in bench/results/. Exit status 1 if one differs. The tests run all of it on the stand-in accelerator.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import re
-import shutil
+import json
 import subprocess
 import sys
-import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from statistics import median
 from typing import Any
 
+import host_time
 import torch
-from machine import describe_machine, print_table
+from machine import FOLDER, describe_machine, on_ranks, parser_of, print_table
+from model import Layer
 from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline
-from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.cluster import Cluster
+import pipeloom
+from pipeloom import Job, Options, Pipeline, Plan
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
-from pipeloom.ir.plan import Plan
-from pipeloom.ir.profile import Profile
-from pipeloom.ir.stages import cut
-from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.lowering.passes import lower
-from pipeloom.machine import detect
-from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import CostOptions
-from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
-from pipeloom.planner.treatments.choose import BOTH, Evaluation, treat_interval
-from pipeloom.planning import capture
-from pipeloom.profiler.host_copies import file_tier, free_disk
-from pipeloom.profiler.measure_ops import measure
-from pipeloom.profiler.roofline import roofline
-from pipeloom.schedules import registry
-from pipeloom.simulator.simulate import simulate
+from pipeloom.options import named_device
+from pipeloom.tracer.captured import Captured
 
-WAYS: Mapping[str, tuple[Treatment, ...]] = {
-    "recompute": ("recompute",),
-    "offload": ("offload",),
-    "both": BOTH,
-}
-TOLERANCE = 0.03
-"""By which a peak may pass the predicted one."""
-
-ROOM = 0.85
-"""Share of the free memory that the kept run may take: libraries and their workspaces need some."""
+MICROBATCHES, STEPS = 8, 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Size:
-    """Of the stage and of a step. rows: per micro-batch."""
+    """Of the model. rows: per micro-batch."""
 
     layers: int
     width: int
     heads: int
     length: int
     rows: int
-    in_flight: int = 4
-    microbatches: int = 8
 
 
-SIZES = {
-    "cuda": Size(layers=12, width=1600, heads=25, length=1024, rows=4),
-    "cpu": Size(layers=2, width=64, heads=2, length=64, rows=2),
-}
+LARGE, SMALL = Size(8, 1600, 25, 1024, 2), Size(2, 64, 2, 32, 2)
+"""For accelerators, blocks of GPT-2 1.5B; for what computes on the CPU."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """problem: what differs from what was expected, and what to look at; empty if nothing does."""
+
+    what: str
+    found: float | str
+    expected: str
+    problem: str = ""
 
 
 class Blocks(nn.Module):
-    """Some blocks of GPT-2. Shapes: rows, length, width."""
-
     def __init__(self, size: Size) -> None:
         super().__init__()
-        from transformers import GPT2Config, GPT2Model
-
-        config = GPT2Config(
-            vocab_size=1,
-            n_positions=size.length,
-            n_embd=size.width,
-            n_layer=size.layers,
-            n_head=size.heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
+        self.layers = nn.ModuleList(
+            Layer(size.width, size.heads, 4 * size.width, causal=True) for _ in range(size.layers)
         )
-        self.body = GPT2Model(config)
-        self.body.wte = nn.Identity()  # nobody reads tokens
 
-    def forward(self, hidden: Tensor, gradient: Tensor) -> Tensor:
-        return (self.body(inputs_embeds=hidden).last_hidden_state * gradient).mean()
+    def forward(self, hidden: Tensor, wanted: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (hidden.float() - wanted).square().mean()
 
 
 def job_of(size: Size) -> Job:
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
         dice = torch.Generator().manual_seed(seed)
         shape = (rows, size.length, size.width)
-        return {name: torch.randn(shape, generator=dice) for name in ("hidden", "gradient")}
+        return {name: torch.randn(shape, generator=dice) for name in ("hidden", "wanted")}
 
-    # One parameter after the other, as the ledger counts the optimizer's scratch.
-    return Job(
-        model=lambda: Blocks(size),
-        batch=batch,
-        name=f"{size.layers} blocks of GPT-2",
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=False),
-    )
+    return Job(model=lambda: Blocks(size), batch=batch, optimizer=sgd, name="blocks")
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A policy of the stage. cap: bytes it was chosen for; asked: the cap as a share, None for none."""
-
-    name: str
-    asked: float | None
-    cap: float
-    treatments: Mapping[str, Treatment]
+class Setup:
+    device: str
+    size: Size
 
     @property
-    def policy(self) -> MemoryPolicy:
-        return MemoryPolicy(stages=(dict(self.treatments),)) if self.treatments else MemoryPolicy()
+    def job(self) -> Job:
+        return job_of(self.size)
 
+    @cache  # noqa: B019  # one setup lives as long as the script
+    def captured(self, autocast: torch.dtype | None) -> Captured:
+        return pipeloom.capture(self.job, self.size.rows, autocast=autocast, device=self.device)
 
-class Setup:
-    """The stage captured at one size, its plan, and the cost models that predict it.
-
-    cluster: one device.  budget_s: seconds to measure the ops' profile for.
-    """
-
-    def __init__(
-        self,
-        size: Size,
-        device: str,
-        autocast: torch.dtype | None,
-        cluster: Cluster,
-        *,
-        budget_s: float = 6.0,
-    ) -> None:
-        self.size, self.device, self.autocast, self.cluster = size, device, autocast, cluster
-        self.job = job_of(size)
-        self.captured = capture(self.job, size.rows, autocast=autocast)
-        graph = self.captured.graph
-        self.stages = cut(graph, {op.name: 0 for op in graph.ops if not op.cheap})
-        profiled = measure(self.captured, device, batch=self.job.batch(0, size.rows), budget_s=budget_s)
-        self.models = {"profile": self._model(profiled), "roofline": self._model(self._estimate())}
-
-    def _estimate(self) -> Profile:
-        return roofline(self.captured.graph, self.cluster.devices[0])
-
-    def _model(self, profile: Profile) -> CostModel:
-        options = CostOptions(microbatches=self.size.microbatches)
-        return CostModel(self.captured.graph, [profile], self.cluster, options)
-
-    @cached_property
-    def kept_bytes(self) -> float:
-        return self._optimise(float("inf"), ()).peak_bytes
-
-    def _optimise(self, cap: float, treatments: Sequence[Treatment]) -> Evaluation:
-        model = self.models["profile"]
-        return treat_interval(
-            model, 0, len(model), 0, in_flight=self.size.in_flight, cap=cap, treatments=treatments
+    def plan(self, autocast: torch.dtype | None = None, **changes: Any) -> Plan:
+        how: dict[str, Any] = {"ranks": 1, "schedule": "gpipe", "microbatches": MICROBATCHES} | changes
+        cluster = f"{how['ranks']} x a100-80"
+        return pipeloom.plan(
+            self.job, captured=self.captured(autocast), microbatch_size=self.size.rows, cluster=cluster, **how
         )
 
-    def choices(self, caps: Sequence[float]) -> Iterator[Choice]:
-        """The policies to run; equal ones once."""
-        yield Choice("keep", None, self.kept_bytes, {})
-        for name, treatments in WAYS.items():
-            seen: list[Mapping[str, Treatment]] = []
-            for share in caps:
-                cap = share * self.kept_bytes
-                found = self._optimise(cap, treatments)
-                if not found.fits:
-                    least = found.peak_bytes
-                    cap = least + 0.01 * (self.kept_bytes - least)
-                    found = self._optimise(cap, treatments)
-                if found.fits and found.treatments not in ({}, *seen):
-                    seen.append(found.treatments)
-                    yield Choice(name, share, cap, found.treatments)
+    def batch(self, seed: int) -> dict[str, Tensor]:
+        return self.job.batch(seed, MICROBATCHES * self.size.rows)
 
-    def plan(self, choice: Choice) -> Plan:
-        q, count = self.size.in_flight, self.size.microbatches
-        order = [f"0F{m}" for m in range(q)]
-        for m in range(count):
-            order += [f"0B{m}", *([f"0F{m + q}"] if m + q < count else [])]
-        graph = self.captured.graph
-        plan = Plan(
-            graph=graph.fingerprint,
-            planner="memopt",
-            placement=(0,),
-            schedule=f"first of {q} stages",
-            stages=(estimate_stage(self.models["profile"], self.stages, 0, choice.treatments).plan(q),),
-            schedule_rows=(" ".join(order),),
-            microbatches=count,
-            microbatch_size=self.size.rows,
-            caps=(int(choice.cap * (1 + TOLERANCE)),),
-            memory=choice.policy,
-        )
-        assert registry.in_flight(plan.as_schedule) == (q,)
-        return plan
+    @contextmanager
+    def pipeline(self, plan: Plan, autocast: torch.dtype | None = None) -> Iterator[Pipeline]:
+        options = Options(device=self.device, autocast=autocast, compare=False)
+        with Pipeline(self.job, plan, options=options, captured=self.captured(autocast)) as pipeline:
+            yield pipeline
 
-    def predicted(self, plan: Plan, by: str) -> Timeline:
-        model, given = self.models[by], plan.memory.stages
-        estimate = estimate_stage(model, self.stages, 0, given[0] if given else {})
-        costs = (estimate.simulator_cost(estimate.plan(self.size.in_flight)),)
-        program = lower(plan.as_schedule, self.stages, policy=plan.memory)
-        return simulate(program, self.stages, costs, self.cluster)
+    def plain(self, autocast: torch.dtype | None) -> list[float]:
+        """Losses of plain PyTorch on the device."""
+        torch.manual_seed(0)
+        model = Blocks(self.size).to(self.device)
+        optimizer, losses = sgd(model.parameters()), []
+        for seed in range(STEPS):
+            batch = {n: t.to(self.device).split(self.size.rows) for n, t in self.batch(seed).items()}
+            optimizer.zero_grad()
+            total = 0.0
+            for hidden, wanted in zip(*batch.values(), strict=True):
+                with torch.autocast(self.device, torch.bfloat16, enabled=autocast is not None):
+                    loss = model(hidden, wanted) / MICROBATCHES
+                loss.backward()
+                total += float(loss.detach())
+            optimizer.step()
+            losses.append(total)
+        return losses
 
 
-def fitting(size: Size, device: str, autocast: torch.dtype | None, cluster: Cluster) -> Setup:
-    """With as many rows per micro-batch as the kept run has room for, halved from `size.rows`."""
-    setup = Setup(size, device, autocast, cluster)
-    while setup.kept_bytes > ROOM * cluster.devices[0].memory_bytes and setup.size.rows > 1:
-        setup = Setup(replace(setup.size, rows=setup.size.rows // 2), device, autocast, cluster)
-    return setup
+def numbers(setup: Setup) -> Iterator[Finding]:
+    for autocast, limit in ((None, 1e-4), (torch.bfloat16, 1e-2)):
+        name = "float32" if autocast is None else "bfloat16"
+        expected = setup.plain(autocast)
+        with setup.pipeline(setup.plan(autocast), autocast) as pipeline:
+            losses = [pipeline.step(setup.batch(seed)) for seed in range(STEPS)]
+        off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        problem = f"losses {losses} against {expected}: compare the casts of both" if off > limit else ""
+        yield Finding(f"{name}: losses against plain PyTorch", off, f"at most {limit:g}", problem)
 
 
-# --- runs and what they say ---------------------------------------------------------------------------
-
-CAPS = (0.7, 0.5, 0.4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a policy took. Sizes in bytes, times in seconds, None where the device cannot tell.
-
-    allocator_bytes: the most that the allocator could not give to anybody else, which counts memory that a
-    copy to the host still reads; tensors_bytes: without that.  pinned_bytes: of host memory, in the end.
-    """
-
-    ledger_bytes: int
-    host_bytes: int
-    step_s: float
-    timeline: Timeline
-    gradients: Mapping[str, Tensor]
-    allocator_bytes: int | None = None
-    tensors_bytes: int | None = None
-    reserved_bytes: int | None = None
-    pinned_bytes: int | None = None
-
-
-def run(setup: Setup, plan: Plan, steps: int, directory: Path) -> Run:
-    """Train a few steps; the first one gives the gradients, the middle one of the rest the times."""
-    cuda, size = setup.device == "cuda", setup.size
-    gc.collect()  # a pipeline's parts refer to each other
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else 0
-    options = Options(
-        device=setup.device, autocast=setup.autocast, keep_gradients=True, offload_dir=directory
-    )
-    with Pipeline(setup.job, plan, options=options) as pipeline:
-        batch = setup.job.batch(1, size.rows * size.microbatches)
-        pipeline.step(batch)
-        weights = pipeline.weights
-        gradients = {name: grad.cpu() for name, grad in weights.last_gradients.items()}
-        weights.keep_gradients, weights.last_gradients = False, {}
-        pipeline.step(batch)
-        pipeline.ledger.restart_peak()
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        timelines = []
-        for _ in range(steps):
-            pipeline.step(batch)
-            timelines.append(pipeline.measured())
-        middle = sorted(timelines, key=lambda t: t.step_s)[len(timelines) // 2]
-        found = Run(
-            ledger_bytes=pipeline.ledger.peak,
-            host_bytes=pipeline.ledger.host_peak,
-            step_s=middle.step_s,
-            timeline=middle,
-            gradients=gradients,
-        )
-        if cuda:
-            stats = torch.cuda.memory_stats()
-            found = replace(
-                found,
-                allocator_bytes=stats["active_bytes.all.peak"] - before,
-                tensors_bytes=torch.cuda.max_memory_allocated() - before,
-                reserved_bytes=torch.cuda.max_memory_reserved(),
-                pinned_bytes=getattr(pipeline.tier, "pinned_bytes", 0),
-            )
-    return found
-
-
-def kind(event: Event) -> str:
-    """What an event is: "F", "B", "d2h", "h2d", "wait" for a copy, or anything else."""
-    name = re.sub(r"\d+", "", event.action)
-    if event.stream == "recv":
-        return "wait" if name in ("OFFLOAD", "RELOAD") else ""
-    return name if event.stream == "compute" else event.stream
-
-
-def total_s(timeline: Timeline, *kinds: str) -> float:
-    return sum(event.duration_s for event in timeline.events if kind(event) in kinds)
-
-
-def action_times(timeline: Timeline) -> dict[str, float]:
-    """Median seconds of one F, B and copy each way."""
-    spans: dict[str, list[float]] = defaultdict(list)
-    for event in timeline.events:
-        spans[kind(event)].append(event.duration_s)
-    return {name: median(spans[name]) for name in ("F", "B", "d2h", "h2d") if name in spans}
-
-
-def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest, over parameters, of the distance relative to the gradient's norm."""
-    assert found.keys() == expected.keys()
-    return max(
-        float((found[n] - grad).norm() / grad.norm().clamp_min(torch.finfo(grad.dtype).tiny))
-        for n, grad in expected.items()
-    )
-
-
-def row_of(setup: Setup, choice: Choice, plan: Plan, found: Run, kept: Run) -> dict[str, Any]:
-    """One line of the table and of the file."""
-    by_profile, by_roofline = (setup.predicted(plan, by) for by in ("profile", "roofline"))
-    expected = plan.stages[0].memory.total
-    copies_s = total_s(found.timeline, "d2h", "h2d")
-    exposed_s = found.step_s - kept.step_s - plan.microbatches * plan.stages[0].recompute_s
-    given = list(choice.treatments.values())
-    return {
-        "policy": choice.name,
-        "cap_share_asked": choice.asked,
-        "cap_share": choice.cap / setup.kept_bytes,
-        "cap_bytes": int(choice.cap),
-        "recomputed": given.count("recompute"),
-        "offloaded": given.count("offload"),
-        "peak_bytes": {
-            "model": expected,
-            "simulated": by_profile.peak_bytes(0),
-            "ledger": found.ledger_bytes,
-            "allocator": found.allocator_bytes,
-            "tensors": found.tensors_bytes,
-            "reserved": found.reserved_bytes,
-        },
-        "model_over_ledger": expected / found.ledger_bytes,
-        "model_over_allocator": expected / found.allocator_bytes if found.allocator_bytes else None,
-        "host_bytes": {
-            "simulated": by_profile.peak_bytes(0, "host"),
-            "ledger": found.host_bytes,
-            "pinned": found.pinned_bytes,
-        },
-        "action_s": {
-            "measured": action_times(found.timeline),
-            "profile": action_times(by_profile),
-            "roofline": action_times(by_roofline),
-        },
-        "step_s": {
-            "measured": found.step_s,
-            "profile": by_profile.step_s,
-            "roofline": by_roofline.step_s,
-            "kept": kept.step_s,
-        },
-        "copies_s": copies_s,
-        "waited_for_copies_s": total_s(found.timeline, "wait"),
-        "hidden": 1 - exposed_s / copies_s if copies_s else None,
-        "gradient_difference": difference(found.gradients, kept.gradients),
-    }
-
-
-def compare(setup: Setup, caps: Sequence[float], steps: int, directory: Path) -> Iterator[dict[str, Any]]:
-    """A row per policy, the kept run first and again last; one that fails has its error instead."""
-    kept: Run | None = None
-    choices = list(setup.choices(caps))
-    for choice in (*choices, replace(choices[0], name="keep again")):
-        plan = setup.plan(choice)
+def memory(setup: Setup) -> Iterator[Finding]:
+    kept = setup.plan()
+    whole = kept.stages[0].memory.total
+    ways: dict[str, Callable[[], Plan]] = {"keep": lambda: kept}
+    for way in ("recompute", "offload"):
+        ways[way] = lambda way=way: setup.plan(memory=int(0.7 * whole), treatments=way, planner="exact")
+    losses: dict[str, list[float]] = {}
+    for way, make in ways.items():
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
         try:
-            found = run(setup, plan, steps, directory)
-        except (PipeloomError, torch.OutOfMemoryError) as error:
-            yield {"policy": choice.name, "cap_share_asked": choice.asked, "failed": str(error)}
-            if kept is None:
-                return
+            with setup.pipeline(replace(make(), caps=())) as pipeline:
+                losses[way] = [pipeline.step(setup.batch(seed)) for seed in range(STEPS - 1)]
+                pipeline.ledger.restart_peak()
+                torch.accelerator.reset_peak_memory_stats()
+                losses[way].append(pipeline.step(setup.batch(STEPS - 1)))
+                peak = torch.accelerator.max_memory_allocated() - before
+                beyond = torch.accelerator.max_memory_reserved() - torch.accelerator.max_memory_allocated()
+                off = pipeline.ledger.peak / peak - 1
+        except PipeloomError as error:
+            yield Finding(f"{way}: a run", "failed", "trains", str(error))
             continue
-        kept = kept or found
-        yield row_of(setup, choice, plan, found, kept)
+        problem = f"the ledger has {pipeline.ledger.peak:,} bytes, the allocator {peak:,}"
+        yield Finding(f"{way}: ledger over allocator", off, "within 3 %", problem if abs(off) > 0.03 else "")
+        yield Finding(f"{way}: reserved beyond, MiB", beyond / 2**20, "whatever it is: it is in no plan")
+        same = max(abs(a - b) / abs(b) for a, b in zip(losses[way], losses["keep"], strict=True))
+        problem = "treated residuals have other numbers" if same > 1e-5 else ""
+        yield Finding(f"{way}: losses against keep", same, "at most 1e-05", problem)
 
 
-def judged(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong, in sentences. Kernels that add in any order (attention's backward on CUDA) make two kept
-    runs differ; others may differ by some times as much, as the norm of a sum of such differences does."""
-    wrong = [
-        f"{row['policy']} at {row['cap_share_asked']} failed: {row['failed']}"
-        for row in rows
-        if "failed" in row
-    ]
-    again = [row for row in rows if row["policy"] == "keep again" and "failed" not in row]
-    limit = max(1e-6, 10 * again[0]["gradient_difference"]) if again else 1e-6
-    return wrong + [
-        f"gradients with {row['policy']} at {row['cap_share']:.2f} of the kept peak differ by "
-        f"{row['gradient_difference']:.1e} of their norm, more than {limit:.1e}"
-        for row in rows
-        if row.get("gradient_difference", 0.0) > limit
-    ]
+def host(setup: Setup) -> Iterator[Finding]:
+    with setup.pipeline(setup.plan()) as pipeline:
+        for seed in range(2):
+            pipeline.step(setup.batch(seed))
+        waits = host_waits(setup.device, lambda: pipeline.step(setup.batch(2)))
+    if waits is None:
+        yield Finding("waits of the host in a step", "not counted", "1: only CUDA counts them")
+    else:
+        problem = "; ".join(waits) if len(waits) > 1 else ""
+        yield Finding("waits of the host in a step", len(waits), "1: it reads the losses", problem)
+    row = host_time.measure(4, MICROBATCHES, 20, setup.device)
+    ratio = row["step"]
+    assert isinstance(ratio, float)
+    problem = "profile it with py-spy" if ratio > 1.1 else ""
+    yield Finding("host time of a step of tiny ops over plain PyTorch", ratio, "at most 1.1", problem)
+    yield Finding("us an op", str(row["us an op"]), "whatever it is")
 
 
-def _tell(what: str) -> None:
-    print(f"measuring {what}", flush=True)
+def host_waits(device: str, step: Callable[[], object]) -> list[str] | None:
+    """Where the host waited for the device, as CUDA warns of it; None where nothing counts that."""
+    if device != "cuda":
+        return None
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
 
-def device_of(device: str, cluster: str | None, directory: Path) -> Cluster:
-    """One device with a link to the host: measured, or named and, for files, the link measured."""
-    if cluster is None:
-        given = directory if device == "cpu" else None
-        return detect(device, devices=1, directory=given, progress=_tell).cluster
-    found = find_cluster(cluster)
-    one = found.devices[0]
-    if one.host_link is None:
-        out, back, _ = file_tier(directory)
-        room = free_disk(directory)
-        one = replace(one, host_link=out, host_link_back=back, host_memory_bytes=room)
-    return replace(found, devices=(one,))
+def forecast(setup: Setup) -> Iterator[Finding]:
+    with setup.pipeline(setup.plan()) as pipeline:
+        predicted = pipeline.predict().step_s
+        reports = list(pipeline.steps(setup.batch(seed) for seed in range(STEPS + 2)))
+    measured = median(report.step_s for report in reports[2:])
+    off = predicted / measured - 1
+    problem = f"predicted {predicted:.4f} s, measured {measured:.4f} s" if abs(off) > 0.1 else ""
+    yield Finding("a step as predicted over as measured", off, "within 10 %", problem)
 
 
-def card(device: str) -> dict[str, Any]:
-    """The processor, and on CUDA the card with its driver."""
-    found = describe_machine()
-    if device == "cuda":
+def ranks(setup: Setup) -> Iterator[Finding]:
+    if (there := torch.accelerator.device_count()) < 2:
+        yield Finding(
+            "two ranks", "not run", f"two devices: there is {there}, and two ranks cannot share one"
+        )
+        return
+    with setup.pipeline(setup.plan()) as pipeline:
+        expected = [pipeline.step(setup.batch(seed)) for seed in range(STEPS)]
+    for schedule in ("1f1b", "zb_h1"):
+        first, second = on_ranks(train_rank, 2, setup.device, asdict(setup.size), schedule)
+        off = max(abs(a - b) / abs(b) for a, b in zip(first["losses"], expected, strict=True))
+        problem = "a message is wrong, or read before it is there" if off > 1e-4 else ""
+        yield Finding(f"{schedule}: losses against one rank", off, "at most 0.0001", problem)
+        devices = f"{first['device']} {second['device']}"
+        problem = "both ranks compute on one device" if first["device"] == second["device"] else ""
+        yield Finding(f"{schedule}: devices", devices, "two", problem)
+
+
+def train_rank(device: str, size: Mapping[str, int], schedule: str) -> dict[str, Any]:
+    setup = Setup(device, Size(**size))
+    with setup.pipeline(setup.plan(ranks=2, schedule=schedule)) as pipeline:
+        losses = [pipeline.step(setup.batch(seed)) for seed in range(STEPS)]
+        return {"losses": losses, "device": str(pipeline.device)}
+
+
+PHASES = {each.__name__: each for each in (numbers, memory, host, forecast, ranks)}
+
+
+def described(device: str) -> dict[str, Any]:
+    """The machine, its accelerators, and where there is one, the driver."""
+    module = torch.get_device_module(device)
+    names = [str(module.get_device_name(i)) for i in range(torch.accelerator.device_count())]
+    found: dict[str, Any] = describe_machine() | {"devices": names, "cuda": torch.version.cuda}
+    if device == "cuda" and torch.version.cuda is not None:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = "unknown: nvidia-smi is not there"
-        if shutil.which(asked[0]):
-            driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
-        found |= {
-            "card": torch.cuda.get_device_name(),
-            "driver": driver,
-            "cuda": torch.version.cuda,
-            "capability": torch.cuda.get_device_capability(),
-        }
-    return found
+        found["driver"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    return found | {"hip": torch.version.hip}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
-    parser.add_argument("--cluster", help="figures of the device by name or file, instead of measuring it")
-    parser.add_argument("--dtypes", nargs="*", choices=["float32", "bfloat16"], help="bfloat16: autocast")
-    parser.add_argument("--caps", nargs="*", type=float, default=list(CAPS), help="shares of the kept peak")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps per policy")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--rows", type=int, help="per micro-batch; halved until the kept run fits")
-    parser.add_argument("--directory", type=Path, help="for offloaded residuals of the CPU")
-    return parser.parse_args()
+def check(setup: Setup, names: list[str]) -> list[Finding]:
+    findings: list[Finding] = []
+    for name in names:
+        begin = time.perf_counter()
+        made = list(PHASES[name](setup))
+        print_table([asdict(finding) for finding in made], f"{name}: {time.perf_counter() - begin:.0f} s")
+        findings += made
+    return findings
 
 
 def main() -> int:
-    options = arguments()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("gpu_check: this Python's torch sees no CUDA device, so nothing was checked.", file=sys.stderr)
+    parser = parser_of(__doc__, PHASES)
+    parser.add_argument("--small", action="store_true", help="a tiny model, for what computes on the CPU")
+    arguments = parser.parse_args()
+    if (device := named_device("auto")) == "cpu":
+        print("gpu_check: this Python's torch sees no accelerator, so nothing was checked.", file=sys.stderr)
         return 1
-    if find_spec("transformers") is None:
-        print("gpu_check: the stage is from transformers, which this Python lacks.", file=sys.stderr)
-        return 1
-    own = SIZES[options.device]
-    size = replace(own, layers=options.layers or own.layers, rows=options.rows or own.rows)
-    directory = options.directory or Path(tempfile.gettempdir())
-    cluster = device_of(options.device, options.cluster, directory)
-    print(*(f"{name} {value}" for name, value in card(options.device).items()), sep=", ")
-    print(cluster.devices[0], flush=True)
-    wrong = []
-    for dtype in options.dtypes or (["float32"] if options.device == "cpu" else ["float32", "bfloat16"]):
-        autocast = None if dtype == "float32" else getattr(torch, dtype)
-        setup = fitting(size, options.device, autocast, cluster)
-        rows = list(compare(setup, options.caps, options.steps, directory))
-        print_table(rows, f"{dtype}: times in seconds, sizes in bytes")
-        print(setup.size)
-        wrong += [f"{dtype}: {what}" for what in judged(rows)]
-    print(*wrong, sep="\n")
-    return 1 if wrong else 0
+    machine = described(device)
+    print(*(f"{name} {value}" for name, value in machine.items()), sep=", ", flush=True)
+    findings = check(Setup(device, SMALL if arguments.small else LARGE), arguments.parts)
+    folder = FOLDER / "results"
+    folder.mkdir(exist_ok=True)
+    file = folder / f"gpu_check_{device}_{machine['date']}.json"
+    file.write_text(json.dumps({"machine": machine, "findings": [asdict(f) for f in findings]}, indent=1))
+    print(f"written to {file}")
+    differ = [f"{finding.what} is {finding.found}, expected {finding.expected}: {finding.problem}"
+              for finding in findings if finding.problem]  # fmt: skip
+    print(*differ, sep="\n")
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def parser_of(doc: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentPa
     """A script's options. With parts, its positional arguments choose among them; by default all run."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if parts := [*parts]:
-        parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
+        parser.add_argument("parts", nargs="*", metavar="part", choices=[*parts, parts, []], default=parts)
     return parser
 
 

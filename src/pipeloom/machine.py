@@ -36,15 +36,18 @@ def detect(
 ) -> Detected:
     """Measure this machine's devices.
 
-    kind: "cpu" or "cuda".  devices: so many processes of one thread each, by default one per core; of the
+    kind: "cpu", a type of accelerator such as "cuda", or "auto".
+    devices: so many processes of one thread each, by default one per core; of the
     GPUs the first so many, by default all.  directory: where files of offloaded tensors would be, for the
     CPU; without it, it has nowhere to offload to.  progress: told what is measured next.
     """
     if devices is not None and devices < 1:
         raise ConfigError(f"{devices} devices to measure", hint="use at least 1")
     refuse_too_many(devices or 0)
-    if kind == "cuda":
-        return _gpus(devices, directory, progress)
+    from .options import named_device
+
+    if (kind := named_device(kind)) != "cpu":
+        return _gpus(kind, devices, directory, progress)
     return _processes(devices or usable_cores(), directory, progress)
 
 
@@ -110,12 +113,12 @@ def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
     return Link(**{key: row.value for key, row in rows.items()}), list(rows.values())
 
 
-def _gpus(count: int | None, directory: Path | None, progress: Callable[[str], None]) -> Detected:
+def _gpus(kind: str, count: int | None, directory: Path | None, progress: Callable[[str], None]) -> Detected:
     import torch
 
     from .profiler.host_copies import gpu_links, shared_uplinks
 
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if there < (count or 1):
         raise ConfigError(
             f"{count or 1} GPUs to measure, and this machine has {there}",
@@ -126,7 +129,7 @@ def _gpus(count: int | None, directory: Path | None, progress: Callable[[str], N
             "a directory for offloaded tensors was given for GPUs",
             hint="leave it out: GPUs offload to the host's memory",
         )
-    wheres = [torch.device("cuda", index) for index in range(count or there)]
+    wheres = [torch.device(kind, index) for index in range(count or there)]
     devices, rows = _distinct(wheres, progress)
     first = devices[0].host_link
     assert first is not None, "GPUs have a link to the host"
@@ -152,19 +155,20 @@ def _distinct(
 
     from .profiler.detect import detect_device, free_memory
     from .profiler.host_copies import pinned_copies
+    from .profiler.measure_op import device_name
 
     kinds: dict[str, Device] = {}
     rows: list[Measurement] = []
     devices = []
     host_bytes = free_memory(torch.device("cpu")) // len(wheres)
     for where in wheres:
-        name = torch.cuda.get_device_name(where)
+        name = device_name(where)
         if name not in kinds:
             progress(name)
-            with torch.cuda.device(where):
+            with torch.accelerator.device_index(where.index):
                 device, figures = detect_device(where)
                 out, back, copies = pinned_copies(where)
-                torch.cuda.empty_cache()
+                torch.accelerator.empty_cache()
             kinds[name] = replace(device, host_link=out, host_link_back=back, host_memory_bytes=host_bytes)
             rows += [replace(row, name=f"{name}: {row.name}") for row in (*figures, *copies)]
         devices.append(replace(kinds[name], memory_bytes=free_memory(where)))

@@ -15,6 +15,15 @@ from .ir.errors import ConfigError
 from .tracer.autocast import Autocast
 
 
+def named_device(name: str) -> str:
+    """The device that "auto" means here: PyTorch's accelerator if there is one, else "cpu". Another name is
+    given back."""
+    if name != "auto":
+        return name
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 def mixed_precision(dtype: torch.dtype | None, device: str) -> Autocast | None:
     """How a model is captured that trains with this `Options.autocast` on a device ("cuda:1").
 
@@ -32,7 +41,8 @@ def mixed_precision(dtype: torch.dtype | None, device: str) -> Autocast | None:
 class Options:
     """How a pipeline runs.
 
-    device: "cpu"; "cuda" for the GPU of this rank's number on its node (LOCAL_RANK); or "cuda:1".
+    device: "cpu"; "cuda" for the GPU of this rank's number on its node (LOCAL_RANK); "cuda:1"; or
+    "auto": PyTorch's accelerator if it has one here, else "cpu".
     seed: of the initial weights and of random ops.
     clip_norm: limit of the gradients' global norm (2-norm, over all ranks); None leaves them as they are.
     scheduler: optimizer -> LR scheduler, stepped once a step. If the job's optimizer only holds others, it is
@@ -48,12 +58,12 @@ class Options:
 
     Raises: ConfigError for an `autocast` that cannot be trained with.
 
-    >>> options = Options(clip_norm=1.0, accumulate=2, autocast=torch.bfloat16)
+    >>> options = Options(device="cpu", clip_norm=1.0, accumulate=2, autocast=torch.bfloat16)
     >>> options.device, options.timeout_s
     ('cpu', 300.0)
     """
 
-    device: str = "cpu"
+    device: str = "auto"
     seed: int = 0
     clip_norm: float | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -66,4 +76,5 @@ class Options:
     compare: bool = field(default_factory=lambda: os.environ.get("PIPELOOM_COMPARE") != "0")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", named_device(self.device))
         mixed_precision(self.autocast, self.device)

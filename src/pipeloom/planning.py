@@ -93,8 +93,8 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
 
 
 def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:
-    """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda"), whatever is kept of
-    earlier measurements.
+    """Measure every op of a captured model on this machine's `device` ("cpu", "cuda" or "auto"), whatever is
+    kept of earlier measurements.
 
     captured: what `capture` gave; its micro-batch size is that of the costs.
     compile: the costs are those that ops have in stages that torch.compile made. How these compare with
@@ -112,11 +112,12 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     >>> measured.source, measured.batch, measured.costs["linear"].forward_s > 0
     ('measured', ('input[4,8]float32',), True)
     """
+    from .options import named_device
     from .profiler.measure_modules import measure_modules  # only now: these import torch
     from .profiler.measure_ops import measure
     from .ranks import usable_device
 
-    usable_device(device)
+    usable_device(device := named_device(device))
     if captured.graph.fallback:
         eager = measure_modules(captured, device=device)
     else:  # by the thread's own time: what others take of the core, as ranks that start, is none of an op

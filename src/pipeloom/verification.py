@@ -127,7 +127,8 @@ def verify(
     the model draws random numbers it draws those of its captured graph, run uncut; if it cannot, that graph
     is what the pipeline is compared with, and `reference` says so.
 
-    job, plan: as a `Pipeline` gets them.  options: of both runs; `keep_gradients` is on and `compare` off.
+    job, plan: as a `Pipeline` gets them.  options: of both runs, which are on the CPU; `keep_gradients` is on
+    and `compare` off.
     tolerance: relative; by default what the coarsest dtype of the parameters explains.
     seed: for `Job.batch`, which gives the rows of one step.
     captured: the job's model, captured for the plan's micro-batches, if it is at hand.
@@ -150,7 +151,7 @@ def verify(
     """
     require_runnable_plan(plan)
     require_training(plan)
-    options = replace(options or Options(), keep_gradients=True, compare=False)
+    options = replace(options or Options(), device="cpu", keep_gradients=True, compare=False)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * (rows or plan.microbatch_size))
     pipelined = pipelined_step(job, plan, options, batch, captured)

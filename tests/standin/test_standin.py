@@ -19,6 +19,7 @@ RULES = ("check_order.py", "check_memory.py", "check_host.py", "check_ops.py", "
     [
         pytest.param(RULES, id="rules"),
         pytest.param(("check_pipelines.py",), marks=pytest.mark.slow, id="pipelines"),
+        pytest.param(("check_gpu_check.py",), marks=pytest.mark.slow, id="gpu check"),
         pytest.param(("check_two_ranks.py::test_every_plan",), marks=pytest.mark.slow, id="every plan"),
         pytest.param(
             ("check_two_ranks.py::test_what_two_ranks_lack_is_reported",), marks=pytest.mark.slow, id="lacks"

@@ -12,7 +12,8 @@ import zoo
 from runs import capture_of, even
 
 from pipeloom import Job
-from pipeloom.ir.memory_policy import residual_names
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.memory_policy import Treatment, residual_names
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import Stage, cut
 from pipeloom.profiler.measure_ops import measure
@@ -160,3 +161,17 @@ def test_a_planner_names_what_the_stages_keep(name: str) -> None:
                 else:
                     assert excused(captured, residual, NOT_SAID.get(name, ())), residual
             assert found == further
+
+
+def test_a_plan_may_name_what_another_devices_kernel_keeps() -> None:
+    """Attention keeps the random state on some devices: one more result of the op, which is not here."""
+    captured = capture_of(zoo.job("gpt"))
+    stages = cut(captured.graph, even(captured.graph, 1))
+    names = stage_functions(captured, stages, 0).residual_bytes
+    attention = next(name for name in names if name.startswith("scaled_dot_product_attention"))
+    treatments: dict[str, Treatment] = {attention: "offload", f"{attention.partition('.')[0]}.7": "offload"}
+    functions = stage_functions(captured, stages, 0, treatments=treatments)
+    assert functions.offloaded >= {attention} and functions.residual_bytes == names
+    for other in ("no_such_op", "no_such_op.7"):
+        with pytest.raises(PlanError, match="name"):
+            stage_functions(captured, stages, 0, treatments={other: "offload"})

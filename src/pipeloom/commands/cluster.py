@@ -90,7 +90,7 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
 
 
 @cluster.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="What to measure.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="cpu", help="What to measure.")
 @click.option("--devices", type=click.IntRange(1), help="How many; by default one per core, or all GPUs.")
 @click.option(
     "--directory",

@@ -15,7 +15,7 @@ import torch
 from ..ir.cluster import Device, MiB
 from ..tracer.autocast import Autocast
 from .efficiency import ON_CPU, ON_GPU, measure_efficiency
-from .measure_op import Timer, torch_threads
+from .measure_op import Timer, device_name, torch_threads
 from .measurement import Measurement, summarise_runs
 
 BF16 = torch.bfloat16
@@ -34,23 +34,23 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measurement]]:
 
     Memory: on a GPU what is free, on the CPU all of the machine's.
     """
-    cuda = where.type == "cuda"
-    has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    accelerated = where.type != "cpu"
+    has_bf16 = not accelerated or torch.get_device_module(where).is_bf16_supported(including_emulation=False)
     timer = Timer(where, thread_time)
     with torch_threads(1):
         products = [measured_product(dtype, timer) for dtype in DTYPES if has_bf16 or dtype is not BF16]
         bandwidth = summarise_runs("memory_bytes_per_s", _bandwidths(timer), "B/s")
         launch = summarise_runs("launch_s", _launches(where), "s")
     device = Device(
-        name=torch.cuda.get_device_name(where) if cuda else "cpu",
+        name=device_name(where),
         memory_bytes=free_memory(where),
         flops_per_s={rate.name.removeprefix("flops_per_s."): rate.value for rate in products},
         memory_bytes_per_s=bandwidth.value,
         launch_s=launch.value,
     )
-    autocast = Autocast(BF16 if has_bf16 else torch.float16, "cuda") if cuda else None
+    autocast = Autocast(BF16 if has_bf16 else torch.float16, where.type) if accelerated else None
     classes = measure_efficiency(
-        device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S
+        device, where, sizes=ON_GPU if accelerated else ON_CPU, autocast=autocast, budget_s=SHARES_S
     )
     efficiency = {share.name: share.value for share in classes}
     efficiency["default"] = efficiency["elementwise"]
@@ -60,15 +60,15 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measurement]]:
 
 def free_memory(where: torch.device) -> int:
     """Bytes of a GPU that a program can take now; of the CPU, all of the machine's memory."""
-    if where.type == "cuda":
-        return int(torch.cuda.mem_get_info(where)[0]) + torch.cuda.memory_reserved(where)
+    if where.type != "cpu":
+        return int(torch.accelerator.get_memory_info(where)[0]) + torch.accelerator.memory_reserved(where)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PRODUCT_S) -> Measurement:
     """Operations per second of the fastest square product; sizes double until the budget is spent."""
     until = perf_counter() + budget_s  # however much of that the thread gets
-    size = 2048 if timer.device.type == "cuda" else 128
+    size = 128 if timer.device.type == "cpu" else 2048
     best: list[float] = []
     while True:
         a, b = (torch.ones(size, size, dtype=dtype, device=timer.device) for _ in range(2))
@@ -84,7 +84,7 @@ def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PROD
 
 def _bandwidths(timer: Timer) -> list[float]:
     """Bytes per second of additions of tensors far larger than the caches: two reads and a write."""
-    numbers = (1024 if timer.device.type == "cuda" else 64) * MiB // 4
+    numbers = (64 if timer.device.type == "cpu" else 1024) * MiB // 4
     a, b, out = (torch.ones(numbers, device=timer.device) for _ in range(3))
     return [3 * a.nbytes / took for took in timer.samples(lambda: torch.add(a, b, out=out), 1.0)]
 
@@ -94,12 +94,12 @@ def _launches(where: torch.device) -> list[float]:
     x = torch.zeros(8, device=where)
 
     def one() -> float:
-        clock = perf_counter if where.type == "cuda" else thread_time
+        clock = thread_time if where.type == "cpu" else perf_counter
         start = clock()
         for _ in range(LAUNCHES):
             torch.add(x, x)
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if where.type != "cpu":
+            torch.accelerator.synchronize(where)
         return (clock() - start) / LAUNCHES
 
     return [one() for _ in range(10)][1:]

@@ -122,13 +122,13 @@ def _at_once(
     took = []
     for _ in range(REPEATS):
         for i in members:
-            torch.cuda.synchronize(devices[i])
+            torch.accelerator.synchronize(devices[i])
         start = perf_counter()
         for i in members:
-            with torch.cuda.device(devices[i]):
+            with torch.accelerator.device_index(devices[i].index):
                 copies[i]()
         for i in members:
-            torch.cuda.synchronize(devices[i])
+            torch.accelerator.synchronize(devices[i])
         took.append(perf_counter() - start)
     return median(took[1:])
 
@@ -138,7 +138,7 @@ def gpu_links(devices: Sequence[torch.device]) -> tuple[dict[tuple[int, int], Li
     links, rates, latencies = {}, [], []
     for a, b in combinations(range(len(devices)), 2):
         timer = Timer(devices[a])
-        with torch.cuda.device(devices[a]):
+        with torch.accelerator.device_index(devices[a].index):
             large, small = (_peer_copy(devices[a], devices[b], size) for size in (COPY_BYTES, 8))
             rate = COPY_BYTES / timer(large, 0.1)
             latency = timer(small, 0.02)

@@ -75,11 +75,11 @@ class Timer:
         return times
 
     def once(self, run: Callable[[], Any]) -> float:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             start = self.clock()
             run()
             return self.clock() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         begin.record()
         run()
         end.record()
@@ -102,9 +102,14 @@ def each_once(
     return {name: measured[key] for name, key in signatures.items()}
 
 
+def device_name(device: torch.device) -> str:
+    """Of an accelerator what its maker calls it."""
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
 def measured_profile(graph: OpGraph, device: torch.device, costs: Mapping[str, OpCost]) -> Profile:
     return Profile(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(device),
         source="measured",
         graph=graph.fingerprint,
         batch=batch_text(graph.inputs),
@@ -252,13 +257,14 @@ def _scratch(timer: Timer, run: Callable[[], Any]) -> tuple[Any, int, float]:
     """The results of a function, the most bytes alive on the way beyond those that it leaves, and on the CPU
     the seconds that it took."""
     device = timer.device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         results = run()
-        torch.cuda.synchronize(device)
-        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        torch.accelerator.synchronize(device)
+        peak = torch.accelerator.max_memory_allocated(device)
+        after = torch.accelerator.memory_allocated(device)
         return results, max(0, peak - max(before, after)), 0.0
     start = timer.clock()
     with LiveBytes() as alive:

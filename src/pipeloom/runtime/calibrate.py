@@ -109,7 +109,9 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
         optimizer.state.update(copy.deepcopy(state, {id(p): p for p in state}))
     times_s: list[float] = []
     try:
-        with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
+        devices = {p.device for p in params if p.device.type != "cpu"}
+        kind = next((device.type for device in devices), "cuda")
+        with torch.random.fork_rng(devices, device_type=kind):
             while len(times_s) < (LONG_STEPS if times_s and times_s[0] > LONG_S else STEPS):
                 for name in weights.summed.sums:
                     weights.summed.total(name)

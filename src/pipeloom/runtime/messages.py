@@ -99,7 +99,8 @@ def unpack(message: Message, buffer: Tensor) -> list[Tensor]:
 
 
 class BufferPool:
-    """Flat byte buffers, kept by size after use and handed out again.
+    """Flat byte buffers, on the CPU kept by size after use and handed out again. Accelerators have allocators
+    that keep what is freed: there it is theirs to give to anybody.
 
     used_bytes: bytes of buffers in use.  idle_bytes: bytes kept for reuse.
     """
@@ -126,9 +127,10 @@ class BufferPool:
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that `take` gave."""
         size = buffer.numel()
-        self._idle.setdefault(size, []).append(buffer)
-        self.idle_bytes += size
         self.used_bytes -= size
+        if self._device.type == "cpu":
+            self._idle.setdefault(size, []).append(buffer)
+            self.idle_bytes += size
 
     def drop_unused(self) -> None:
         """Free idle buffers of sizes not taken since the last call, as after a change of sequence length."""

@@ -85,6 +85,14 @@ def nccl_group(
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
 
 
+def connecting_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """
+    >>> connecting_order([(0, 1), (1, 0), (1, 2), (2, 3)])
+    [(0, 1), (2, 3), (1, 0), (1, 2)]
+    """
+    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
+
+
 class NcclTransport:
     """Point-to-point on two groups, sums on the given group, control data on a gloo group.
 
@@ -120,8 +128,11 @@ class NcclTransport:
         self._to_shut_down = [self._to_higher, self._to_lower]
         # Make all communicators now, in one order on all ranks. A communicator is made by the first transfer
         # of its pair and blocks both ends until then; on demand, two ranks could each block for another one.
+        # Every other pair of a chain comes first: these have no rank in common, and are made at once.
         token = torch.zeros(1, dtype=torch.uint8, device=device)
-        for source, target in sorted(permutations(range(self.ranks), 2) if pairs is None else pairs):
+        for source, target in connecting_order(
+            permutations(range(self.ranks), 2) if pairs is None else pairs
+        ):
             if self.rank == source:
                 self._lane(source, target).send([token], target, 0).wait()
             elif self.rank == target:

@@ -127,6 +127,13 @@ class Wiring:
         self.differentiable = self.functions.differentiable
         self.peak_bytes: dict[Kind, int] = {}
         self.left_bytes: dict[Kind, int] = {}
+        self._activation_bytes: dict[Kind, int] = {}
+
+    def activation_bytes(self, kind: Kind, tensors: Tensors) -> int:
+        """Of what an action has made and leaves; counted once of a graph, which always leaves the same."""
+        if kind not in self._activation_bytes or not self.functions.leaves_the_same:
+            self._activation_bytes[kind] = activation_bytes(tensors)
+        return self._activation_bytes[kind]
 
     def needed_bytes(self, kind: Kind) -> int:
         peak = self.peak_bytes.get(kind)
@@ -430,7 +437,7 @@ class Rank:
             else:
                 outputs = functions.evaluate(parameters, inputs)
         if self._training:
-            size = activation_bytes(kept.residuals)
+            size = work.wiring.activation_bytes(F, kept.residuals)
             self._count_peak(work, residuals=size, boundary=work.wiring.sent_bytes)
             self._count_residuals(work.text, kept, size)
         if self.look is not None:
@@ -477,7 +484,7 @@ class Rank:
                 made |= {f"gradient of {n}": sums.sums[n] for n in functions.params if n in sums.touched}
                 self.look(work.text, work.key[0], made, state=parameters)
         kept.residuals, kept.output_grads = {}, {}
-        left = activation_bytes(kept.carried) if kind == I else 0
+        left = work.wiring.activation_bytes(I, kept.carried) if kind == I else 0
         self._count_residuals(work.text, kept, left - kept.residual_bytes)
         if kind != I or not work.wiring.differentiable:
             self._release_inputs(kept)
@@ -494,7 +501,7 @@ class Rank:
         with self.recorder.record("compute", work.text):
             residuals = work.wiring.functions.recompute(parameters, kept.residuals)
         kept.residuals |= residuals
-        size = activation_bytes(residuals)
+        size = work.wiring.activation_bytes(RECOMPUTE, residuals)
         self._count_peak(work, residuals=size, boundary=0)
         self._count_residuals(work.text, kept, size)
 

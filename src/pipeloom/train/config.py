@@ -93,7 +93,11 @@ class PipelineConfig(PlanSettings):
     """How the model is spread: the settings of a plan, and those of the ranks that run it."""
 
     accumulate: int = setting(1, "Times that the micro-batches run before the weights change.", least=1)
-    device: str = setting("cpu", "What ranks compute on.", words=("cpu", "cuda"))
+    device: str = setting(
+        "auto",
+        "What ranks compute on: auto is an accelerator of any type if PyTorch has one here, else the CPU.",
+        words=("auto", "cpu", "cuda"),
+    )
     autocast: str | None = setting(None, "Mixed precision, in this dtype: bfloat16.")
     plan: str | None = setting(
         None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"

@@ -99,7 +99,7 @@ class RankProcesses:
         from ..tracer.handover import hand_over, hand_over_evaluation
         from ..tracer.job_calls import sample_batch
 
-        autocast = mixed_precision(autocast_of(config), config.pipeline.device)
+        autocast = mixed_precision(autocast_of(config), device_of(config))
         if captured is None:
             captured = capture(job, plan.microbatch_size, autocast=autocast)
         training = hand_over(captured)
@@ -131,6 +131,12 @@ def ranks_of(plan: Plan) -> int:
     return len(set(plan.placement))
 
 
+def device_of(config: Config) -> str:
+    from ..options import named_device
+
+    return named_device(config.pipeline.device)
+
+
 def autocast_of(config: Config) -> torch.dtype | None:
     import torch
 
@@ -160,7 +166,7 @@ def trace_ahead(config: Config, plan: Plan, model: HandedModel) -> None:
 
     Raises: CaptureError as `take_over`, which then raises it again.
     """
-    if config.pipeline.device != "cpu":
+    if device_of(config) != "cpu":
         return
     from ..rank_stages import make_variant
     from ..tracer import handover

@@ -36,7 +36,7 @@ from ..tracer.job import load_job
 from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
-from .rank_processes import HandedModel, RankProcesses, autocast_of, ranks_of, run_rank, take_over
+from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, ranks_of, run_rank, take_over
 from .report import RunReport
 from .run_directory import has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
@@ -187,14 +187,14 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
         model: dict[str, Any] = {}
-        if settings.device != "cpu" or settings.autocast is not None:
+        if (device := device_of(config)) != "cpu" or settings.autocast is not None:
             captured = capture(
                 workload.job,
                 settings.microbatch_size,
                 autocast=autocast_of(config),
-                device=settings.device,
+                device=device,
             )
-            profiled = profile(captured, device=settings.device, compile=settings.compile)
+            profiled = profile(captured, device=device, compile=settings.compile)
             model = {"captured": captured, "profiled": profiled}
         clips = settings.clips or bool(config.optimizer.clip_norm)
         plan, planned = plan_size(make_request(workload.job, settings, clips=clips), workload.job, **model)

@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..ir.errors import ConfigError
+from ..options import named_device
 from ..tracer.job import Job, load_job
 from .config import Config
 from .model import GPT
@@ -113,7 +114,7 @@ def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimi
         lr=settings.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=settings.weight_decay,
-        fused=config.pipeline.device != "cpu" or None,  # without scratch
+        fused=named_device(config.pipeline.device) != "cpu" or None,  # without scratch
     )
 
 

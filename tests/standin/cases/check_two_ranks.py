@@ -16,6 +16,8 @@ import two_ranks
 SCRIPT = Path(two_ranks.__file__)
 READS_LOSS = "copy to the host batches.py"
 """The only wait of the host in a step."""
+COUNTS_MORE = "wide zb_v"
+"""Here the ledger counts two messages, 3.4 %, more than the device holds."""
 
 
 @cache
@@ -38,6 +40,9 @@ def test_every_plan(name: str) -> None:
     for expected, found in zip(lines("cpu", *words), lines("standin", *words), strict=True):
         here, there = dict(expected[index]), dict(found[index])
         assert not here.pop("waits")
+        (ledger, allocated), _ = there.pop("peaks"), here.pop("peaks")
+        if two_ranks.CASES[name].wide:
+            assert 0.97 * allocated <= ledger <= allocated * (1.05 if name == COUNTS_MORE else 1.03)
         assert there.pop("waits") == [READS_LOSS] * (2 if steady else 1)
         assert not there["reports"]
         assert there == here

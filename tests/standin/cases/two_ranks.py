@@ -3,6 +3,7 @@ parameters, waits of the host in a step, and reports."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import zlib
@@ -27,6 +28,7 @@ from pipeloom.ir.plan import widened
 
 GPT = every_schedule.gpt_job(dtype=torch.float32)
 PRODUCTS = products.job(64)
+WIDE = every_schedule.gpt_job(width=128, dtype=torch.float32)
 TOWERS = towers.JOBS[False]
 LAYERS = delayed.job_of("momentum")
 
@@ -42,19 +44,33 @@ def branches(*features: str) -> Plan:
     return towers.plan_of(TOWERS, features, (0, 1, 0, 1, 1))
 
 
+def wide(schedule: str, *treatments: str) -> Plan:
+    """Its tensors are so large that what an allocator adds to each is little."""
+    plan = every_schedule.plan_of(WIDE, schedule, 2, microbatches=4, microbatch_size=4)
+    return runs.treated_plan(WIDE, plan, *treatments) if treatments else plan
+
+
 def side_by_side(*, shard: bool = False, steady: bool = False) -> Plan:
     one = delayed.steady_plan(LAYERS, 1, 2) if steady else runs.even_plan(LAYERS, 1, microbatches=2)
     return replace(widened(one, 2), shard_optimizer=shard)
 
 
+def stages_side_by_side(*, shard: bool = False) -> Plan:
+    """Two stages on each of the two ranks."""
+    one = every_schedule.plan_of(GPT, "interleaved_1f1b", 1, microbatches=2)
+    return replace(widened(one, 2), shard_optimizer=shard)
+
+
 @dataclass(frozen=True)
 class Case:
-    """saves: whether a second pipeline loads what the first has saved, and goes on."""
+    """saves: whether a second pipeline loads what the first has saved, and goes on.
+    wide: whether its peaks are compared with the device's."""
 
     job: Job
     plan: Callable[[], Plan]
     clip_norm: float | None = None
     saves: bool = False
+    wide: bool = False
 
 
 CASES = {
@@ -75,6 +91,14 @@ CASES = {
     "width 2, 2bw": Case(LAYERS, lambda: side_by_side(steady=True), clip_norm=0.05),
     "width 2, shares": Case(LAYERS, lambda: side_by_side(shard=True), clip_norm=0.05, saves=True),
     "width 2, shares, 2bw": Case(LAYERS, lambda: side_by_side(shard=True, steady=True)),
+    "width 2, two stages": Case(GPT, stages_side_by_side, clip_norm=0.05),
+    "width 2, two stages, shares": Case(GPT, lambda: stages_side_by_side(shard=True), saves=True),
+    "wide 1f1b": Case(WIDE, lambda: wide("1f1b"), wide=True),
+    "wide 1f1b, offload": Case(WIDE, lambda: wide("1f1b", "offload"), wide=True),
+    "wide 1f1b, recompute": Case(WIDE, lambda: wide("1f1b", "recompute"), wide=True),
+    "wide zb_h1": Case(WIDE, lambda: wide("zb_h1"), wide=True),
+    "wide zb_v": Case(WIDE, lambda: wide("zb_v"), wide=True),
+    "wide interleaved_1f1b": Case(WIDE, lambda: wide("interleaved_1f1b"), wide=True),
 } | {
     name: Case(GPT, lambda name=name: every_schedule.plan_of(GPT, name, 2, microbatches=4))
     for name in SYNCHRONOUS
@@ -89,10 +113,15 @@ def trained(case: Case, device: str, folder: Path) -> dict[str, Any]:
     plan = case.plan()
     batches = [case.job.batch(seed, plan.microbatches * plan.microbatch_size) for seed in range(4)]
     options = pipeloom.Options(device=device, timeout_s=60, clip_norm=case.clip_norm)
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
     with pipeloom.Pipeline(case.job, plan, options=options) as pipeline:
         losses = [report.loss for report in pipeline.steps(batches[:3])]
+        torch.accelerator.reset_peak_memory_stats()
+        pipeline.ledger.restart_peak()
         with standin.counted_syncs() as waits:
             losses.append(pipeline.step(batches[3]))
+        peaks = pipeline.ledger.peak, torch.accelerator.max_memory_allocated() - before
         evaluated = pipeline.evaluate(batches[0])
         if case.saves:
             pipeline.save(folder)
@@ -108,6 +137,7 @@ def trained(case: Case, device: str, folder: Path) -> dict[str, Any]:
         "params": params,
         "loaded": loaded,
         "waits": places(waits),
+        "peaks": peaks,
     }
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..tensors import tensors_of
 
@@ -61,8 +65,10 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
     for node in graph.nodes:
         if node.op == "call_function":
             args = [*map(text, node.args), *(f"{k}={text(v)}" for k, v in node.kwargs.items())]
-            target = _IN_GRAD_MODE.get(node.target, node.target)
-            lines.append(f"    {names[node]} = {constant(target)}({', '.join(args)})")
+            call = f"{constant(_fastest(node))}({', '.join(args)})"
+            if node.target is getitem:
+                call = f"{args[0]}[{args[1]}]"
+            lines.append(f"    {names[node]} = {call}")
         elif node.op == "get_attr":
             lines.append(f"    {names[node]} = {constant(_attribute(attributes, node.target))}")
         elif node.op == "output":
@@ -83,6 +89,69 @@ def _mkldnn_rnn_layer(*args: Any) -> Any:
 
 
 _IN_GRAD_MODE: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer}
+
+
+_OWNERS = (torch._C._VariableFunctions, torch._C._nn, Tensor)
+"""Where torch keeps its own functions. They check their arguments in half the time that an op of `torch.ops`
+takes, and then call the same."""
+
+
+def _fastest(node: fx.Node) -> Any:
+    """What runs a node with the least work of the host: torch's own function, if it is seen to call the same
+    ops with the same arguments, else the op."""
+    target: Any = _IN_GRAD_MODE.get(node.target, node.target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return target
+    sources = node.all_input_nodes
+    if not sources or any("val" not in source.meta for source in sources):
+        return target._op
+
+    def described(source: fx.Node) -> str:
+        values = tensors_of(val := source.meta["val"])
+        looks = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in values] or type(val).__name__
+        return f"input {sources.index(source)}: {looks}"
+
+    key = f"{target} {fx.map_arg((node.args, dict(node.kwargs)), described)}"
+    if key not in _found:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+        _found[key] = _fastest_for(target, args, kwargs)
+    return _found[key]
+
+
+_found: dict[str, Callable[..., Any]] = {}
+
+
+def _fastest_for(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> Callable[..., Any]:
+    name = target._schema.name.removeprefix("aten::")
+    expected = _calls_of(target, args, kwargs)
+    for owner in _OWNERS:
+        function: Callable[..., Any] | None = getattr(owner, name, None)
+        with suppress(TypeError):  # it takes other arguments than the op
+            if function is not None and _calls_of(function, args, kwargs) == expected:
+                return function
+    op: Callable[..., Any] = target._op
+    return op
+
+
+def _calls_of(function: Callable[..., Any], args: Any, kwargs: Any) -> list[list[Any]]:
+    """The ops that a function calls, with their arguments: which input a tensor is, or what it looks like."""
+    inputs = {id(leaf): at for at, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)}
+    calls = []
+
+    class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            calls.append([op, *map(look, tree_leaves((args, kwargs)))])
+            return op(*args, **kwargs)
+
+    def look(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return inputs.get(id(leaf), (leaf.shape, leaf.stride(), leaf.dtype))
+
+    with Recorded(), torch.no_grad():  # type: ignore[no-untyped-call]
+        function(*args, **kwargs)
+    return calls
 
 
 def _has_node(arg: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -87,7 +87,10 @@ class StageFunctions(ABC):
     carried_bytes: made by the stage and alive between `backward_input` and `backward_weight`.
     kept_inputs: received values and batch inputs that the backward may read again.
     examples: received values that a trial run needs as they are, such as indices; others may be made up.
+    leaves_the_same: whether each run of a function leaves tensors of the same sizes as the one before.
     """
+
+    leaves_the_same: ClassVar[bool] = False
 
     index: int
     params: tuple[str, ...] = ()

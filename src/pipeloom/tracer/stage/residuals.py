@@ -173,8 +173,16 @@ _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 def require_possible(
     stage: int, treatments: Mapping[str, Treatment], residuals: Mapping[str, Residual]
 ) -> None:
-    """Raises: PlanError that names a residual of a stage's policy which it lacks or cannot recompute."""
+    """A further result of one of the stage's ops may be missing: what kernels keep, as that of attention,
+    differs from device to device, and the plan may have been made for another one.
+
+    Raises: PlanError that names a residual of a stage's policy which it lacks or cannot recompute.
+    """
+    ops = {name.partition(".")[0] for name in residuals}
     for name, treatment in treatments.items():
+        op, further, _ = name.partition(".")
+        if further and op in ops and name not in residuals:
+            continue
         if name not in residuals:
             raise PlanError(
                 f"the plan is to {treatment} residual {name} of stage {stage}, which has none of that name",

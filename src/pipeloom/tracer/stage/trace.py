@@ -57,6 +57,8 @@ class GraphFunctions(StageFunctions):
     constants: tensors of the captured forward, by the names under which its ops read them.
     """
 
+    leaves_the_same = True
+
     kept_buffers: frozenset[str]
     functions: Mapping[str, CompiledPart]
     constants: Mapping[str, Tensor]
@@ -69,11 +71,14 @@ class GraphFunctions(StageFunctions):
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
-        function = self.functions["forward"]
-        box = [
-            seed if kind == "seed" else self._read(state, name) if kind == "state" else inputs[name]
+        function, constants = self.functions["forward"], self.constants
+        box: list[Any] = [
+            inputs[name] if kind == "input" else constants[name] if name in constants else state[name]
             for kind, name in function.part.inputs
+            if kind != "seed"  # it is the last
         ]
+        if len(box) < len(function.part.inputs):
+            box.append(seed)
         results = dict(zip(function.part.outputs, function(box), strict=True))
         outputs = {slot.name: t for slot, t in results.items() if slot.kind == "output"}
         if not self.differentiable:
@@ -127,9 +132,9 @@ class GraphFunctions(StageFunctions):
         grads: Mapping[str, Tensor],
         sink: Sink | None,
     ) -> Tensors:
-        function = self.functions[name]
+        function, constants = self.functions[name], self.constants
         box = [
-            self._read(state, slot.name)
+            (constants[slot.name] if slot.name in constants else state[slot.name])
             if slot.kind == "state"
             else sink
             if slot.kind == "sink"
