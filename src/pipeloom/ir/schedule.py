@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from .action import Action, Instruction, parse_actions, parse_instruction
+from .action import Action, parse_action, parse_actions
 from .action_index import ActionIndex
 from .columns import Columns, Rows, columns_of
 from .errors import ScheduleError
@@ -74,7 +74,7 @@ class Schedule:
         return _text(self.rows, self.pairs)
 
 
-def _text(rows: Sequence[Sequence[Instruction]], pairs: tuple[Pair, ...]) -> str:
+def _text(rows: Sequence[Sequence[Action]], pairs: tuple[Pair, ...]) -> str:
     if isinstance(rows, Rows) and not pairs:
         return "\n".join(" ".join(rows.columns.row_texts(rank)) for rank in range(len(rows)))
     if not pairs:
@@ -95,8 +95,8 @@ def _line(words: Sequence[str], joined: Set[tuple[str, str]]) -> str:
 def parse_rows(lines: tuple[str, ...]) -> tuple[tuple[Action, ...], ...]:
     """Read rows as `str(schedule)` prints them; for their pairs see `parse_pairs`.
 
-    >>> parse_rows(("0F0 0B0",))
-    ((Action(stage=0, kind='F', microbatch=0), Action(stage=0, kind='B', microbatch=0)),)
+    >>> [str(action) for row in parse_rows(("0F0 0B0", "1F0")) for action in row]
+    ['0F0', '0B0', '1F0']
     """
     return tuple(tuple(action for word in line.split() for action in parse_actions(word)) for line in lines)
 
@@ -125,7 +125,7 @@ class Program:
 
     microbatches: int
     placement: tuple[int, ...]
-    rows: Sequence[tuple[Instruction, ...]]
+    rows: Sequence[tuple[Action, ...]]
     """A tuple, or a view of columns, see `ir.columns`."""
     pairs: tuple[Pair, ...] = ()
     every: int | None = None
@@ -148,7 +148,7 @@ class Program:
         """Where all compute actions stand. Only of a program whose stages and micro-batches are in range."""
         return ActionIndex(self.columns, stages=len(self.placement), microbatches=self.microbatches)
 
-    def locate(self, entry: int) -> tuple[int, Instruction]:
+    def locate(self, entry: int) -> tuple[int, Action]:
         """Rank and step of an entry of the columns, as the program was given."""
         rank = self.columns.rank_of(entry)
         return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
@@ -162,13 +162,13 @@ class Program:
         return cached[1]
 
     @cached_property
-    def messages(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
+    def messages(self) -> dict[tuple[int, int], tuple[Action, ...]]:
         """(from rank, to rank) -> the SENDs in order: the one order both ends follow."""
-        sends: dict[tuple[int, int], list[Instruction]] = {}
+        sends: dict[tuple[int, int], list[Action]] = {}
         for rank, row in enumerate(self.rows):
             for step in row:
-                if getattr(step, "sends", False):
-                    sends.setdefault((rank, self.placement[step.peer]), []).append(step)  # type: ignore[union-attr]
+                if step.sends:
+                    sends.setdefault((rank, self.placement[step.peer]), []).append(step)
         return {pair: tuple(steps) for pair, steps in sends.items()}
 
 
@@ -177,7 +177,7 @@ def parse_program(microbatches: int, placement: tuple[int, ...], lines: tuple[st
         tuple(
             step
             for word in line.split()
-            for step in (parse_actions(word) if "&" in word else (parse_instruction(word),))
+            for step in (parse_actions(word) if "&" in word else (parse_action(word, in_program=True),))
         )
         for line in lines
     )
