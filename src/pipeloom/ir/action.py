@@ -232,13 +232,15 @@ def parse_action(text: str, *, in_program: bool = False) -> Action:
     >>> parse_action("2F5") == Action(2, F, 5)
     True
     """
-    match = _ACTION.fullmatch(text)
-    row = None if match is None else KINDS.get(Kind(match[2]))
-    if match is not None and row is not None and (in_program or row.on_microbatch):
-        _, letters, number, arrow, _ = match.groups()
+    if match := _ACTION.fullmatch(text):
+        stage, letters, number, arrow, peer = match.groups()
         kind = Kind(letters)
-        if arrow == ARROWS.get(kind) and (number is not None or row.category == "stage"):
-            return Action(int(match[1]), kind, int(number or -1), int(match[5] or -1))
+        row = KINDS.get(kind)
+        if row is not None and (in_program or row.on_microbatch) and arrow == ARROWS.get(kind):
+            if number is not None:
+                return Action(int(stage), kind, int(number), -1 if peer is None else int(peer))
+            if row.category == "stage":
+                return Action(int(stage), kind)
     if in_program:
         raise ScheduleError(
             f"cannot read instruction {shown(text)}",
@@ -253,9 +255,10 @@ def parse_actions(word: str) -> tuple[Action, ...]:
     >>> [str(action) for action in parse_actions("2F5&1B3")]
     ['2F5', '1B3']
     """
-    if word.count("&") > 1:
+    parts = word.split("&")
+    if len(parts) > 2:
         raise ScheduleError(f"cannot read {shown(word)}", hint="a pair joins two actions: write 2F5&1B3")
-    return tuple(parse_action(part) for part in word.split("&"))
+    return tuple(map(parse_action, parts))
 
 
 LONG = 40

@@ -62,7 +62,7 @@ class Schedule:
 
     @cached_property
     def action_index(self) -> ActionIndex:
-        """Where everything stands. Only of a schedule whose stages and micro-batches are in range."""
+        """Where all compute actions stand. Only of a schedule whose stages and micro-batches are in range."""
         return ActionIndex(self.columns, stages=self.stages, microbatches=self.microbatches)
 
     def locate(self, entry: int) -> tuple[int, Action]:
@@ -112,7 +112,7 @@ def parse_pairs(lines: tuple[str, ...]) -> tuple[Pair, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(Schedule):
     """For each rank everything it does in one step, in order.
 
     A RECV stands where the rank must have the message; runtimes post the receive earlier. The k-th SEND
@@ -123,35 +123,14 @@ class Program:
         ends it.  clips: each of several updates awaits a sum over all ranks.
     """
 
-    microbatches: int
-    placement: tuple[int, ...]
-    rows: Sequence[tuple[Action, ...]]
-    """A tuple, or a view of columns, see `ir.columns`."""
-    pairs: tuple[Pair, ...] = ()
+    name: str = "program"
     every: int | None = None
     clips: bool = False
-
-    def __str__(self) -> str:
-        return _text(self.rows, self.pairs)
 
     @property
     def updates(self) -> tuple[int, ...]:
         """The numbers of its updates, as REDUCE and STEP have them: -1 for the only one."""
         return (-1,) if self.every is None else tuple(range(self.microbatches // self.every))
-
-    @cached_property
-    def columns(self) -> Columns:
-        return columns_of(self.rows)
-
-    @cached_property
-    def action_index(self) -> ActionIndex:
-        """Where all compute actions stand. Only of a program whose stages and micro-batches are in range."""
-        return ActionIndex(self.columns, stages=len(self.placement), microbatches=self.microbatches)
-
-    def locate(self, entry: int) -> tuple[int, Action]:
-        """Rank and step of an entry of the columns, as the program was given."""
-        rank = self.columns.rank_of(entry)
-        return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
 
     def message_index(self, flow: Flow) -> MessageIndex:
         """The routes that its transfers follow, and both ends of each message; found once per flow."""
