@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NewType, TypeAlias
 
-from .errors import ScheduleError
+from .errors import ScheduleError, shown
 
 Kind = NewType("Kind", str)
 
@@ -262,16 +262,7 @@ def parse_actions(word: str) -> tuple[Action, ...]:
 
 
 LONG = 40
-"""Letters of a text that a message repeats."""
-
-
-def shown(text: str) -> str:
-    """A text in quotes for a message, cut short where it is long.
-
-    >>> shown("9" * 50)
-    "'9999999999999999999999999999999999999999...'"
-    """
-    return repr(text if len(text) <= LONG else text[:LONG] + "...")
+"""Letters of a text beyond which it is no slip of writing, to be told how it was meant."""
 
 
 def _advice(text: str) -> str:

@@ -42,10 +42,9 @@ from ..ir.action import (
     I,
     Kind,
     W,
-    shown,
 )
 from ..ir.columns import CODE, Rows, compute_columns
-from ..ir.errors import ScheduleError
+from ..ir.errors import ScheduleError, shown
 from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
 
 
