@@ -94,7 +94,7 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     assert 0 < step["bubble"] < 1 and step["ranks"][0]["peak_bytes"] > 0
     assert "PP:0F0" in (folder / "t.json").read_text()
     page = (folder / "r.html").read_text()
-    assert "why ranks are idle" in page
+    assert "why ranks are idle" in page and "cap<" in page
     assert page.count('class="edge"') == 1 and page.count('class="stage"') == 2
 
 

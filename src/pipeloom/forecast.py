@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .clusters.names import cpu_cluster
-from .ir.action import StageAction
 from .ir.cluster import Cluster, Device, Link
 from .ir.costs import StageCost
 from .ir.errors import InfeasibleError
@@ -116,7 +115,7 @@ class Forecast:
         for left in range(self.rounds - 1, -1, -1):
             program = self.program
             if left:  # other rounds follow, the last of which updates
-                rows = (tuple(i for i in row if not isinstance(i, StageAction)) for row in program.rows)
+                rows = (tuple(i for i in row if not i.is_stage_wide) for row in program.rows)
                 program = replace(program, rows=tuple(rows))
             step = self._round(program, costs, cluster, action_s=action_s, begin_s=begin_s)
             if self.rounds == 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .ir.action import Action, Instruction, StageAction, Transfer, parse_instruction
+from .ir.action import Action, B, F, I, W, parse_action
 from .ir.errors import ScheduleError
 from .ir.steady import SteadyStep
 from .ir.timeline import Event, MemoryCurve, Timeline
@@ -63,9 +63,7 @@ def numbered_on(events: Sequence[Event], step: SteadyStep, row_starts_s: Sequenc
     if first is None:
         return list(events)
     window, every = step.window, step.microbatches
-    begun = parse_instruction(first)
-    assert isinstance(begun, Action)
-    residue = begun.microbatch // every
+    residue = parse_action(first).microbatch // every
     renumbered = []
     for event in events:
         row = max(0, bisect_left(row_starts_s, event.start_s + 1e-9) - 1)
@@ -80,23 +78,22 @@ def numbered_on(events: Sequence[Event], step: SteadyStep, row_starts_s: Sequenc
 
 def _is_in_schedule(action: str) -> bool:
     step = _parsed(action)
-    return isinstance(step, Action) and step.kind in ("F", "B", "I", "W")
+    return step is not None and step.kind in (F, B, I, W)
 
 
-def _parsed(action: str) -> Instruction | None:
+def _parsed(action: str) -> Action | None:
     try:
-        return parse_instruction(action)
+        return parse_action(action, in_program=True)
     except ScheduleError:
         return None  # what the runtime does besides, such as CLIP
 
 
 def _renumbered(event: Event, number: Callable[[int], int], update_shift: int) -> Event:
     step = _parsed(event.action)
-    if isinstance(step, Action | Transfer):
-        return replace(event, action=str(replace(step, microbatch=max(0, number(step.microbatch)))))
-    if isinstance(step, StageAction) and step.update >= 0:
-        return replace(event, action=str(replace(step, update=max(0, step.update - update_shift))))
-    return event
+    if step is None or (step.is_stage_wide and step.microbatch < 0):
+        return event
+    renumbered = step.microbatch - update_shift if step.is_stage_wide else number(step.microbatch)
+    return replace(event, action=str(replace(step, microbatch=max(0, renumbered))))
 
 
 def _moved(event: Event, zero: float, end: float) -> Event:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.checks.schedules import check
-from pipeloom.ir.action import parse_action, parse_instruction
+from pipeloom.ir.action import parse_action
 from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
@@ -40,7 +41,7 @@ def parse_plan(text: str) -> Plan:
     [
         *(
             (read, text, ScheduleError, "999")
-            for read in (parse_action, parse_instruction)
+            for read in (parse_action, partial(parse_action, in_program=True))
             for text in (f"F{NINES}", f"0F{NINES}", f"{NINES}F1_0")
         ),
         (parse_schedule, f"0F0,0F{NINES}\n", ScheduleError, "row 1, cell 2"),

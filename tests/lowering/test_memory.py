@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small import built, by_hand
 
-from pipeloom.ir.action import AWAIT, OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Transfer
+from pipeloom.ir.action import AWAIT, OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I
 from pipeloom.ir.columns import AWAIT_, OFFLOAD_, RECOMPUTE_, RELOAD_
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.schedule import Program, parse_program
@@ -136,7 +136,7 @@ def test_every_schedule(name: str) -> None:
         if at[RECOMPUTE] is not None:
             assert at[F] < at[RECOMPUTE] < back and (at[RELOAD] or 0) < at[RECOMPUTE]
             following = program.rows[where[stage]][at[RECOMPUTE] + 1]
-            assert isinstance(following, Transfer) or place[following] <= back
+            assert following.is_transfer or place[following] <= back
 
 
 def without_copies(program: Program) -> tuple[tuple[object, ...], ...]:

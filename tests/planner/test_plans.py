@@ -104,7 +104,7 @@ def test_only_what_is_allowed_is_done_and_ahead_where_that_takes_no_time(name):
     assert plan.memory.ahead and all(plan.stages[place].recomputed_bytes for place in plan.memory.ahead)
     assert all(peak <= cap for peak, cap in zip(peaks(plan, costs), plan.caps, strict=True))
     program = lower(plan.as_schedule, plan.stage_graph(costs.graph), policy=plan.memory)
-    kinds = {getattr(step, "kind", None) for row in program.rows for step in row}
+    kinds = {step.kind for row in program.rows for step in row}
     assert RECOMPUTE in kinds and not kinds & {OFFLOAD, RELOAD}
 
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeloom.cli import main
-from pipeloom.ir.action import B, parse_action, parse_instruction
+from pipeloom.ir.action import B, parse_action
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.schedules.formats import parse_text
@@ -51,7 +51,7 @@ def test_wrong_actions(text: str, hint: str) -> None:
 )
 def test_wrong_instructions(text: str) -> None:
     with pytest.raises(ScheduleError):
-        parse_instruction(text)
+        parse_action(text, in_program=True)
 
 
 @pytest.mark.parametrize(

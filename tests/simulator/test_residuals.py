@@ -16,7 +16,7 @@ from slow_simulator import Slow
 from small import alike, whole_costs
 
 from pipeloom.checks.schedules import check, check_program
-from pipeloom.ir.action import Action, Kind, Transfer
+from pipeloom.ir.action import Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError
@@ -206,7 +206,7 @@ def held_by_hand(
 ) -> dict[str, dict[float, int]]:
     """Residual bytes of a rank in both tiers from each time on, added up change by change."""
     at = {e.action: e for e in timeline.events if e.stream in ("compute", "d2h", "h2d")}
-    row = [a for a in program.rows[rank] if isinstance(a, Action)]
+    row = [a for a in program.rows[rank] if a.is_compute]
     change: dict[str, dict[float, int]] = {"device": defaultdict(int), "host": defaultdict(int)}
     for a in row:
         cost, event = costs[a.stage], at[str(a)]
@@ -300,5 +300,5 @@ def test_memory_returns_to_what_it_was_and_events_are_complete_and_do_not_overla
         mine = [e for e in timeline.events if e.rank == rank]
         busy = sorted((e for e in mine if e.stream in ("compute", "recv")), key=lambda e: e.start_s)
         assert all(a.end_s <= b.start_s for a, b in pairwise(busy))
-        wanted = [str(s) for s in row if not isinstance(s, Transfer) and s.kind != "REDUCE"]
+        wanted = [str(s) for s in row if not s.is_transfer and s.kind != "REDUCE"]
         assert [e.action for e in mine if e.stream == "compute"] == wanted

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from slow_check import TREATED, makes, stuck, wants
 
-from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
+from pipeloom.ir.action import Action, B, F, I, Kind, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.operation import Operation, declare
@@ -273,8 +273,7 @@ def rename(draw: st.DrawFn, rows: Table) -> None:
 
 def other_microbatch(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
-    if hasattr(rows[rank][at], "microbatch"):
-        rows[rank][at] = replace(rows[rank][at], microbatch=draw(st.integers(0, 6)))
+    rows[rank][at] = replace(rows[rank][at], microbatch=draw(st.integers(0, 6)))
 
 
 def other_stage(draw: st.DrawFn, rows: Table) -> None:
@@ -284,7 +283,7 @@ def other_stage(draw: st.DrawFn, rows: Table) -> None:
 
 def other_peer(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
-    if isinstance(rows[rank][at], Transfer):
+    if rows[rank][at].is_transfer:
         rows[rank][at] = replace(rows[rank][at], peer=draw(st.integers(0, 6)))
 
 
@@ -293,9 +292,9 @@ def other_kind(draw: st.DrawFn, rows: Table) -> None:
     step = rows[rank][at]
     kinds = [F, B, I, W, Kind("OFFLOAD"), Kind("AWAIT"), Kind("RELOAD"), Kind("RECOMPUTE")]
     kinds += [operation.kind for operation in ADDED]
-    if isinstance(step, StageAction):
+    if step.is_stage_wide:
         kinds = [Kind("STEP"), Kind("REDUCE")]
-    elif isinstance(step, Transfer):
+    elif step.is_transfer:
         kinds = [Kind("SEND_F"), Kind("RECV_F"), Kind("SEND_B"), Kind("RECV_B")]
     rows[rank][at] = replace(step, kind=draw(st.sampled_from(kinds)))
 
@@ -304,9 +303,9 @@ def split(draw: st.DrawFn, rows: Table) -> None:
     """A B becomes I and, anywhere behind it, W: still valid."""
     rank, at = _place(draw, rows)
     step = rows[rank][at]
-    if isinstance(step, Action) and step.kind == B:
+    if step.kind == B:
         rows[rank][at] = replace(step, kind=I)
-        last = len(rows[rank]) if not any(isinstance(s, StageAction) for s in rows[rank]) else at + 1
+        last = len(rows[rank]) if not any(s.is_stage_wide for s in rows[rank]) else at + 1
         rows[rank].insert(draw(st.integers(at + 1, last)), replace(step, kind=W))
 
 

@@ -7,7 +7,7 @@ from random import Random
 
 from edits import Case
 
-from pipeloom.ir.action import Action, B, F, I, Kind
+from pipeloom.ir.action import B, F, I, Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
@@ -62,7 +62,7 @@ def treated(program: Program, dice: Random, *, valid: bool = True) -> Program:
     rows = []
     for row in program.rows:
         made = list(row)
-        backs = [a for a in row if isinstance(a, Action) and a.kind in (B, I)]
+        backs = [a for a in row if a.kind in (B, I)]
         for back in backs:
             kinds = dice.choice(
                 ((), ("RECOMPUTE",), ("OFFLOAD", "RELOAD"), ("OFFLOAD", "RELOAD", "RECOMPUTE"))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from pipeloom.ir.action import Action, StageAction, Transfer
+from pipeloom.ir.action import Action
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule
@@ -281,7 +281,7 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         microbatches=p.microbatches,
         placement=p.placement,
         pairs=p.pairs,
-        rows=tuple(tuple(step for step in row if isinstance(step, Action)) for row in p.rows),
+        rows=tuple(tuple(step for step in row if step.is_compute) for row in p.rows),
     )
     if misplaced(compute, g):
         return "placement"
@@ -308,7 +308,7 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
     return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
 
 
-def _edge(t: Transfer) -> tuple[int, int]:
+def _edge(t: Action) -> tuple[int, int]:
     """The edge of the stage graph, from the stage that makes the value."""
     return (t.stage, t.peer) if t.kind in ("SEND_F", "RECV_B") else (t.peer, t.stage)
 
@@ -316,11 +316,11 @@ def _edge(t: Transfer) -> tuple[int, int]:
 def _stray(p: Program, g: StageGraph) -> bool:
     for rank, row in enumerate(p.rows):
         for t in row:
-            if isinstance(t, Action):
+            if t.is_compute:
                 continue
             if not 0 <= t.stage < len(p.placement) or p.placement[t.stage] != rank:
                 return True
-            if isinstance(t, Transfer):
+            if t.is_transfer:
                 values = g.between.get(_edge(t), ())
                 if not any(v.needs_grad or t.kind in ("SEND_F", "RECV_F") for v in values):
                     return True
@@ -330,7 +330,7 @@ def _stray(p: Program, g: StageGraph) -> bool:
 
 
 def _unpaired(p: Program) -> bool:
-    count = Counter(t for row in p.rows for t in row if isinstance(t, Transfer))
+    count = Counter(t for row in p.rows for t in row if t.is_transfer)
     return any(n > 1 for n in count.values()) or any(t.other_end not in count for t in count)
 
 
@@ -338,14 +338,14 @@ def _missing_data(p: Program, g: StageGraph) -> bool:
     for row in p.rows:
         for at, step in enumerate(row):
             before = set(row[:at])
-            if isinstance(step, Transfer) and step.sends:
+            if step.sends:
                 kinds = ("F",) if step.kind == "SEND_F" else ("B", "I")
                 if not before & {Action(step.stage, k, step.microbatch) for k in kinds}:  # type: ignore[arg-type]
                     return True
-            if isinstance(step, Action):
+            if step.is_compute:
                 for peer, kind, b in wants(step, g):
                     if p.placement[peer] != p.placement[step.stage]:
-                        recv = Transfer(step.stage, "RECV_F" if kind == "F" else "RECV_B", b, peer)  # type: ignore[arg-type]
+                        recv = Action(step.stage, "RECV_F" if kind == "F" else "RECV_B", b, peer)  # type: ignore[arg-type]
                         if recv not in before:
                             return True
     return False
@@ -356,13 +356,13 @@ def _tied_on(p: Program, g: StageGraph, rank: int) -> list[int]:
 
 
 def _bad_optimizer(p: Program, g: StageGraph) -> bool:
-    training = any(isinstance(a, Action) and a.kind in BACKWARD for row in p.rows for a in row)
+    training = any(a.kind in BACKWARD for row in p.rows for a in row)
     for rank, row in enumerate(p.rows):
-        wanted = Counter(str(StageAction(s, "STEP")) for s, r in enumerate(p.placement) if r == rank)  # type: ignore[arg-type]
+        wanted = Counter(str(Action(s, "STEP")) for s, r in enumerate(p.placement) if r == rank)  # type: ignore[arg-type]
         if tied := _tied_on(p, g, rank):
             wanted[f"{tied[0]}REDUCE"] = 1
-        kinds = ["c" if isinstance(a, Action) else a.kind for a in row if not isinstance(a, Transfer)]
-        found = Counter(str(a) for a in row if isinstance(a, StageAction))
+        kinds = ["c" if a.is_compute else a.kind for a in row if not a.is_transfer]
+        found = Counter(str(a) for a in row if a.is_stage_wide)
         if found != (wanted if training else Counter()):
             return True
         if kinds != sorted(kinds, key=lambda k: {"c": 0, "REDUCE": 1}.get(k, 2)):
@@ -383,12 +383,12 @@ def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
     at = [0] * len(p.rows)
 
     def ready(rank: int, step: object) -> bool:
-        if isinstance(step, Transfer) and not step.sends:
+        if step.receives:
             return step.other_end in done
-        if isinstance(step, Action):
+        if step.is_compute:
             begun.add(step)
             return all(other in begun for other in met(step, g))
-        if isinstance(step, StageAction) and step.kind == "REDUCE":
+        if step.kind == "REDUCE":
             done.update((name, rank) for name, _ in sums[rank])
             return all((name, other) in done for name, ranks in sums[rank] for other in ranks)
         return True

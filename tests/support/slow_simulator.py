@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from pipeloom.ir.action import Action, Transfer
+from pipeloom.ir.action import Action
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.schedule import Program
@@ -76,17 +76,17 @@ class Slow:
         if self.at[rank] == len(row) or self.clock[rank] > self.now:
             return False
         step = row[self.at[rank]]
-        if isinstance(step, Transfer):
+        if step.is_transfer:
             if not (self.send(rank, step) if step.sends else self.receive(rank, step)):
                 return False
-        elif isinstance(step, Action) and step.kind in COPIES:
+        elif step.kind in COPIES:
             self.issued[rank, COPIES[step.kind]].append(step)
         elif not self.compute(rank, step):
             return False
         self.at[rank] += 1
         return True
 
-    def send(self, rank: int, step: Transfer) -> bool:
+    def send(self, rank: int, step: Action) -> bool:
         self.sent[str(step)] = self.now
         link = self.cluster.link(rank, self.program.placement[step.peer])
         self.spend(rank, link.occupied_s(self.bytes(step)))
@@ -96,7 +96,7 @@ class Slow:
         self.clock[rank] = self.now + seconds
         self.agenda.add(self.clock[rank])
 
-    def receive(self, rank: int, step: Transfer) -> bool:
+    def receive(self, rank: int, step: Action) -> bool:
         pair = self.program.placement[step.peer], rank
         sends = [str(send) for send in self.program.messages[pair]]
         place = sends.index(str(step.other_end))
@@ -116,7 +116,7 @@ class Slow:
 
     def compute(self, rank: int, step: object) -> bool:
         cost = self.costs[step.stage]  # type: ignore[attr-defined]
-        if not isinstance(step, Action):  # STEP or REDUCE
+        if not step.is_compute:  # STEP or REDUCE
             waiting = [
                 (r, s) for r, s in self.issued if r == rank and self.begun[r, s] < len(self.issued[r, s])
             ]
@@ -170,7 +170,7 @@ class Slow:
         grouped = one.group is not None and one.group == other.group
         return None if grouped or one.node == other.node else self.cluster.node_link
 
-    def bytes(self, send: Transfer) -> int:
+    def bytes(self, send: Action) -> int:
         if send.kind == "SEND_F":
             return sum(v.bytes for v in self.stages.between[send.stage, send.peer])
         return sum(v.bytes for v in self.stages.gradients(send.peer, send.stage))
@@ -198,7 +198,6 @@ class Slow:
             if self.moved[pair] == len(sends) or self.free[pair] > self.now:
                 continue
             send = sends[self.moved[pair]]
-            assert isinstance(send, Transfer)
             ready = max(self.sent.get(str(send), inf), self.posted.get(str(send), inf))
             if ready > self.now:
                 self.agenda |= {ready} - {inf}

@@ -20,10 +20,7 @@ from ..ir.action import (
     Action,
     B,
     F,
-    Instruction,
     Kind,
-    StageAction,
-    Transfer,
 )
 from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, STEP_, W_, Ints, starts_of
 from ..ir.dependencies import entry_needs, meets
@@ -79,7 +76,6 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
     if lonely.any():
         alone = np.where(has[0], messages.sent, messages.received)[lonely]
         rank, step = program.locate(int(alone.min()))
-        assert isinstance(step, Transfer)
         other = program.placement[step.peer]
         raise ScheduleError(
             f"rank {rank} runs {step}, but rank {other} never runs {step.other_end}",
@@ -87,8 +83,8 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
         )
 
 
-def repeated(rows: Sequence[Sequence[Instruction]]) -> ScheduleError:
-    seen: set[Instruction] = set()
+def repeated(rows: Sequence[Sequence[Action]]) -> ScheduleError:
+    seen: set[Action] = set()
     for rank, row in enumerate(rows):
         for step in row:
             if step in seen:
@@ -99,17 +95,13 @@ def repeated(rows: Sequence[Sequence[Instruction]]) -> ScheduleError:
 
 def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
     """A RECV stands before the action that uses it, and a SEND after the action that makes it."""
-    first: tuple[int, Action | Transfer] | None = None
+    first: tuple[int, Action] | None = None
     for user, maker, stage, kind, peer in _uses(program, flow):
         wrong = (user >= 0) & ((maker < 0) | (maker > user))
         if wrong.any():
             microbatch = int(np.argmin(np.where(wrong, user, len(program.columns))))
             if first is None or user[microbatch] < first[0]:
-                lacking = Action(stage, kind, microbatch)
-                first = (
-                    int(user[microbatch]),
-                    lacking if peer < 0 else Transfer(stage, kind, microbatch, peer),
-                )
+                first = int(user[microbatch]), Action(stage, kind, microbatch, peer)
     if first is not None:
         rank, step = program.locate(first[0])
         raise ScheduleError(
@@ -139,7 +131,7 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
     entries = np.flatnonzero((columns.kind == REDUCE_) | (columns.kind == STEP_))
     parts = np.split(entries, np.searchsorted(entries, columns.offsets[1:-1]))
     for rank, part in enumerate(parts):
-        closing = [step for entry in part.tolist() if isinstance(step := columns.at(entry), StageAction)]
+        closing = [columns.at(entry) for entry in part.tolist()]
         allowed, present = set(wanted[rank]), set(closing)
         for step in closing:
             if step not in allowed:
@@ -155,26 +147,26 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
             twice = next(step for step in wanted[rank] if closing.count(step) > 1)
             raise ScheduleError(f"rank {rank} runs {twice} twice", hint="remove one of them")
         for update in program.updates:
-            mine = [at for at, step in enumerate(closing) if step.update == update]
+            mine = [at for at, step in enumerate(closing) if step.microbatch == update]
             if mine:
                 _closes(program, rank, update, [closing[at] for at in mine], int(part[mine[0]]))
 
 
-def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[StageAction]]:
+def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[Action]]:
     summed = {stage for readers in stages.tied.values() for stage in readers}
     if program.clips:
         summed = set(range(len(program.placement)))
-    steps: list[list[StageAction]] = [[] for _ in range(program.columns.ranks)]
+    steps: list[list[Action]] = [[] for _ in range(program.columns.ranks)]
     sums: set[int] = set()
     for stage, rank in enumerate(program.placement):
         if stage in summed and rank not in sums:
             sums.add(rank)
-            steps[rank] += [StageAction(stage, REDUCE, update) for update in program.updates]
-        steps[rank] += [StageAction(stage, STEP, update) for update in program.updates]
+            steps[rank] += [Action(stage, REDUCE, update) for update in program.updates]
+        steps[rank] += [Action(stage, STEP, update) for update in program.updates]
     return steps
 
 
-def _closes(program: Program, rank: int, update: int, closing: list[StageAction], begin: int) -> None:
+def _closes(program: Program, rank: int, update: int, closing: list[Action], begin: int) -> None:
     """REDUCE before any STEP, and both behind all that adds to the gradients of their update: where there is
     only one, all compute actions."""
     kinds = [step.kind for step in closing]

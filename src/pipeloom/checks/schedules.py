@@ -20,7 +20,6 @@ from ..ir.action import KINDS, OFFLOAD, RELOAD, Action, B, F, I, Kind, W
 from ..ir.columns import (
     AWAIT_,
     B_,
-    CODE,
     F_,
     I_,
     OFFLOAD_,
@@ -186,8 +185,7 @@ def kinds(schedule: Schedule, flow: Flow, *, in_program: bool = False) -> None:
     """Only compute actions of known kinds, on micro-batches that exist; in a program RECOMPUTE is one."""
     columns = schedule.columns
     allowed = {k for k, row in KINDS.items() if (row.on_microbatch if in_program else row.in_schedule)}
-    # A kind that is built in has its own code: there is no Transfer F.
-    known = np.array([k in allowed and CODE.get(k, code) == code for code, k in enumerate(columns.kinds)])
+    known = np.array([kind in allowed for kind in columns.kinds])
     out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
     entry = first_true(~known[columns.kind] | out)
     if entry is None:

@@ -275,7 +275,16 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
         if change.step_s is None:
             yield f"{change.what}: no plan"
         else:
-            yield f"{change.what}: step {change.step_s * 1e3:.1f} ms, {change.gain:+.1%} faster"
+            yield f"{change.what}: step {change.step_s * 1e3:.1f} ms, {_compared(change.gain)}"
+
+
+def _compared(gain: float) -> str:
+    """
+    >>> [_compared(gain) for gain in (0.042, -0.01, -0.0001)]
+    ['4.2% faster', '1.0% slower', 'no faster']
+    """
+    share = f"{abs(gain):.1%}"
+    return "no faster" if share == "0.0%" else f"{share} {'faster' if gain > 0 else 'slower'}"
 
 
 def _ways(stages: Sequence[PlannedStage]) -> list[str]:

@@ -91,6 +91,7 @@ def simulate(
             stages=reports.stage_rows(graph, plan),
             edges=stage_graph.stage_edges(plan.stage_graph(graph)),
             explanations=reports.explain_steps(plan, graph, [timeline], devices),
+            caps=plan.caps,
         )
     if trace is not None:
         chrome.write_trace(trace, [timeline])

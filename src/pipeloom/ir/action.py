@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NewType, TypeAlias
 
-from .errors import ScheduleError
+from .errors import ScheduleError, shown
 
 Kind = NewType("Kind", str)
 
@@ -50,9 +50,8 @@ class ActionKind:
     """What all rooms know of a kind of action: one entry of the table `KINDS`.
 
     label: a few words for drawings.
-    category: "compute" and "memory" are work of a stage on one micro-batch, an `Action`; "memory" moves
-        residuals or makes them again. "transfer" is one end of a message, a `Transfer`. "stage" is done once
-        per step, a `StageAction`.
+    category: "compute" and "memory" are work of a stage on one micro-batch; "memory" moves residuals or makes
+        them again. "transfer" is one end of a message. "stage" is done once per update.
     in_schedule: a schedule may contain it. Other kinds stand only in programs, where lowering puts them.
     after: for work on a micro-batch, the kind whose results for the same stage and micro-batch it needs: F,
         B or I (which stands for B and I).
@@ -78,14 +77,6 @@ class ActionKind:
     @property
     def on_microbatch(self) -> bool:
         return self.category in ("compute", "memory")
-
-    @property
-    def is_transfer(self) -> bool:
-        return self.category == "transfer"
-
-    @property
-    def is_stage_wide(self) -> bool:
-        return self.category == "stage"
 
 
 def _transfer(label: str, stream: Stream) -> ActionKind:
@@ -136,8 +127,10 @@ KINDS: dict[Kind, ActionKind] = {
 }
 """The one table of kinds, in the order in which messages list them; `register_kind` adds to it."""
 
-TRANSFERS = tuple(kind for kind, row in KINDS.items() if row.is_transfer)
-STAGE_WIDE = tuple(kind for kind, row in KINDS.items() if row.is_stage_wide)
+TRANSFERS = tuple(kind for kind, row in KINDS.items() if row.category == "transfer")
+STAGE_WIDE = tuple(kind for kind, row in KINDS.items() if row.category == "stage")
+ARROWS = {SEND_F: ">", RECV_F: "<", SEND_B: ">", RECV_B: "<"}
+OTHER_END = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 COPYING = (OFFLOAD, AWAIT, RELOAD)
 """What a schedule may say of copies to the host, for single micro-batches."""
 TREATMENTS = (*COPYING, RECOMPUTE)
@@ -149,69 +142,60 @@ def schedule_kinds() -> tuple[Kind, ...]:
 
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as it is printed: no leading zeros, no digits of other scripts
-_COMPUTE = re.compile(rf"{_NUMBER}([A-Z][A-Z_]*){_NUMBER}")
-_TRANSFER = re.compile(rf"{_NUMBER}({'|'.join(TRANSFERS)}){_NUMBER}([<>]){_NUMBER}")
-_STAGE_WIDE = re.compile(rf"{_NUMBER}({'|'.join(STAGE_WIDE)}){_NUMBER}?")
+_ACTION = re.compile(rf"{_NUMBER}([A-Z][A-Z_]*){_NUMBER}?(?:([<>]){_NUMBER})?")
 _LOOSE = re.compile(r"[+-]?(?P<stage>\d*)(?P<kind>[A-Za-z_]*)(?P<microbatch>\d*)(?P<rest>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """A stage's work on one micro-batch."""
+    """One thing that a rank does: a stage's work on one micro-batch, its end of one message, or what it does
+    once per update. `KINDS[kind]` says which of them.
+
+    microbatch: of REDUCE and STEP the number of the update, from 0, in a program of several; -1 in a program
+        that ends with its only one.
+    peer: of a transfer the stage at the other end; else -1.
+    """
 
     stage: int
     kind: Kind
-    microbatch: int
+    microbatch: int = -1
+    peer: int = -1
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Transfer:
-    """A stage's end of one message: outputs forward (`_F`) or gradients backward (`_B`)."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-    peer: int
-    """The stage at the other end."""
-
-    def __str__(self) -> str:
-        arrow = ">" if self.sends else "<"
-        return f"{self.stage}{self.kind}{self.microbatch}{arrow}{self.peer}"
+        if arrow := ARROWS.get(self.kind):
+            return f"{self.stage}{self.kind}{self.microbatch}{arrow}{self.peer}"
+        number = "" if self.microbatch < 0 and self.is_stage_wide else self.microbatch
+        return f"{self.stage}{self.kind}{number}"
 
     @property
     def sends(self) -> bool:
         return self.kind in (SEND_F, SEND_B)
 
     @property
-    def other_end(self) -> Transfer:
-        """The matching action on the peer's side.
+    def receives(self) -> bool:
+        return self.kind in (RECV_F, RECV_B)
 
-        >>> print(Transfer(2, SEND_F, 5, 3).other_end)
+    @property
+    def is_transfer(self) -> bool:
+        return self.kind in TRANSFERS
+
+    @property
+    def is_stage_wide(self) -> bool:
+        return self.kind in STAGE_WIDE
+
+    @property
+    def is_compute(self) -> bool:
+        """Neither a transfer nor REDUCE nor STEP."""
+        return not (self.is_transfer or self.is_stage_wide)
+
+    @property
+    def other_end(self) -> Action:
+        """Of a transfer the matching action on the peer's side.
+
+        >>> print(Action(2, SEND_F, 5, 3).other_end)
         3RECV_F5<2
         """
-        flip = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
-        return Transfer(self.peer, flip[self.kind], self.microbatch, self.stage)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StageAction:
-    """Work of a stage once per update: REDUCE or STEP.
-
-    update: which one, from 0, in a program of several; -1 in a program that ends with its only one.
-    """
-
-    stage: int
-    kind: Kind
-    update: int = -1
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.update if self.update >= 0 else ''}"
-
-
-Instruction: TypeAlias = Action | Transfer | StageAction
+        return Action(self.peer, OTHER_END[self.kind], self.microbatch, self.stage)
 
 
 def register_kind(letters: str, row: ActionKind) -> Kind:
@@ -241,17 +225,28 @@ def register_kind(letters: str, row: ActionKind) -> Kind:
     return kind
 
 
-def parse_action(text: str) -> Action:
-    """Read a compute action such as `2F5`.
+def parse_action(text: str, *, in_program: bool = False) -> Action:
+    """Read a compute action such as `2F5`; in_program: or anything that may stand in a program, such as
+    `2SEND_F5>3`, `3RECV_F5<2` or `2STEP`.
 
-    >>> parse_action("2F5")
-    Action(stage=2, kind='F', microbatch=5)
+    >>> parse_action("2F5") == Action(2, F, 5)
+    True
     """
-    match = _COMPUTE.fullmatch(text)
-    row = None if match is None else KINDS.get(Kind(match[2]))
-    if match is None or row is None or not row.on_microbatch:
-        raise ScheduleError(f"cannot read action {shown(text)}", hint=_advice(text))
-    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+    if match := _ACTION.fullmatch(text):
+        stage, letters, number, arrow, peer = match.groups()
+        kind = Kind(letters)
+        row = KINDS.get(kind)
+        if row is not None and (in_program or row.on_microbatch) and arrow == ARROWS.get(kind):
+            if number is not None:
+                return Action(int(stage), kind, int(number), -1 if peer is None else int(peer))
+            if row.category == "stage":
+                return Action(int(stage), kind)
+    if in_program:
+        raise ScheduleError(
+            f"cannot read instruction {shown(text)}",
+            hint="write 2F5, 2SEND_F5>3, 3RECV_F5<2, 2REDUCE or 2STEP",
+        )
+    raise ScheduleError(f"cannot read action {shown(text)}", hint=_advice(text))
 
 
 def parse_actions(word: str) -> tuple[Action, ...]:
@@ -260,22 +255,14 @@ def parse_actions(word: str) -> tuple[Action, ...]:
     >>> [str(action) for action in parse_actions("2F5&1B3")]
     ['2F5', '1B3']
     """
-    if word.count("&") > 1:
+    parts = word.split("&")
+    if len(parts) > 2:
         raise ScheduleError(f"cannot read {shown(word)}", hint="a pair joins two actions: write 2F5&1B3")
-    return tuple(parse_action(part) for part in word.split("&"))
+    return tuple(map(parse_action, parts))
 
 
 LONG = 40
-"""Letters of a text that a message repeats."""
-
-
-def shown(text: str) -> str:
-    """A text in quotes for a message, cut short where it is long.
-
-    >>> shown("9" * 50)
-    "'9999999999999999999999999999999999999999...'"
-    """
-    return repr(text if len(text) <= LONG else text[:LONG] + "...")
+"""Letters of a text beyond which it is no slip of writing, to be told how it was meant."""
 
 
 def _advice(text: str) -> str:
@@ -307,19 +294,3 @@ def _advice(text: str) -> str:
     elif rest and stage and microbatch and kind in in_schedules:
         return f"write {stage}{kind}{microbatch} and nothing behind it; blanks separate actions"
     return usual
-
-
-def parse_instruction(text: str) -> Instruction:
-    """Read anything that may stand in a program: `2F5`, `2SEND_F5>3`, `3RECV_F5<2`, `2STEP`."""
-    if match := _TRANSFER.fullmatch(text):
-        transfer = Transfer(int(match[1]), Kind(match[2]), int(match[3]), int(match[5]))
-        if transfer.sends == (match[4] == ">"):
-            return transfer
-    elif match := _STAGE_WIDE.fullmatch(text):
-        return StageAction(int(match[1]), Kind(match[2]), int(match[3] or -1))
-    elif _COMPUTE.fullmatch(text):
-        return parse_action(text)
-    raise ScheduleError(
-        f"cannot read instruction {shown(text)}",
-        hint="write 2F5, 2SEND_F5>3, 3RECV_F5<2, 2REDUCE or 2STEP",
-    )

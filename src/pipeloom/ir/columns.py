@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .action import (
+    ARROWS,
     COPYING,
     KINDS,
     RECV_B,
@@ -30,10 +31,7 @@ from .action import (
     B,
     F,
     I,
-    Instruction,
     Kind,
-    StageAction,
-    Transfer,
     W,
 )
 
@@ -132,29 +130,23 @@ class Columns:
     def rank_of(self, entry: int) -> int:
         return int(np.searchsorted(self.offsets, entry, side="right")) - 1
 
-    def at(self, entry: int) -> Instruction:
+    def at(self, entry: int) -> Action:
         return next(self._objects(entry, entry + 1))
 
-    def row(self, rank: int) -> tuple[Instruction, ...]:
+    def row(self, rank: int) -> tuple[Action, ...]:
         return tuple(self._objects(int(self.offsets[rank]), int(self.offsets[rank + 1])))
 
-    def _objects(self, low: int, high: int) -> Iterator[Instruction]:
+    def _objects(self, low: int, high: int) -> Iterator[Action]:
         columns = (self.kind, self.stage, self.microbatch, self.peer)
         for code, stage, microbatch, peer in zip(*(c[low:high].tolist() for c in columns), strict=True):
-            kind = self.kinds[code]
-            if code in _TRANSFER:
-                yield Transfer(stage, kind, microbatch, peer)
-            elif code in _STAGE_WIDE:
-                yield StageAction(stage, kind, microbatch)
-            else:
-                yield Action(stage, kind, microbatch)
+            yield Action(stage, self.kinds[code], microbatch, peer)
 
     def texts(self, entries: Longs | None = None) -> list[str]:
         """Some entries, or all of them, as text: many at a time, without an object for each."""
         columns = (self.kind, self.stage, self.microbatch, self.peer)
         chosen = columns if entries is None else tuple(column[entries] for column in columns)
         # Kind -> what stands around the micro-batch, and whether a peer follows.
-        arrows = [">" if k in (SEND_F, SEND_B) else "<" if k in (RECV_F, RECV_B) else "" for k in self.kinds]
+        arrows = [ARROWS.get(kind) for kind in self.kinds]
         return [
             f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}"
             if arrows[code]
@@ -200,8 +192,8 @@ class Columns:
 
         >>> columns = columns_of([[Action(0, F, 0), Action(0, B, 0)], [Action(1, F, 0)]])
         >>> one = np.array([1])
-        >>> columns.insert(np.array([2]), CODE[W] * one, 0 * one, one).row(0)[-1]
-        Action(stage=0, kind='W', microbatch=1)
+        >>> print(columns.insert(np.array([2]), CODE[W] * one, 0 * one, one).row(0)[-1])
+        0W1
         """
         added = np.bincount(np.searchsorted(self.offsets, at), minlength=self.ranks + 1)
         return Columns(
@@ -252,7 +244,7 @@ def compute_columns(
     )
 
 
-def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
+def columns_of(rows: Iterable[Iterable[Action]]) -> Columns:
     """The columns of rows of objects.
 
     A number that no column holds becomes the nearest one that it does: the checks refuse either.
@@ -260,20 +252,15 @@ def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
     if isinstance(rows, Rows):
         return rows.columns
     kinds = list(CODED)
-    codes: dict[tuple[type[Instruction], Kind], int] = {
-        (_type_of(code), kind): code for kind, code in CODE.items()
-    }
+    codes = dict(CODE)
     table: list[tuple[int, int, int, int]] = []
     offsets = [0]
     for row in rows:
         for step in row:
-            key = (type(step), step.kind)
-            if key not in codes:
-                codes[key] = len(kinds)
+            if step.kind not in codes:
+                codes[step.kind] = len(kinds)
                 kinds.append(step.kind)
-            microbatch = step.update if isinstance(step, StageAction) else step.microbatch
-            peer = step.peer if isinstance(step, Transfer) else -1
-            table.append((codes[key], _held(step.stage), _held(microbatch), _held(peer)))
+            table.append((codes[step.kind], _held(step.stage), _held(step.microbatch), _held(step.peer)))
         offsets.append(len(table))
     kind, stage, microbatches, peers = np.array(table, np.int64).reshape(-1, 4).T
     return Columns(
@@ -286,18 +273,11 @@ def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
     )
 
 
-def _type_of(code: int) -> type[Instruction]:
-    return Transfer if code in _TRANSFER else StageAction if code in _STAGE_WIDE else Action
-
-
 def _held(number: int) -> int:
     return max(-_MOST, min(number, _MOST))
 
 
-T_co = TypeVar("T_co", bound=Instruction, covariant=True)
-
-
-class Rows(Sequence[tuple[T_co, ...]], Generic[T_co]):
+class Rows(Sequence[tuple[Action, ...]]):
     """Columns that look like a tuple of tuples of actions; each row is made when it is first asked for.
 
     >>> rows = Rows(columns_of([[Action(0, F, 0), Action(0, B, 0)]]))
@@ -313,9 +293,9 @@ class Rows(Sequence[tuple[T_co, ...]], Generic[T_co]):
         return self.columns.ranks
 
     @overload
-    def __getitem__(self, rank: int) -> tuple[T_co, ...]: ...
+    def __getitem__(self, rank: int) -> tuple[Action, ...]: ...
     @overload
-    def __getitem__(self, rank: slice) -> tuple[tuple[T_co, ...], ...]: ...
+    def __getitem__(self, rank: slice) -> tuple[tuple[Action, ...], ...]: ...
     def __getitem__(self, rank: int | slice) -> Any:
         if isinstance(rank, slice):
             return tuple(self[r] for r in range(*rank.indices(len(self))))

@@ -15,7 +15,7 @@ from .action import KINDS, Action, B, F, I, Kind, W
 from .columns import F_, Ints
 from .flow import Flow
 from .operation import OPERATIONS
-from .schedule import Program, Schedule
+from .schedule import Schedule
 
 Milestone: TypeAlias = tuple[int, int, int]
 """(stage, micro-batch, 0 when its outputs are there or 1 when its gradients are, from B or I)."""
@@ -77,7 +77,7 @@ class EntryNeed(NamedTuple):
     maker: Ints
 
 
-def entry_needs(rows: Schedule | Program, flow: Flow) -> Iterator[EntryNeed]:
+def entry_needs(rows: Schedule, flow: Flow) -> Iterator[EntryNeed]:
     """All needs of some rows whose stages and micro-batches are in range.
 
     >>> from pipeloom.ir.flow import flow_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from .action import Action, Instruction, parse_actions, parse_instruction
+from .action import Action, parse_action, parse_actions
 from .action_index import ActionIndex
 from .columns import Columns, Rows, columns_of
 from .errors import ScheduleError
@@ -62,7 +62,7 @@ class Schedule:
 
     @cached_property
     def action_index(self) -> ActionIndex:
-        """Where everything stands. Only of a schedule whose stages and micro-batches are in range."""
+        """Where all compute actions stand. Only of a schedule whose stages and micro-batches are in range."""
         return ActionIndex(self.columns, stages=self.stages, microbatches=self.microbatches)
 
     def locate(self, entry: int) -> tuple[int, Action]:
@@ -74,7 +74,7 @@ class Schedule:
         return _text(self.rows, self.pairs)
 
 
-def _text(rows: Sequence[Sequence[Instruction]], pairs: tuple[Pair, ...]) -> str:
+def _text(rows: Sequence[Sequence[Action]], pairs: tuple[Pair, ...]) -> str:
     if isinstance(rows, Rows) and not pairs:
         return "\n".join(" ".join(rows.columns.row_texts(rank)) for rank in range(len(rows)))
     if not pairs:
@@ -95,8 +95,8 @@ def _line(words: Sequence[str], joined: Set[tuple[str, str]]) -> str:
 def parse_rows(lines: tuple[str, ...]) -> tuple[tuple[Action, ...], ...]:
     """Read rows as `str(schedule)` prints them; for their pairs see `parse_pairs`.
 
-    >>> parse_rows(("0F0 0B0",))
-    ((Action(stage=0, kind='F', microbatch=0), Action(stage=0, kind='B', microbatch=0)),)
+    >>> [str(action) for row in parse_rows(("0F0 0B0", "1F0")) for action in row]
+    ['0F0', '0B0', '1F0']
     """
     return tuple(tuple(action for word in line.split() for action in parse_actions(word)) for line in lines)
 
@@ -112,7 +112,7 @@ def parse_pairs(lines: tuple[str, ...]) -> tuple[Pair, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(Schedule):
     """For each rank everything it does in one step, in order.
 
     A RECV stands where the rank must have the message; runtimes post the receive earlier. The k-th SEND
@@ -123,35 +123,14 @@ class Program:
         ends it.  clips: each of several updates awaits a sum over all ranks.
     """
 
-    microbatches: int
-    placement: tuple[int, ...]
-    rows: Sequence[tuple[Instruction, ...]]
-    """A tuple, or a view of columns, see `ir.columns`."""
-    pairs: tuple[Pair, ...] = ()
+    name: str = "program"
     every: int | None = None
     clips: bool = False
-
-    def __str__(self) -> str:
-        return _text(self.rows, self.pairs)
 
     @property
     def updates(self) -> tuple[int, ...]:
         """The numbers of its updates, as REDUCE and STEP have them: -1 for the only one."""
         return (-1,) if self.every is None else tuple(range(self.microbatches // self.every))
-
-    @cached_property
-    def columns(self) -> Columns:
-        return columns_of(self.rows)
-
-    @cached_property
-    def action_index(self) -> ActionIndex:
-        """Where all compute actions stand. Only of a program whose stages and micro-batches are in range."""
-        return ActionIndex(self.columns, stages=len(self.placement), microbatches=self.microbatches)
-
-    def locate(self, entry: int) -> tuple[int, Instruction]:
-        """Rank and step of an entry of the columns, as the program was given."""
-        rank = self.columns.rank_of(entry)
-        return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
 
     def message_index(self, flow: Flow) -> MessageIndex:
         """The routes that its transfers follow, and both ends of each message; found once per flow."""
@@ -162,13 +141,13 @@ class Program:
         return cached[1]
 
     @cached_property
-    def messages(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
+    def messages(self) -> dict[tuple[int, int], tuple[Action, ...]]:
         """(from rank, to rank) -> the SENDs in order: the one order both ends follow."""
-        sends: dict[tuple[int, int], list[Instruction]] = {}
+        sends: dict[tuple[int, int], list[Action]] = {}
         for rank, row in enumerate(self.rows):
             for step in row:
-                if getattr(step, "sends", False):
-                    sends.setdefault((rank, self.placement[step.peer]), []).append(step)  # type: ignore[union-attr]
+                if step.sends:
+                    sends.setdefault((rank, self.placement[step.peer]), []).append(step)
         return {pair: tuple(steps) for pair, steps in sends.items()}
 
 
@@ -177,7 +156,7 @@ def parse_program(microbatches: int, placement: tuple[int, ...], lines: tuple[st
         tuple(
             step
             for word in line.split()
-            for step in (parse_actions(word) if "&" in word else (parse_instruction(word),))
+            for step in (parse_actions(word) if "&" in word else (parse_action(word, in_program=True),))
         )
         for line in lines
     )

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from ..ir.action import Action, Instruction, StageAction, Transfer
+from ..ir.action import AWAIT, OFFLOAD, Action, B, F, I, W
 from ..ir.errors import ScheduleError
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program
@@ -26,7 +25,7 @@ from ..ir.steady import SteadyStep
 from ..ir.weights import Updates
 from .passes import lower
 
-Cut = tuple[tuple[Instruction, ...], ...]
+Cut = tuple[tuple[Action, ...], ...]
 """One rank's row, cut into steps."""
 
 
@@ -36,7 +35,7 @@ class SteadyRow:
     row, per sender in the order sent."""
 
     program: Program
-    incoming: Mapping[int, tuple[Transfer, ...]]
+    incoming: Mapping[int, tuple[Action, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,25 +94,24 @@ class SteadyRows:
         return self._programs[steps]
 
     def _made(
-        self, rows: Sequence[tuple[Instruction, ...]], shift: int, cut: list[Cut], at: int | None
+        self, rows: Sequence[tuple[Action, ...]], shift: int, cut: list[Cut], at: int | None
     ) -> SteadyRow:
         """shift: the batch that has number 0 in these rows.  at: which row of `cut` they are."""
         long, _ = self._cut(self.full_from + 2 * self.step.window)
-        order: dict[Transfer, int] = {}
+        order: dict[Action, int] = {}
         for row in long.rows:
-            order.update({step: n for n, step in enumerate(row) if isinstance(step, Transfer) and step.sends})
-        incoming: dict[int, tuple[Transfer, ...]] = {}
+            order.update({step: n for n, step in enumerate(row) if step.sends})
+        incoming: dict[int, tuple[Action, ...]] = {}
         for rank, row in enumerate(rows):
-            sends = [step.other_end for step in row if isinstance(step, Transfer) and not step.sends]
+            sends = [step.other_end for step in row if step.receives]
             incoming[rank] = tuple(sorted(sends, key=order.__getitem__))
             if at is not None:
                 self._refuse_overtaking(rank, incoming[rank], cut[rank][at + 1 :], order)
         window, every = self.step.window, self.step.microbatches
 
-        def numbered(step: Any) -> Any:
-            if isinstance(step, StageAction):
-                return replace(step, update=(step.update + shift) % window)
-            return replace(step, microbatch=(step.microbatch + shift * every) % (window * every))
+        def numbered(step: Action) -> Action:
+            of_each = 1 if step.is_stage_wide else every
+            return replace(step, microbatch=(step.microbatch + shift * of_each) % (window * of_each))
 
         renamed = {rank: tuple(map(numbered, sends)) for rank, sends in incoming.items()}
         program = Program(
@@ -126,15 +124,15 @@ class SteadyRows:
         return SteadyRow(program=program, incoming=renamed)
 
     def _refuse_overtaking(
-        self, rank: int, sends: Sequence[Transfer], later: Cut, order: Mapping[Transfer, int]
+        self, rank: int, sends: Sequence[Action], later: Cut, order: Mapping[Action, int]
     ) -> None:
         """Messages of one sender arrive in the order sent: none of a later row may have been sent before."""
-        latest: dict[int, Transfer] = {}
+        latest: dict[int, Action] = {}
         for send in sends:
             latest[self.step.placement[send.stage]] = send
         for row in later:
             for step in row:
-                if not isinstance(step, Transfer) or step.sends:
+                if not step.receives:
                     continue
                 send = step.other_end
                 before = latest.get(self.step.placement[send.stage])
@@ -146,7 +144,7 @@ class SteadyRows:
                     )
 
 
-def _cut_row(row: tuple[Instruction, ...], sizes: Sequence[int]) -> Cut:
+def _cut_row(row: tuple[Action, ...], sizes: Sequence[int]) -> Cut:
     """Cut a row behind so many computing actions each, with what they send, copy out and update then."""
     ends, counted, at = [], 0, 0
     for size in sizes:
@@ -162,10 +160,9 @@ def _cut_row(row: tuple[Instruction, ...], sizes: Sequence[int]) -> Cut:
     return tuple(row[low:high] for low, high in zip([0, *ends], ends, strict=False))
 
 
-def _computes(step: Instruction) -> bool:
-    return isinstance(step, Action) and step.kind in ("F", "B", "I", "W")
+def _computes(step: Action) -> bool:
+    return step.kind in (F, B, I, W)
 
 
-def _belongs_before(step: Instruction) -> bool:
-    ends = step.sends if isinstance(step, Transfer) else isinstance(step, StageAction)
-    return ends or step.kind in ("OFFLOAD", "AWAIT")
+def _belongs_before(step: Action) -> bool:
+    return step.sends or step.is_stage_wide or step.kind in (OFFLOAD, AWAIT)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.action import Action, Instruction, Transfer
+from ..ir.action import Action
 from ..ir.columns import (
     B_,
     F_,
@@ -122,17 +122,17 @@ def join_pairs(program: Program, stages: StageGraph) -> Program:
     """
     if not program.pairs:
         return program
-    second: dict[Instruction, Action] = dict(program.pairs)
+    second: dict[Action, Action] = dict(program.pairs)
     rows = []
     for row in program.rows:
-        made: list[Instruction] = []
+        made: list[Action] = []
         at = 0
         while at < len(row):
             end = row.index(second[row[at]], at) if row[at] in second else at
-            between = [t for t in row[at + 1 : end] if isinstance(t, Transfer)]
-            made += [t for t in between if not t.sends]
+            between = row[at + 1 : end]
+            made += [step for step in between if step.receives]
             made += [row[at], row[end]] if end > at else [row[at]]
-            made += [t for t in between if t.sends]
+            made += [step for step in between if step.sends]
             at = end + 1
         rows.append(tuple(made))
     return replace(program, rows=tuple(rows))

@@ -195,7 +195,7 @@ class _Begun(NamedTuple):
 
 def _needs(work: RankWork, begun: RankWork) -> bool:
     """Whether an instruction waits for an operation."""
-    if KINDS[work.kind].is_stage_wide:
+    if work.instruction.is_stage_wide:
         return True
     operation = OPERATIONS.get(begun.kind)
     before = None if operation is None else operation.before

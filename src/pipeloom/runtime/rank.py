@@ -38,13 +38,11 @@ from ..ir.action import (
     SEND_B,
     SEND_F,
     STEP,
+    Action,
     B,
     F,
     I,
-    Instruction,
     Kind,
-    StageAction,
-    Transfer,
     W,
 )
 from ..ir.graph import Value
@@ -150,7 +148,7 @@ class RankWork:
     message: of a transfer.
     """
 
-    instruction: Instruction
+    instruction: Action
     text: str
     kind: Kind
     key: tuple[int, int]
@@ -255,7 +253,7 @@ class Rank:
         self.outputs: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         self._rows: dict[int, Row] = {}
         self._wirings: dict[tuple[Variant, int], Wiring] = {}
-        self._messages: dict[tuple[Variant, Transfer], Message] = {}
+        self._messages: dict[tuple[Variant, Action], Message] = {}
         self.look: Callable[..., None] | None = None
         self.operations = Operations(self)
         self.reduce_and_step = ReduceAndStep(self, clip_norm, after_step)
@@ -285,7 +283,7 @@ class Rank:
         program: Program | None = None,
         training: bool = True,
         update: bool = True,
-        incoming: Sequence[Transfer] | None = None,
+        incoming: Sequence[Action] | None = None,
         drains: bool = True,
     ) -> dict[int, Tensor]:
         """Run one step.
@@ -368,7 +366,7 @@ class Rank:
     # A row, looked up
 
     def _row(
-        self, program: Program, microbatches: Sequence[Microbatch], incoming: Sequence[Transfer] | None
+        self, program: Program, microbatches: Sequence[Microbatch], incoming: Sequence[Action] | None
     ) -> Row:
         variants = [microbatch.variant for microbatch in microbatches]
         row = self._rows.get(id(program))
@@ -380,7 +378,6 @@ class Rank:
                     for (_, target), sends in program.messages.items()
                     if target == self.rank
                     for send in sends
-                    if isinstance(send, Transfer)
                 ]
             find = partial(self._work, program, variants)
             row = self._rows[id(program)] = Row(
@@ -391,13 +388,13 @@ class Rank:
             )
         return row
 
-    def _work(self, program: Program, variants: Sequence[Variant], instruction: Instruction) -> RankWork:
+    def _work(self, program: Program, variants: Sequence[Variant], instruction: Action) -> RankWork:
         stage, kind = instruction.stage, instruction.kind
         microbatch, index, message = -1, 0, None
-        if not isinstance(instruction, StageAction):
+        if not instruction.is_stage_wide:
             microbatch = instruction.microbatch
             index = variants[0].stages.number(stage, microbatch, of=program.microbatches)
-        if isinstance(instruction, Transfer):
+        if instruction.is_transfer:
             send = instruction if instruction.sends else instruction.other_end
             message = self._message(program, variants, send)
         variant = variants[index]
@@ -406,7 +403,7 @@ class Rank:
         wiring = self._wirings[variant, stage]
         return RankWork(instruction, str(instruction), kind, (stage, microbatch), index, wiring, message)
 
-    def _message(self, program: Program, variants: Sequence[Variant], send: Transfer) -> Message:
+    def _message(self, program: Program, variants: Sequence[Variant], send: Action) -> Message:
         """The message of a SEND; the same object every step."""
         variant = variants[variants[0].stages.number(send.stage, send.microbatch, of=program.microbatches)]
         if (variant, send) not in self._messages:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..ir.action import StageAction
 from ..ir.stages import StageGraph
 from ..ir.weights import OptimizerShares, Reduction, for_owners, reductions
 from .channel import PendingSum
@@ -106,8 +105,7 @@ class ReduceAndStep:
         if not self.update:
             return
         weights = self._rank.weights
-        assert isinstance(work.instruction, StageAction)
-        if work.instruction.update >= 0:
+        if work.instruction.microbatch >= 0:
             self.pending = _PendingUpdate(self._begin_sums(weights.begin_sums()))
             return self.progress()
         with self._rank.recorder.record("recv", work.text):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageAction, W, parse_action
+from ..ir.action import KINDS, STEP, Action, B, I, Kind, W, parse_action
 from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.schedule import Program
@@ -184,17 +184,17 @@ def shortened(program: Program, microbatches: int) -> Program:
     numbers: dict[int, set[int]] = {}
     for row in program.rows:
         for step in row:
-            if not isinstance(step, StageAction):
+            if not step.is_stage_wide:
                 numbers.setdefault(step.stage, set()).add(step.microbatch)
     first = {stage: set(sorted(all_of_it)[:microbatches]) for stage, all_of_it in numbers.items()}
     rows = tuple(
-        tuple(step for step in row if isinstance(step, StageAction) or step.microbatch in first[step.stage])
+        tuple(step for step in row if step.is_stage_wide or step.microbatch in first[step.stage])
         for row in program.rows
     )
     return replace(program, rows=rows, pairs=())
 
 
-def repeated(times_s: ActionTimes, row: Sequence[Instruction]) -> ActionTimes:
+def repeated(times_s: ActionTimes, row: Sequence[Action]) -> ActionTimes:
     """Times of all actions of a row from those of some of them: others of a stage and kind follow in turn.
 
     >>> row = [parse_action(text) for text in ("0F0", "0F1", "0F2")]
@@ -205,7 +205,7 @@ def repeated(times_s: ActionTimes, row: Sequence[Instruction]) -> ActionTimes:
     for action, span in times_s.items():
         spans.setdefault((action.stage, action.kind), []).append(span)
     turns = {key: cycle(known) for key, known in spans.items()}
-    missing = (a for a in row if isinstance(a, Action) and a not in times_s and (a.stage, a.kind) in turns)
+    missing = (a for a in row if a not in times_s and (a.stage, a.kind) in turns)
     return times_s | {action: next(turns[action.stage, action.kind]) for action in missing}
 
 

@@ -232,7 +232,7 @@ class _Base(NamedTuple):
 
 def place_copies(
     rows: Iterable[Iterable[Action]], shape: Shape, copies: Copies, *, pairs: Sequence[Pair] = ()
-) -> Rows[Action]:
+) -> Rows:
     """Rows with copies. rows: complete, in order, without copies.
 
     Raises: ScheduleError if there are pairs, or no backwards.

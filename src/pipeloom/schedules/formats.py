@@ -35,19 +35,16 @@ from ..ir.action import (
     REDUCE,
     SEND_B,
     SEND_F,
+    TRANSFERS,
     Action,
     B,
     F,
     I,
-    Instruction,
     Kind,
-    StageAction,
-    Transfer,
     W,
-    shown,
 )
 from ..ir.columns import CODE, Rows, compute_columns
-from ..ir.errors import ScheduleError
+from ..ir.errors import ScheduleError, shown
 from ..ir.schedule import Pair, Program, Schedule, parse_pairs, parse_rows
 
 
@@ -157,70 +154,70 @@ def program_text(program: Program) -> str:
     return _text([_with_reductions(row, program.pairs) for row in rows], program.pairs)
 
 
-def _with_reductions(row: Sequence[Instruction], pairs: Sequence[Pair]) -> list[Instruction]:
+def _with_reductions(row: Sequence[Action], pairs: Sequence[Pair]) -> list[Action]:
     """A row with REDUCE behind the last B or W of each stage, but not between the two of a pair."""
     first = {pair[0]: pair[1] for pair in pairs}
     last = {step.stage: step for step in row if step.kind in (B, W)}
     behind = {step: stage for stage, step in last.items()}
-    found: list[Instruction] = []
-    held: list[Instruction] = []
+    found: list[Action] = []
+    held: list[Action] = []
     for step in row:
         found.append(step)
         if step in behind:
-            held.append(StageAction(behind[step], REDUCE))
+            held.append(Action(behind[step], REDUCE))
         if step not in first:
             found += held
             held.clear()
     return found
 
 
-def _posting_in_order(program: Program, rank: int) -> list[Instruction]:
+def _posting_in_order(program: Program, rank: int) -> list[Action]:
     left = {
-        source: [send.other_end for send in reversed(sends) if isinstance(send, Transfer)]
+        source: [send.other_end for send in reversed(sends)]
         for (source, target), sends in program.messages.items()
         if target == rank
     }
-    posted: set[Transfer] = set()
-    row: list[Instruction] = []
+    posted: set[Action] = set()
+    row: list[Action] = []
     for step in program.rows[rank]:
-        if isinstance(step, Transfer) and not step.sends:
+        if step.receives:
             waiting = left[program.placement[step.peer]]
             while step not in posted:
                 row.append(early := waiting.pop())
                 posted.add(early)
-        elif not isinstance(step, StageAction):
+        elif not step.is_stage_wide:
             row.append(step)
     return row
 
 
-def _text(rows: Sequence[Sequence[Instruction]], pairs: Sequence[Pair]) -> str:
+def _text(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    second: dict[Instruction, Action] = dict(pairs)
+    second: dict[Action, Action] = dict(pairs)
     inner = set(second.values())
     for row in rows:
         writer.writerow([_cell(step, second.get(step)) for step in row if step not in inner])
     return file.getvalue()
 
 
-def _cell(step: Instruction, second: Action | None) -> str:
+def _cell(step: Action, second: Action | None) -> str:
     if second is not None:
         if (step.kind, second.kind) == (F, B):
             return f"({step};{second})OVERLAP_F_B"
         raise ScheduleError(
             f"torch's format has no pair {step}&{second}", hint="it knows pairs of F and B; drop the others"
         )
-    if isinstance(step, Action) and step.kind in _KINDS:
-        return str(step)
     if step.kind == REDUCE:
         return f"{step.stage}REDUCE_GRAD"
-    if isinstance(step, Transfer):
+    if step.is_transfer:
         if step.peer - step.stage != _PEER[step.kind]:
             raise ScheduleError(
                 f"{step} does not go to a neighbour in a chain of stages",
                 hint="torch's format has no other transfers: write compute_only, or use a chain",
             )
         return f"{step.stage}{step.kind}{step.microbatch}"
+    if step.kind in _KINDS:
+        return str(step)
     raise ScheduleError(
         f"CSV files have no action {step}",
         hint="files know F, B, I, W, copies and transfers; drop the others",
@@ -277,4 +274,4 @@ def _read(cell: str, rank: int, column: int) -> list[Action]:
             hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W, copies, transfers",
         )
     kind = Kind(match[2])
-    return [] if KINDS[kind].is_transfer else [Action(int(match[1]), kind, int(match[3]))]
+    return [] if kind in TRANSFERS else [Action(int(match[1]), kind, int(match[3]))]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..ir.action import KINDS, TREATMENTS, Action
+from ..ir.action import KINDS, TRANSFERS, TREATMENTS, Action
 from ..ir.cluster import Cluster
 from ..ir.columns import (
     AWAIT_,
@@ -246,7 +246,7 @@ def _durations(program: Program, costs: Sequence[StageCost], cluster: Cluster) -
     columns = program.columns
     table = np.zeros((len(costs), len(columns.kinds)))
     for code, kind in enumerate(columns.kinds):
-        if not KINDS[kind].is_transfer:
+        if kind not in TRANSFERS:
             table[:, code] = [action_seconds(costs, Action(s, kind, 0)) for s in range(len(costs))]
     if columns.treats_residuals:
         table[:, [OFFLOAD_, RELOAD_]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..ir.action import KINDS, RECV_F, SEND_F, TREATMENTS, Action, Kind, Transfer, parse_instruction
+from ..ir.action import KINDS, RECV_F, SEND_F, TREATMENTS, Kind, parse_action
 from ..ir.errors import ScheduleError
 from ..ir.timeline import Timeline
 
@@ -52,16 +52,15 @@ def label(action: str) -> Label:
     'stage 1 waits for the outputs of micro-batch 2 from stage 0'
     """
     try:
-        step = parse_instruction(action)
+        step = parse_action(action, in_program=True)
     except ScheduleError:
         return Label(action, group=action, stage=None, microbatch=None, meaning=action)
     stage, group, microbatch = step.stage, str(step.kind), None
     meaning = f"stage {stage}: {group_name(group)}"
-    if isinstance(step, Action):
+    if not step.is_stage_wide:
         microbatch = step.microbatch
         meaning += f" of micro-batch {microbatch}"
-    elif isinstance(step, Transfer):
-        microbatch = step.microbatch
+    if step.is_transfer:
         values = "outputs" if step.kind.endswith("_F") else "gradients"
         group = "SEND" if step.sends else "wait"
         verb, towards = ("sends", "to") if step.sends else ("waits for", "from")

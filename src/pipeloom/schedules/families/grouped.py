@@ -84,7 +84,7 @@ def _gis(s: Shape, g: int) -> Iterator[Recipe]:
     yield from every
 
 
-def _grouped(s: Shape, g: int) -> Rows[Action]:
+def _grouped(s: Shape, g: int) -> Rows:
     """The rows for whole groups, without the micro-batches that are too many: what is left can still run, and
     no later than before."""
     whole = replace(s, microbatches=-(-s.microbatches // g) * g)

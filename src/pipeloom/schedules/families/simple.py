@@ -56,7 +56,7 @@ def rows_by_clock(
     forward: Sequence[int],
     backward: Sequence[int] | None = None,
     period: int = 1,
-) -> Rows[Action]:
+) -> Rows:
     """For each rank the F, and B if it has a clock, of its stages in clock order.
 
     forward, backward: clock of micro-batch 0 of each stage; each next micro-batch is `period` later.
@@ -80,7 +80,7 @@ def rows_by_clock(
     return Rows(compute_columns(kinds, stages_of, numbers, offsets))
 
 
-def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
     """Forwards without backwards, for evaluation: micro-batch i at distance d from the start at clock i + d.
     0F0 0F1 0F2
         1F0 1F1 1F2
@@ -90,7 +90,7 @@ def forward_only(stages: StageGraph, placement: tuple[int, ...], microbatches: i
     return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])
 
 
-def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
     """GPipe, arXiv 1811.06965: all forwards, then all backwards; every micro-batch is in flight at once.
 
         0F0 0F1 0F2                 0B0 0B1 0B2
@@ -107,7 +107,7 @@ def gpipe(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> 
     return rows_by_clock(flow, placement, microbatches, forward=forward, backward=backward)
 
 
-def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
+def one_f_one_b(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
     """1F1B: after a warm-up of forwards, one backward after each forward. Few micro-batches in flight.
 
         0F0 0F1 0F2             0B0 0F3     0B1     0B2     0B3

@@ -58,7 +58,7 @@ def phases(
     kinds: str = "FIW",
     forward: Callable[[int], Sequence[Action]] | None = None,
     backward: Callable[[int], Sequence[Action]] | None = None,
-) -> Rows[Action]:
+) -> Rows:
     """Rows by phases: some forwards, then a pattern until they are used up, then the rest.
 
     warm_up: rank -> forwards before the pattern begins.  repeat: such as "FB", "FIW" or "FI".

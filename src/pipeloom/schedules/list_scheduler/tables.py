@@ -161,7 +161,7 @@ class RecipeTables:
     recipe: Recipe
     streams: Streams
     tables: Tables
-    listed: Rows[Action] | None
+    listed: Rows | None
     beside: tuple[Operation, ...]
 
     def new_state(self) -> SchedulerState:
@@ -278,7 +278,7 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
     )
 
 
-def _listed(shape: Shape, recipe: Recipe) -> Rows[Action] | None:
+def _listed(shape: Shape, recipe: Recipe) -> Rows | None:
     rows = recipe.rows
     if rows is None:
         return None
@@ -288,9 +288,7 @@ def _listed(shape: Shape, recipe: Recipe) -> Rows[Action] | None:
     return listed if isinstance(listed, Rows) else Rows(columns_of(listed))
 
 
-def _streams_of(
-    shape: Shape, recipe: Recipe, loose: Sequence[Operation], listed: Rows[Action] | None
-) -> Streams:
+def _streams_of(shape: Shape, recipe: Recipe, loose: Sequence[Operation], listed: Rows | None) -> Streams:
     kinds = tuple(recipe.kinds_of(stage) for stage in range(len(shape.placement)))
     # Stages and micro-batches whose backward the rows run as one B, where a stage may do either.
     whole: frozenset[tuple[int, int]] = frozenset()
