@@ -63,6 +63,9 @@ def test_the_changelog_has_this_version_once_it_is_released() -> None:
     assert headings[1:2] in ([], [pipeloom.__version__])
 
 
+DOORS = ("pipeloom.schedule_language", "pipeloom.integrations.")
+"""Modules that scripts import besides the package itself."""
+
 INNER = {"own_schedule.py": "an operation's handler names the context that the runtime gives it"}
 """Examples that import rooms of pipeloom, and why they have to."""
 
@@ -75,7 +78,7 @@ def inner_names(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             if node.module == "pipeloom":
                 yield from (f"pipeloom.{a.name}" for a in node.names if a.name not in PUBLIC)
-            elif node.module.startswith("pipeloom.") and node.module != "pipeloom.schedule_language":
+            elif node.module.startswith("pipeloom.") and not node.module.startswith(DOORS):
                 yield node.module
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == "pipeloom" and node.attr not in PUBLIC:
