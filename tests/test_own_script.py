@@ -232,3 +232,13 @@ def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
 def test_an_example_that_is_no_batch_is_refused(example: Any) -> None:
     with pytest.raises(BatchError):
         pipeloom.Pipeline(net(), example=example, loss=of_named)
+
+
+def test_what_only_counts_batches_is_no_stage_of_its_own() -> None:
+    """In evaluation mode such a stage would have nothing to do."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    job, _ = job_of(net, (named()["x"], named()["y"]), loss=nn.functional.cross_entropy)
+    graph = pipeloom.capture(job, 4).graph
+    counter = next(op.name for op in graph.ops if op.updates == ("1.num_batches_tracked",))
+    normed = next(op.name for op in graph.ops if "1.weight" in op.params)
+    assert set(graph.together["1.num_batches_tracked"]) == {counter, normed}

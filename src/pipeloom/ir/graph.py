@@ -208,14 +208,22 @@ class OpGraph:
     def together(self) -> Mapping[str, tuple[str, ...]]:
         """Buffer that the forward updates -> the ops that read or update it, which no cut may separate.
 
-        The next micro-batch must see the update, and could not if another stage had made it.
+        The next micro-batch must see the update, and could not if another stage had made it. An op that only
+        counts, as of batches seen, goes with the next op of its module: in evaluation mode it is not there,
+        and a stage of nothing else would have nothing to do.
         """
         users: dict[str, list[str]] = {}
-        for op in self.ops:
+        read = {name for op in self.ops for name in op.inputs}
+        for at, op in enumerate(self.ops):
+            counts = op.updates and not any(value.name in read for value in op.outputs)
+            later = (other.name for other in self.ops[at + 1 :] if other.module == op.module)
+            beside = next(later, None) if counts else None
             for name in dict.fromkeys((*op.buffers, *op.updates)):
                 users.setdefault(name, []).append(op.name)
+                if beside is not None:
+                    users[name].append(beside)
         updated = {name for op in self.ops for name in op.updates}
-        return {name: tuple(ops) for name, ops in users.items() if name in updated}
+        return {name: tuple(dict.fromkeys(ops)) for name, ops in users.items() if name in updated}
 
     @cached_property
     def parameter(self) -> Mapping[str, Parameter]:
