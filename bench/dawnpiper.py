@@ -211,45 +211,23 @@ def language_model(name: str, kind: type[nn.Module], config: Any, length: int) -
 
 
 def bert() -> Job:
-    config = hf.BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = hf.BertConfig(**sizes, **dropout, num_attention_heads=16)
     return language_model("BERT-large", hf.BertForMaskedLM, config, 512)
 
 
 def gpt2() -> Job:
-    config = hf.GPT2Config(
-        n_embd=1600,
-        n_layer=48,
-        n_head=25,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLMLoss",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLMLoss"}
+    config = hf.GPT2Config(n_embd=1600, n_layer=48, n_head=25, use_cache=False, **ends, **dropout)
     return language_model("GPT-2 1.5B", hf.GPT2LMHeadModel, config, 1024)
 
 
 def t5() -> Job:
-    config = hf.T5Config(
-        d_model=1024,
-        d_kv=128,
-        d_ff=16384,
-        num_layers=24,
-        num_heads=32,
-        dropout_rate=0.0,
-        use_cache=False,
-        tie_word_embeddings=False,
-        decoder_start_token_id=0,
-    )
+    sizes = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32}
+    ends = {"tie_word_embeddings": False, "decoder_start_token_id": 0}
+    config = hf.T5Config(dropout_rate=0.0, use_cache=False, **sizes, **ends)
     return language_model("T5-3B", hf.T5ForConditionalGeneration, config, 512)
 
 

@@ -3,137 +3,101 @@
     python bench/freeze.py FOLDER [--models gpt2 t5] [--planners exact probe]
     diff -r FOLDER OTHER
 
-Run it on the code before and after a change that must not change results, each time into an empty folder
-outside the repository. Costs are roofline figures, so two runs of one version give the same bytes. Refusals
-are frozen by their class, as their wording may change. Takes about 8 minutes.
+Run it before and after a change that must not change results, each time into an empty folder outside the
+repository. Costs are roofline figures, so two runs of one version give the same bytes. Refusals are frozen by
+their class, as their wording may change. Takes about 8 minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import machine
+import zoo
+from click.testing import CliRunner
 
 import pipeloom
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-import zoo  # noqa: E402
-from click.testing import CliRunner  # noqa: E402
-
-from pipeloom import Job, PipeloomError, Plan  # noqa: E402
-from pipeloom.cli import main as command_line  # noqa: E402
-from pipeloom.ir.text import to_json  # noqa: E402
-from pipeloom.planner.planners import names as planner_names  # noqa: E402
-from pipeloom.schedules.registry import FAMILIES  # noqa: E402
+from pipeloom.cli import main as command_line
+from pipeloom.ir.text import to_json
+from pipeloom.planner.planners import names as planner_names
+from pipeloom.schedules.registry import FAMILIES
 
 CLUSTER = "4 x a100-40"
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v", "gis", "po_f")
-SIZES = ((2, 4), (4, 8), (3, 9), (8, 16))
-"""Ranks and micro-batches of frozen schedules."""
-
-WEIGHTS = ("flush", "2bw")
-DEAR = ("auto", "pipeoffload", "graphpipe")
-"""Planners that try many schedules or shapes: one schedule each, without a cap and with one."""
+SIZES = ((2, 4), (4, 8), (3, 9), (8, 16))  # ranks and micro-batches of frozen schedules
+DEAR = ("auto", "pipeoffload", "graphpipe")  # they try many schedules or shapes: one case each
 
 
-def main(folder: Path, models: list[str], planners: list[str]) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise SystemExit(f"{folder} is not empty: what was frozen before would be mixed with what is now")
-    for name, text in frozen_schedules():
-        write(folder / "schedules" / name, text)
-    for model in models:
-        for name, text in frozen_plans(model, planners):
-            write(folder / "plans" / model / name, text)
-        write(folder / "reports" / f"{model}.txt", frozen_report(model))
-    print(f"{sum(1 for path in folder.rglob('*') if path.is_file())} files in {folder}")
-    return 0
+def printed(*words: str) -> str:
+    """What a command prints; a refusal as its exit status only."""
+    result = CliRunner().invoke(command_line, words)
+    error = result.exception
+    if error is not None and not isinstance(error, (SystemExit, pipeloom.PipeloomError)):
+        raise error
+    return result.stdout if result.exit_code == 0 else f"refused with status {result.exit_code}\n"
 
 
-def frozen_schedules() -> Iterator[tuple[str, str]]:
-    """Rows, and programs with their transfers, of every schedule of the library."""
-    for schedule in FAMILIES:
-        for ranks, microbatches in SIZES:
-            size = ["-p", str(ranks), "-m", str(microbatches)]
-            case = f"{schedule}-{ranks}-{microbatches}"
-            yield f"{case}.csv", printed("schedule", "export", schedule, *size)
-            yield f"{case}.program.csv", printed("schedule", "export", schedule, "--transfers", *size)
-            yield f"{case}.json", printed("schedule", "show", schedule, "--json", *size)
-        yield f"{schedule}.explained", printed("schedule", "explain", schedule, "-p", "4", "-m", "8")
+def schedules() -> Iterator[tuple[str, str]]:
+    """Rows, programs with their transfers, and explanations, by the names of their files."""
+    for name in FAMILIES:
+        for p, m in SIZES:
+            case, words = f"schedules/{name}-{p}-{m}", (name, "-p", str(p), "-m", str(m))
+            yield f"{case}.csv", printed("schedule", "export", *words)
+            yield f"{case}.program.csv", printed("schedule", "export", *words, "--transfers")
+            yield f"{case}.json", printed("schedule", "show", *words, "--json")
+        yield f"schedules/{name}.explained", printed("schedule", "explain", name, "-p", "4", "-m", "8")
 
 
-def frozen_report(model: str) -> str:
+def report(model: str) -> str:
     """What `plan` and `simulate` print of a model: tables, drawing, limits and advice."""
     with TemporaryDirectory() as name:
         job, plan = Path(name) / "frozen_job.py", Path(name) / "plan.json"
         job.write_text(f"import zoo\n\n\ndef job():\n    return zoo.job({model!r})\n")
-        where = ("--cluster", CLUSTER)
-        planned = printed("plan", f"{job}:job", "-p", "4", "-o", str(plan), *where)
-        simulated = printed("simulate", str(plan), f"{job}:job", *where)
-        return (planned + simulated).replace(name, "")
+        where = (f"{job}:job", "--cluster", CLUSTER)
+        text = printed("plan", *where, "-p", "4", "-o", str(plan)) + printed("simulate", str(plan), *where)
+        return text.replace(name, "")
 
 
-def printed(*arguments: str) -> str:
-    """What a command prints; a refusal as its exit status only."""
-    result = CliRunner().invoke(command_line, arguments)
-    if result.exception is not None and not isinstance(result.exception, (SystemExit, PipeloomError)):
-        raise result.exception
-    return result.stdout if result.exit_code == 0 else f"refused with status {result.exit_code}\n"
-
-
-def frozen_plans(model: str, planners: list[str]) -> Iterator[tuple[str, str]]:
-    """Plans of one model as JSON, and what their simulated steps take, uncapped and under a cap."""
+def plans(model: str, planners: list[str]) -> Iterator[tuple[str, str]]:
+    """Plans with their predicted steps, without a cap and under one; a refusal by its class."""
     job = zoo.job(model)
-    captured = pipeloom.capture(job, 2)
-    for planner in planners:
-        for schedule in SCHEDULES[:1] if planner in DEAR else SCHEDULES:
-            for weights in WEIGHTS[:1] if planner in DEAR else WEIGHTS:
-                case = f"{planner}-{schedule}-{weights}"
-                options = {"schedule": schedule, "planner": planner, "weights": weights}
-                yield from plans_of_case(case, job, captured, options)
+    how: dict[str, Any] = {"ranks": 4, "microbatches": 8, "microbatch_size": 2, "cluster": CLUSTER}
+    how["captured"] = pipeloom.capture(job, 2)
+    for planner, schedule, weights in product(planners, SCHEDULES, ("flush", "2bw")):
+        if planner in DEAR and (schedule, weights) != (SCHEDULES[0], "flush"):
+            continue
+        name, how["memory"] = f"plans/{model}/{planner}-{schedule}-{weights}", None
+        how |= {"planner": planner, "schedule": schedule, "weights": weights}
+        try:
+            plan = pipeloom.plan(job, **how)
+            yield f"{name}.json", to_json(plan)
+            name, how["memory"] = f"{name}-capped", int(max(plan.peaks) * 0.8)
+            yield f"{name}.json", to_json(pipeloom.plan(job, **how))
+        except pipeloom.PipeloomError as error:
+            yield f"{name}.refused", f"{type(error).__name__}\n"
 
 
-def plans_of_case(
-    case: str, job: Job, captured: object, options: dict[str, str]
-) -> Iterator[tuple[str, str]]:
-    free = plan_or_refusal(job, captured, options)
-    if not isinstance(free, Plan):
-        yield f"{case}.refused", f"{free}\n"
-        return
-    yield f"{case}.json", to_json(free)
-    cap = int(max(free.peaks) * 0.8)
-    capped = plan_or_refusal(job, captured, options, memory=cap)
-    text = to_json(capped) if isinstance(capped, Plan) else f"{capped}\n"
-    yield f"{case}-capped.json", text
-
-
-def plan_or_refusal(job: Job, captured: object, options: dict[str, str], **more: int) -> Plan | str:
-    try:
-        return pipeloom.plan(
-            job,
-            ranks=4,
-            microbatches=8,
-            microbatch_size=2,
-            cluster=CLUSTER,
-            captured=captured,
-            **options,
-            **more,
-        )
-    except PipeloomError as error:
-        return type(error).__name__
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = machine.parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", nargs="+", default=list(zoo.NAMES), choices=zoo.NAMES)
     parser.add_argument("--planners", nargs="+", default=list(planner_names()), choices=planner_names())
     given = parser.parse_args()
-    sys.exit(main(given.folder, given.models, given.planners))
+    if given.folder.exists() and any(given.folder.iterdir()):
+        parser.error(f"{given.folder} is not empty: old files would be mixed with new ones")
+    of_models = (plans(model, given.planners) for model in given.models)
+    reports = ((f"reports/{model}.txt", report(model)) for model in given.models)
+    for name, text in chain(schedules(), *of_models, reports):
+        file = given.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

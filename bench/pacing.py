@@ -78,14 +78,10 @@ def uneven(stages: int, share_s: float) -> tuple[StageCost, ...]:
     """Uneven stages. share_s: average seconds of a stage for one micro-batch, F, I and W together."""
     found = []
     for s in range(stages):
-        forward = share_s * 0.30 * (1 + 0.25 * ((5 * s) % 8 - 3.5) / 3.5)
-        backward = share_s * 0.38 * (1 + 0.25 * ((3 * s + 2) % 8 - 3.5) / 3.5)
-        weight = share_s * 0.32 * (1 + 0.25 * ((7 * s + 5) % 8 - 3.5) / 3.5)
-        found.append(
-            StageCost(
-                forward_s=forward, backward_s=backward + weight, input_grad_s=backward, weight_grad_s=weight
-            )
-        )
+        f = share_s * 0.30 * (1 + 0.25 * ((5 * s) % 8 - 3.5) / 3.5)
+        i = share_s * 0.38 * (1 + 0.25 * ((3 * s + 2) % 8 - 3.5) / 3.5)
+        w = share_s * 0.32 * (1 + 0.25 * ((7 * s + 5) % 8 - 3.5) / 3.5)
+        found.append(StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w))
     return tuple(found)
 
 
@@ -129,6 +125,7 @@ def steady(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
     """On eight ranks two pipelines, whose sum of gradients takes half a step. seconds: of one micro-batch on
     a stage."""
     width, third, ideal_s = ranks // DEPTH, seconds / 3, microbatches * seconds
+    updates = Updates(policy="2bw", every=microbatches)
     costs = equal_costs(ranks, forward_s=third, input_grad_s=third, weight_grad_s=third)
     edges = [(s, s + 1) for s in range(DEPTH - 1)]
     placement = tuple(s * width + r for r in range(width) for s in range(DEPTH))
@@ -136,7 +133,7 @@ def steady(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
         tied = {DEPTH - 1: ("w0",)} if given.get("tied") else {}
         params = {s: (f"w{s}",) for s in range(DEPTH)} | tied
         stages = replicate(dag(DEPTH, edges, value_bytes=MESSAGE_BYTES, params=params), width)
-        made: Schedule | SteadyStep = build_steady("1f1b", stages, placement, updates_of(microbatches))
+        made: Schedule | SteadyStep = build_steady("1f1b", stages, placement, updates)
         if name == "1f1b":
             made = registry.build("1f1b", stages, placement, microbatches)
         about = {"schedule": name, "ideal_s": ideal_s}
@@ -144,15 +141,7 @@ def steady(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
         yield Case(about=about, schedule=made, stages=stages, costs=costs, **how)
 
 
-def updates_of(microbatches: int) -> Updates:
-    return Updates(policy="2bw", every=microbatches)
-
-
-CASES: dict[str, Callable[..., Iterator[Case]]] = {
-    "library": library,
-    "copies": copies,
-    "steady": steady,
-}
+CASES: dict[str, Callable[..., Iterator[Case]]] = {"library": library, "copies": copies, "steady": steady}
 
 
 def _busy(step: Summary) -> float:
@@ -170,7 +159,8 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
         cluster = Cluster(devices=devices, within_node=link)
         for case in CASES[kind](link, **shape):
             if isinstance(case.schedule, SteadyStep):
-                how = {"updates": updates_of(shape["microbatches"]), "clips": case.clips}
+                updates = Updates(policy="2bw", every=shape["microbatches"])
+                how = {"updates": updates, "clips": case.clips}
                 program = lower(case.schedule.unrolled, case.stages, **how)
                 predicted_s = simulate(program, case.stages, case.costs, cluster).step_s
                 parts = (case.schedule, case.stages, case.costs, channel, watch)
@@ -185,8 +175,7 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
             if tier is not None:
                 tier.close()
             measured_s = statistics.median(step.step_s for step in steps)
-            row = {
-                **case.about,
+            row = case.about | {
                 "predicted_s": predicted.step_s,
                 "measured_s": measured_s,
                 "predicted_bubble": predicted.bubble,

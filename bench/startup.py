@@ -155,16 +155,9 @@ def first_step(runs: int, cache: str) -> bool:
 def llama_70b(*, layers: int = 80, length: int = 2048) -> Job:
     import transformers as hf
 
-    config = hf.LlamaConfig(
-        hidden_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=28672,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    config = hf.LlamaConfig(**sizes, **heads, num_hidden_layers=layers, use_cache=False)
     return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(1000, length), name="llama-70b")
 
 

@@ -250,8 +250,10 @@ def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
 
 
 @pytest.mark.slow
-def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(tmp_path: Path) -> None:
-    plan = plan_job(JOB, **HOW, compile=True)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(schedule: str, tmp_path: Path) -> None:
+    """With whole and with split backwards."""
+    plan = plan_job(JOB, **HOW, schedule=schedule, compile=True)
     assert "could not" not in times_of(plan)[0] and "times as long as eager" in times_of(plan)[0]
     assert len(list(tmp_path.glob("pipeloom/compiled/*"))) == 1
     batches = [JOB.batch(seed, 8) for seed in range(2)]

@@ -32,6 +32,7 @@ BLOCK = re.compile(r"(?:^<!-- (slow|not run: [^>]+) -->\n)?^```(\w+)\n(.*?)^```$
 FILE_NAME = re.compile(r"# ([\w-]+\.(?:py|toml|txt))\n")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|toml))?)`")
+TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 WRITTEN_BY_RUNS = {"runs/", "checkpoint/", "step-00000300/"}
 TAKE_LONGER = ("planning", "memory-and-offloading")
 """Pages whose commands have quick tests of their own."""
@@ -151,6 +152,10 @@ def untrue(page: Path) -> Iterator[str]:
     for name in set(FILE.findall(text)) - WRITTEN_BY_RUNS:
         if not any((folder / name).exists() for folder in (ROOT, SOURCE)):
             yield f"file {name}"
+    for name, function in TEST.findall(text):
+        file = ROOT / "tests" / name
+        if not file.exists() or f"def {function}(" not in file.read_text():
+            yield f"test {name}, {function}"
     for line in re.findall(r"^ {4}(?:\$ )?((?:pipeloom|torchrun) .*)", text, re.MULTILINE):
         yield f"command outside of a block that is run: {line}"
 
@@ -162,11 +167,14 @@ def test_a_page_names_what_there_is(page: Path) -> None:
 
 def test_untrue_pages_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A\n[a](gone.md), [a](#b), `ir/gone.py`\n\n    pipeloom gone\n")
+    page.write_text(
+        "# A\n[a](gone.md), [a](#b), `ir/gone.py`, `test_pages.py::test_gone`\n\n    pipeloom gone\n"
+    )
     assert [line.split(":")[0] for line in untrue(page)] == [
         "link to gone.md",
         "link to #b",
         "file ir/gone.py",
+        "test test_pages.py, test_gone",
         "command outside of a block that is run",
     ]
 
