@@ -1,6 +1,7 @@
 """Three of the recipes that transformers' users start from, on small made data, by one kind of Trainer.
 
-torchrun --nproc-per-node N trainer_script.py FOLDER [resume]; without torchrun it is the plain Trainer.
+torchrun --nproc-per-node N trainer_script.py FOLDER [resume] [lora]; without torchrun it is the plain Trainer.
+With `lora` it is adapters of a model from a folder instead.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +57,23 @@ def image_classification() -> dict[str, Any]:
     return {"model": model, "rows": rows, "compute_metrics": accuracy, "optim": "sgd"}
 
 
-def main(folder_of_all: Path, *, resumes: bool) -> None:
-    for make in (language_modelling, sequence_classification, image_classification):
+def lora() -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    recipe = language_modelling()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe["model"].save_pretrained(folder, max_shard_size="40KB")
+        assert len(list(Path(folder).glob("*.safetensors"))) > 1
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, lora_dropout=0.0)
+    return {**recipe, "model": get_peft_model(base, config)}
+
+
+RECIPES = (language_modelling, sequence_classification, image_classification)
+
+
+def main(folder_of_all: Path, recipes: Sequence[Callable[[], dict[str, Any]]], *, resumes: bool) -> None:
+    for make in recipes:
         if "RANK" in os.environ:
             from pipeloom.integrations.transformers import PipelineTrainer as Trainer
         else:
@@ -97,4 +115,4 @@ def main(folder_of_all: Path, *, resumes: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), resumes="resume" in sys.argv)
+    main(Path(sys.argv[1]), (lora,) if "lora" in sys.argv else RECIPES, resumes="resume" in sys.argv)
