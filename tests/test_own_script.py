@@ -199,7 +199,8 @@ def test_adapters_alone_are_trained_on_frozen_weights_from_a_folder_of_shards(tm
 
     torch.manual_seed(5)
     ranks = on_two_ranks(work, Adapted(), named(), optimizer=torch.optim.Adam)
-    optimizer, batch, losses = torch.optim.Adam([*plain.down.parameters(), *plain.up.parameters()]), named(), []
+    adapters = [*plain.down.parameters(), *plain.up.parameters()]
+    optimizer, batch, losses = torch.optim.Adam(adapters), named(), []
     for _ in range(3):
         loss = of_named(plain(batch["x"]), batch)
         losses.append(float(loss.detach()))

@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer wants accelerate
 
 SCRIPT = str(Path(__file__).parent / "trainer_script.py")
 RECIPES = ("language_modelling", "sequence_classification", "image_classification")
+ADAPTERS = ("lora", "smoothed_lora")
 TIMES = ("runtime", "per_second")
 
 
@@ -64,10 +65,10 @@ def test_adapters_give_what_one_process_gives_and_only_adapters_are_written(tmp_
     run(piped, "lora", ranks=2)
     assert files(piped) == files(plain)
     assert (piped / "lora" / "final" / "adapter_model.safetensors").is_file()
-    assert_same_logs(piped, plain, ("lora",))
+    assert_same_logs(piped, plain, ADAPTERS)
     reference = resumed(plain, "lora")
-    assert_same_logs(resumed(piped, "lora", ranks=3), reference, ("lora",))
-    assert_same_logs(resumed(piped, "lora"), reference, ("lora",))
+    assert_same_logs(resumed(piped, "lora", ranks=3), reference, ADAPTERS)
+    assert_same_logs(resumed(piped, "lora"), reference, ADAPTERS)
     adapters = []
     for folder in (piped, plain):
         saved = load_file(folder / "lora" / "final" / "adapter_model.safetensors")

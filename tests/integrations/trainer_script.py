@@ -1,7 +1,7 @@
 """Three of the recipes that transformers' users start from, on small made data, by one kind of Trainer.
 
-torchrun --nproc-per-node N trainer_script.py FOLDER [resume] [lora]; without torchrun it is the plain Trainer.
-With `lora` it is adapters of a model from a folder instead.
+torchrun --nproc-per-node N trainer_script.py FOLDER [resume] [lora]; without torchrun it is the plain
+Trainer. With `lora` it is adapters of a model from a folder instead.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def lora() -> dict[str, Any]:
     return {**recipe, "model": get_peft_model(base, config)}
 
 
+def smoothed_lora() -> dict[str, Any]:
+    return lora() | {"label_smoothing_factor": 0.1}
+
+
 RECIPES = (language_modelling, sequence_classification, image_classification)
 
 
@@ -115,4 +119,5 @@ def main(folder_of_all: Path, recipes: Sequence[Callable[[], dict[str, Any]]], *
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), (lora,) if "lora" in sys.argv else RECIPES, resumes="resume" in sys.argv)
+    recipes = (lora, smoothed_lora) if "lora" in sys.argv else RECIPES
+    main(Path(sys.argv[1]), recipes, resumes="resume" in sys.argv)
