@@ -22,6 +22,7 @@ LENGTHS = (32, 48, 64, 96, 128, 160, 208, 256, 320, 384, 448, 512)
 ROWS, MICROBATCHES, TIMES, EPOCHS = 8, 4, 2, 3
 SIZES = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 512, "vocab_size": 4096}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+QUIET = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
 
 
 class Timed:
@@ -49,7 +50,7 @@ def batch(length: int) -> dict[str, Tensor]:
 def main() -> None:
     torch.manual_seed(0)
     order, capturing = random.Random(0), Timed()
-    model = GPT2LMHeadModel(GPT2Config(**SIZES, **NO_DROPOUT, use_cache=False))
+    model = GPT2LMHeadModel(GPT2Config(**SIZES, **NO_DROPOUT, **QUIET))
     with pipeloom.Pipeline(model, example=batch(LENGTHS[-1]), microbatches=MICROBATCHES) as pipe:
         for epoch in range(EPOCHS):
             lengths = [*LENGTHS] * TIMES

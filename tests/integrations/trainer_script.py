@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,21 @@ def image_classification() -> dict[str, Any]:
     return {"model": model, "rows": rows, "compute_metrics": accuracy, "optim": "sgd"}
 
 
+@cache
+def pretrained() -> tempfile.TemporaryDirectory[str]:
+    """Made before the ranks know of each other: from then on `save_pretrained` writes on rank 0 alone."""
+    folder = tempfile.TemporaryDirectory()
+    language_modelling()["model"].save_pretrained(folder.name, max_shard_size="40KB")
+    assert len(list(Path(folder.name).glob("*.safetensors"))) > 1
+    return folder
+
+
 def lora() -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
 
-    recipe = language_modelling()
-    with tempfile.TemporaryDirectory() as folder:
-        recipe["model"].save_pretrained(folder, max_shard_size="40KB")
-        assert len(list(Path(folder).glob("*.safetensors"))) > 1
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(pretrained().name)
     config = LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, lora_dropout=0.0)
-    return {**recipe, "model": get_peft_model(base, config)}
+    return {**language_modelling(), "model": get_peft_model(base, config)}
 
 
 def smoothed_lora() -> dict[str, Any]:
