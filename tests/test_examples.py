@@ -41,6 +41,19 @@ def test_the_trainers_script_gives_the_same_on_two_ranks(tmp_path: Path) -> None
     assert last_line("-m", "torch.distributed.run", "--nproc-per-node", "2", script) == plain
 
 
+@pytest.mark.slow
+def test_adapters_are_trained_and_merged_the_same_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft", reason="adapters are made by peft, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    script = str(EXAMPLES / "lora.py")
+    plain = losses(script, "--plain")
+    piped = losses("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
+    assert len(plain) == 11 and plain[-1] < plain[0] - 0.3  # the last one is the merged model's
+    assert piped == pytest.approx(plain, abs=2e-4)
+
+
 def test_the_own_model_is_verified() -> None:
     words = ("verify", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "3", "--microbatch-size", "16")
     assert "equal within" in good(*words)

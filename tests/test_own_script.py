@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import pipeloom
@@ -158,6 +159,62 @@ def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:
         assert list(trained) == list(module.state_dict())
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(trained[name], tensor)
+
+
+class Adapted(nn.Module):
+    """A frozen model with an adapter of low rank beside one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = net().requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.base.norm(self.base.enter(x))
+        return {"logits": self.base.leave(torch.tanh(self.base.hidden(hidden) + self.up(self.down(hidden))))}
+
+
+def base_name(name: str) -> str | None:
+    return name.removeprefix("base.") if name.startswith("base.") else None
+
+
+def test_adapters_alone_are_trained_on_frozen_weights_from_a_folder_of_shards(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    pretrained = Net().state_dict()
+    names = list(pretrained)
+    save_file({name: pretrained[name] for name in names[::2]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: pretrained[name] for name in names[1::2]}, tmp_path / "model-00002-of-00002.safetensors")
+    torch.manual_seed(5)
+    plain = Adapted()
+    plain.base.load_state_dict(pretrained)
+
+    def work(pipe: pipeloom.Pipeline) -> tuple[list[float], dict[str, Tensor], set[str]]:
+        with pytest.raises(CheckpointError, match="missing"):
+            pipe.load_weights(tmp_path)
+        pipe.load_weights(tmp_path, named=base_name)
+        losses = [pipe.step(named()) for _ in range(3)]
+        optimizer = pipe.weights.optimizer
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return losses, pipe.state_dict(), {n for n, p in pipe.weights.params.items() if p in optimizer.state}
+
+    torch.manual_seed(5)
+    ranks = on_two_ranks(work, Adapted(), named(), optimizer=torch.optim.Adam)
+    adapters = [*plain.down.parameters(), *plain.up.parameters()]
+    optimizer, batch, losses = torch.optim.Adam(adapters), named(), []
+    for _ in range(3):
+        loss = of_named(plain(batch["x"]), batch)
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert {name for _, _, held in ranks for name in held} == {"down.weight", "up.weight"}
+    for ours, state, _ in ranks:
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert list(state) == list(plain.state_dict())
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor)
+        for name in names:
+            assert torch.equal(state[f"base.{name}"], pretrained[name])
 
 
 def test_the_first_number_that_is_not_finite_is_found_with_its_op() -> None:

@@ -523,14 +523,24 @@ class Pipeline:
         """
         self._load_weights(lambda name: state[name] if name in state else None)
 
-    def load_weights(self, path: Path | str) -> None:
+    def load_weights(
+        self, path: Path | str, *, named: Callable[[str], str | None] = lambda name: name
+    ) -> None:
         """Take weights from safetensors: a file, or a folder as `save_pretrained` writes it, of which each
         rank reads what is its own. Every rank calls it.
 
         path: of the file or folder; tied weights may stand under one of their names only.
+        named: the model's name of a weight -> its name in the files, or None for one that is not there and
+            stays as it is, such as an adapter.
         Raises: CheckpointError as `load_state_dict`, and if there is no such file.
         """
-        self._load_weights(SafetensorsFolder(Path(path)).read)
+        files, own = SafetensorsFolder(Path(path)), self._train_state({}).model
+
+        def read(name: str) -> Tensor | None:
+            stored = named(name)
+            return own.get(name) if stored is None else files.read(stored)
+
+        self._load_weights(read)
 
     def _load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         self._run.drain()

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("accelerate", reason="transformers' Trainer wants accelerate, which is not installed")
 
 SCRIPT = str(Path(__file__).parent / "trainer_script.py")
 RECIPES = ("language_modelling", "sequence_classification", "image_classification")
+ADAPTERS = ("lora", "smoothed_lora")
 TIMES = ("runtime", "per_second")
 
 
@@ -31,8 +34,8 @@ def files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def assert_same_logs(piped: Path, plain: Path) -> None:
-    for recipe in RECIPES:
+def assert_same_logs(piped: Path, plain: Path, recipes: tuple[str, ...] = RECIPES) -> None:
+    for recipe in recipes:
         for ours, theirs in zip(log(piped, recipe), log(plain, recipe), strict=True):
             assert ours.keys() == theirs.keys()
             for key in theirs:
@@ -54,8 +57,30 @@ def test_three_recipes_give_what_one_process_gives_and_go_on_with_another_number
     assert_same_logs(resumed(piped), reference)  # by the plain Trainer, from what the pipeline wrote
 
 
-def resumed(folder: Path, *, ranks: int | None = None) -> Path:
+@pytest.mark.slow
+def test_adapters_give_what_one_process_gives_and_only_adapters_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters are made by peft, which is not installed")
+    plain, piped = tmp_path / "plain", tmp_path / "piped"
+    run(plain, "lora")
+    run(piped, "lora", ranks=2)
+    assert files(piped) == files(plain)
+    assert (piped / "lora" / "final" / "adapter_model.safetensors").is_file()
+    assert_same_logs(piped, plain, ADAPTERS)
+    reference = resumed(plain, "lora")
+    assert_same_logs(resumed(piped, "lora", ranks=3), reference, ADAPTERS)
+    assert_same_logs(resumed(piped, "lora"), reference, ADAPTERS)
+    adapters = []
+    for folder in (piped, plain):
+        saved = load_file(folder / "lora" / "final" / "adapter_model.safetensors")
+        assert all("lora_" in name for name in saved)
+        adapters.append(saved)
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, tensor in adapters[1].items():
+        torch.testing.assert_close(adapters[0][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def resumed(folder: Path, *words: str, ranks: int | None = None) -> Path:
     copy = folder.with_name(f"{folder.name} on {ranks}")
     shutil.copytree(folder, copy)
-    run(copy, "resume", ranks=ranks)
+    run(copy, "resume", *words, ranks=ranks)
     return copy

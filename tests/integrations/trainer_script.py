@@ -1,6 +1,7 @@
 """Three of the recipes that transformers' users start from, on small made data, by one kind of Trainer.
 
-torchrun --nproc-per-node N trainer_script.py FOLDER [resume]; without torchrun it is the plain Trainer.
+torchrun --nproc-per-node N trainer_script.py FOLDER [resume] [lora]; without torchrun it is the plain
+Trainer. With `lora` it is adapters of a model from a folder instead.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +58,32 @@ def image_classification() -> dict[str, Any]:
     return {"model": model, "rows": rows, "compute_metrics": accuracy, "optim": "sgd"}
 
 
-def main(folder_of_all: Path, *, resumes: bool) -> None:
-    for make in (language_modelling, sequence_classification, image_classification):
+@cache
+def pretrained() -> tempfile.TemporaryDirectory[str]:
+    """Made before the ranks know of each other: from then on `save_pretrained` writes on rank 0 alone."""
+    folder = tempfile.TemporaryDirectory()
+    language_modelling()["model"].save_pretrained(folder.name, max_shard_size="40KB")
+    assert len(list(Path(folder.name).glob("*.safetensors"))) > 1
+    return folder
+
+
+def lora() -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(pretrained().name)
+    config = LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, lora_dropout=0.0)
+    return {**language_modelling(), "model": get_peft_model(base, config)}
+
+
+def smoothed_lora() -> dict[str, Any]:
+    return lora() | {"label_smoothing_factor": 0.1}
+
+
+RECIPES = (language_modelling, sequence_classification, image_classification)
+
+
+def main(folder_of_all: Path, recipes: Sequence[Callable[[], dict[str, Any]]], *, resumes: bool) -> None:
+    for make in recipes:
         if "RANK" in os.environ:
             from pipeloom.integrations.transformers import PipelineTrainer as Trainer
         else:
@@ -97,4 +125,5 @@ def main(folder_of_all: Path, *, resumes: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), resumes="resume" in sys.argv)
+    recipes = (lora, smoothed_lora) if "lora" in sys.argv else RECIPES
+    main(Path(sys.argv[1]), recipes, resumes="resume" in sys.argv)

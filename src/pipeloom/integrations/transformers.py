@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
@@ -193,7 +194,8 @@ class PipelineTrainer(Trainer):
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=items)
         else:
-            shifts = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            kind = type(unwrap_peft_model(self.model)).__name__  # type: ignore[no-untyped-call]
+            shifts = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             loss = self.label_smoother(outputs, labels, shift_labels=shifts, num_items_in_batch=items)
         return loss
 
