@@ -39,7 +39,10 @@ class Classifier(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.ndim > 1]
         plain = [p for p in self.parameters() if p.ndim == 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 3e-3, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": plain, "lr": 3e-3, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98))
         steps = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=2 * steps)
@@ -63,7 +66,10 @@ def main(folder: Path, *words: str) -> None:
         max_epochs=4 if "resume" in words else 2,
         default_root_dir=folder,
         logger=CSVLogger(folder, version=len(words), flush_logs_every_n_steps=1),
-        callbacks=[LearningRateMonitor(), ModelCheckpoint(folder / "kept", monitor="val_loss", save_last=True)],
+        callbacks=[
+            LearningRateMonitor(),
+            ModelCheckpoint(folder / "kept", monitor="val_loss", save_last=True),
+        ],
         gradient_clip_val=0.5,
         log_every_n_steps=1,
         enable_progress_bar=False,

@@ -2,7 +2,7 @@
 
 To Lightning each rank looks like one process alone, of which only rank 0 logs and writes. The pipeline's
 model is a copy of the module whose forward is its `training_step`, or in evaluation mode its
-`validation_step`. The optimizer of `configure_optimizers` only has learning rates; that of the pipeline steps.
+`validation_step`. The optimizer of `configure_optimizers` only has learning rates; the pipeline's steps.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def _log(self, values: Mapping[str, Tensor], how: Mapping[str, dict[str, Any]], rows: int) -> None:
         for name, value in values.items():
-            given = how[name]
+            given = {**how[name], "sync_dist": True}  # all ranks have the same: nothing is sent
             if given.get("batch_size") is not None:
                 given = {**given, "batch_size": rows}
             self.lightning_module.log(name, value, **given)
@@ -452,8 +452,8 @@ def _look_at_steps(model: Any, batch: Any, *, weighted: bool) -> _Steps:
             parts = [_step_of(model, "training_step", half)[0] for half in halves]
             if not weighted and not _is_mean(loss, parts, halves):
                 warnings.warn(
-                    "the loss of training_step is no mean over the rows of a batch: micro-batches are weighted "
-                    "by their rows. Give PipelineStrategy weight=, as `Pipeline` takes it.",
+                    "the loss of training_step is no mean over rows, by which micro-batches are weighted. "
+                    "Give PipelineStrategy weight=, as `Pipeline` takes it.",
                     stacklevel=2,
                 )
             if type(model).validation_step is LightningModule.validation_step:
