@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/lightning_module.py
 
-With `python examples/lightning_module.py --plain` the same script trains in one process, with the same numbers.
+With `python examples/lightning_module.py --plain` it trains in one process, with the same numbers.
 """
 
 import sys

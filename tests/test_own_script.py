@@ -118,6 +118,18 @@ def test_rank_0_alone_has_the_batches() -> None:
     assert mine == others == pytest.approx(plain_losses(net(), 4), rel=1e-5)
 
 
+def test_rank_0_alone_has_batches_of_another_size() -> None:
+    def work(pipe: pipeloom.Pipeline) -> float:
+        fewer = {name: tensor[: len(tensor) // 2] for name, tensor in named().items()}
+        return pipe.step(fewer if pipe.rank == 0 else None)
+
+    def all_give(pipe: pipeloom.Pipeline) -> float:
+        return pipe.step({name: tensor[: len(tensor) // 2] for name, tensor in named().items()})
+
+    mine, others = on_two_ranks(work, net(), named(), data="first")
+    assert mine == others == on_two_ranks(all_give, net(), named())[0]
+
+
 def test_a_batch_of_rank_0_that_is_none_is_refused_by_all_and_can_be_replaced() -> None:
     def work(pipe: pipeloom.Pipeline) -> float:
         with pytest.raises(BatchError, match="text"):

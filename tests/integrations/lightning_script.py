@@ -1,4 +1,4 @@
-"""Trains a LightningModule in the folder given, in one process or by a pipeline; writes what it has logged."""
+"""Trains a LightningModule in the folder given, in one process or a pipeline, and writes what it logs."""
 
 import json
 import sys

@@ -252,7 +252,8 @@ class PipelineStrategy(SingleDeviceStrategy):
             for names, group in zip(self._grouped_names(optimizer), optimizer.param_groups, strict=True)
         ]
         taken = inspect.signature(kind).parameters
-        return kind(groups, **{key: v for key, v in optimizer.defaults.items() if key in taken})
+        made: Optimizer = kind(groups, **{key: v for key, v in optimizer.defaults.items() if key in taken})
+        return made
 
     def _grouped_names(self, optimizer: Optimizer) -> list[list[str]]:
         names = {id(param): name for name, param in self.lightning_module.named_parameters()}
@@ -396,24 +397,11 @@ def _refuse_index(*args: Any) -> Any:
     )
 
 
-for _name in (
-    "bool",
-    "int",
-    "index",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "mod",
-    "add",
-    "sub",
-    "mul",
-    "format",
-):
-    setattr(_NoIndex, f"__{_name}__", _refuse_index)
-for _name in ("str", "float", "floordiv", "truediv", "radd", "rsub", "rmul", "rmod"):
+_ASKED = (
+    "bool int float index str format eq ne lt le gt ge mod add sub mul floordiv truediv radd rsub rmul rmod"
+)
+
+for _name in _ASKED.split():
     setattr(_NoIndex, f"__{_name}__", _refuse_index)
 
 
@@ -479,7 +467,7 @@ def _look_at_steps(model: Any, batch: Any, *, weighted: bool) -> _Steps:
             each.training = training
 
 
-def _step_of(model: Any, hook: str, batch: Any) -> tuple[Any, Any]:
+def _step_of(model: Any, hook: str, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model.take_step(hook, (), {name: value for name, value in batch.items() if value is not None})
     return model.take_step(hook, (batch,) if isinstance(batch, Tensor) else tuple(batch), {})
