@@ -27,7 +27,15 @@ def test_the_plain_script_learns_the_same_on_two_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_the_trainers_script_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "start", "wanted"),
+    [("hf_trainer.py", "eval losses 5.", "accelerate"), ("lightning_module.py", "validation ", "lightning")],
+)
+def test_a_trainers_script_gives_the_same_on_two_ranks(
+    tmp_path: Path, name: str, start: str, wanted: str
+) -> None:
+    pytest.importorskip(wanted, reason=f"{name} wants {wanted}, which is not installed")
+
     def last_line(*words: str) -> str:
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
@@ -35,9 +43,9 @@ def test_the_trainers_script_gives_the_same_on_two_ranks(tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 
-    script = str(EXAMPLES / "hf_trainer.py")
+    script = str(EXAMPLES / name)
     plain = last_line(script, "--plain")
-    assert plain.startswith("eval losses 5.")
+    assert plain.startswith(start)
     assert last_line("-m", "torch.distributed.run", "--nproc-per-node", "2", script) == plain
 
 

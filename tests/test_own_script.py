@@ -119,6 +119,12 @@ def test_rank_0_alone_has_the_batches() -> None:
     assert mine == others == pytest.approx(plain_losses(net(), 4), rel=1e-5)
 
 
+def test_rank_0_alone_has_batches_of_another_size() -> None:
+    fewer = {name: named()[name][: ROWS // 2] for name in ("x", "y")}
+    alone = on_two_ranks(lambda pipe: pipe.step(None if pipe.rank else fewer), net(), named(), data="first")
+    assert alone == on_two_ranks(lambda pipe: pipe.step(fewer), net(), named())
+
+
 def test_a_batch_of_rank_0_that_is_none_is_refused_by_all_and_can_be_replaced() -> None:
     def work(pipe: pipeloom.Pipeline) -> float:
         with pytest.raises(BatchError, match="text"):

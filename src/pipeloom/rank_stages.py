@@ -187,8 +187,10 @@ class StageVariants:
 
     def _capture(self, part: Mapping[str, Tensor]) -> tuple[Captured, StageGraph]:
         rank = self._rank
+        # Of what its stages do not read, a rank has shapes alone; see `FirstBatches`.
+        batch = {n: torch.zeros_like(t, device=rank.device) if t.is_meta else t for n, t in part.items()}
         captured = capture(
-            rank.job, rows_of(part), batch=part, autocast=rank.captured.autocast, like=rank.captured
+            rank.job, rows_of(part), batch=batch, autocast=rank.captured.autocast, like=rank.captured
         )
         return captured, self._cut(captured)
 

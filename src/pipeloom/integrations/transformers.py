@@ -10,13 +10,10 @@ from __future__ import annotations
 import copy
 import math
 import os
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -27,6 +24,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
+from .as_one_process import load_optimizer_states, optimizer_states, random_kept
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
@@ -149,7 +147,7 @@ class PipelineTrainer(Trainer):
         settings |= {"clip_norm": clip, "seed": args.seed, **self._settings}
         if args.bf16:
             settings["autocast"] = torch.bfloat16
-        with _random_kept():
+        with random_kept():
             taken = [dict(batch) for batch, _ in zip(batches, range(count), strict=False)]
             counted = "labels" in taken[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func)
             self.pipe = Pipeline(
@@ -256,15 +254,7 @@ class PipelineTrainer(Trainer):
     def _optimizer_state(self) -> dict[str, Any]:
         """As the optimizer of one process has it; on all ranks."""
         assert self.pipe is not None
-        optimizer, params = self.pipe.weights.optimizers[0], self.pipe.weights.params
-        mine = {
-            name: {key: _on_cpu(value) for key, value in optimizer.state[param].items()}
-            for name, param in params.items()
-            if param in optimizer.state
-        }
-        merged: dict[str, Any] = {}
-        for theirs in self.pipe.channel.all_gather_object(mine):
-            merged = {**theirs, **merged}
+        optimizer, merged = self.pipe.weights.optimizers[0], optimizer_states(self.pipe)
         state: dict[int, Any] = {}
         groups, number = [], 0
         rates = [{key: g[key] for key in _RATES if key in g} for g in self.optimizer.param_groups]
@@ -279,7 +269,6 @@ class PipelineTrainer(Trainer):
 
     def _load_optimizer_state(self, state: Mapping[str, Any], checkpoint: str) -> None:
         assert self.pipe is not None
-        optimizer, params = self.pipe.weights.optimizers[0], self.pipe.weights.params
         names = [name for group in self._grouped_names() for name in group]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         if len(names) != len(indices):
@@ -287,13 +276,9 @@ class PipelineTrainer(Trainer):
                 f"{checkpoint} has the optimizer of {len(indices)} parameters, the model trains {len(names)}",
                 hint="resume with the model and the optimizer that it was saved with",
             )
-        for name, index in zip(names, indices, strict=True):
-            if name in params and params[name].requires_grad and index in state["state"]:
-                device = params[name].device
-                optimizer.state[params[name]] = {
-                    key: value.to(device) if isinstance(value, Tensor) and value.ndim else value
-                    for key, value in state["state"][index].items()
-                }
+        paired = zip(names, indices, strict=True)
+        saved = {name: state["state"][index] for name, index in paired if index in state["state"]}
+        load_optimizer_states(self.pipe, saved)
 
 
 class _LearningRates(SGD):
@@ -357,19 +342,3 @@ def _repeated(batch: Mapping[str, Any], rows: int, parts: int) -> dict[str, Any]
 
 def _alone(tensors: tuple[Any, ...]) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _random_kept() -> Iterator[None]:
-    """What is looked at beforehand draws no numbers."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
