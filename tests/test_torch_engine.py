@@ -41,6 +41,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, di
     return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", torch_net.WAYS)
 @pytest.mark.parametrize("name", ORDERS)
 def test_loss_and_gradients_are_those_of_one_process(name: str, way: str, answers: Any) -> None:
@@ -52,6 +53,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, way: str, answer
     assert ranks[0]["missing"] + ranks[2]["missing"] == parameters  # each is in one stage
 
 
+@pytest.mark.slow
 def test_a_layer_sharded_by_itself_is_refused_with_split_backwards(answers: Any) -> None:
     assert all("sharded" in said for _, said in answers)
 
