@@ -75,6 +75,8 @@ def inner_names(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             if node.module == "pipeloom":
                 yield from (f"pipeloom.{a.name}" for a in node.names if a.name not in PUBLIC)
+            elif node.module.startswith("pipeloom.integrations."):
+                continue
             elif node.module.startswith("pipeloom.") and node.module != "pipeloom.schedule_language":
                 yield node.module
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
