@@ -6,6 +6,7 @@ This file lies at the root, not in tests/, since a profile has to be known for w
 
 import os
 import signal
+from importlib.util import find_spec
 
 from hypothesis import HealthCheck, settings
 
@@ -24,3 +25,6 @@ os.environ.setdefault("PIPELOOM_KEEP_PROFILES", "0")
 # What a script starts in the background ignores Ctrl-C, and so does all that it starts in turn.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Doctests import what they look through, and this imports an optional extra.
+collect_ignore = [] if find_spec("lightning") else ["src/pipeloom/integrations/lightning.py"]
