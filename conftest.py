@@ -27,4 +27,5 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Doctests import what they look through, and this imports an optional extra.
-collect_ignore = [] if find_spec("lightning") else ["src/pipeloom/integrations/lightning.py"]
+needs_lightning = ["src/pipeloom/integrations/lightning.py", "tests/integrations/lightning_script.py"]
+collect_ignore = [] if find_spec("lightning") else needs_lightning
