@@ -305,3 +305,17 @@ def test_what_only_counts_batches_is_no_stage_of_its_own() -> None:
     counter = next(op.name for op in graph.ops if op.updates == ("1.num_batches_tracked",))
     normed = next(op.name for op in graph.ops if "1.weight" in op.params)
     assert set(graph.together["1.num_batches_tracked"]) == {counter, normed}
+
+
+def test_a_batch_that_one_rank_alone_cannot_use_is_refused_by_all() -> None:
+    def work(pipe: pipeloom.Pipeline) -> float:
+        with pytest.raises(BatchError):
+            pipe.step(named() if pipe.rank == 0 else [1, 2])
+        return pipe.step(named())
+
+    assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 1)[0])
+
+
+def test_a_word_for_the_data_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="frist"):
+        pipeloom.Pipeline(net(), example=named(), loss=of_named, data="frist")  # type: ignore[arg-type]

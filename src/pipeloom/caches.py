@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from platformdirs import user_cache_path
 
 from . import __version__
-from .ir.errors import ConfigError
+from .ir.errors import ConfigError, CutError, PlanError
 from .ir.graph import OpGraph
 from .ir.plan import Plan
 from .ir.profile import Profile, batch_text
@@ -188,4 +188,10 @@ def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> P
         return make()
     updates = [(p.name, p.trainable, p.given_update) for p in captured.graph.parameters]
     path = cache_folder("plans") / f"{times_key(captured, updates, *asked)}.json"
-    return daily(path, Plan, lambda _: make(), lambda plan: plan.graph == captured.graph.fingerprint)
+
+    def fits(plan: Plan) -> bool:
+        with suppress(CutError, PlanError):
+            return len(plan.stage_graph(captured.graph).stages) > 0
+        return False
+
+    return daily(path, Plan, lambda _: make(), fits)

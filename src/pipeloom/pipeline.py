@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,9 @@ from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .verification import verify_once
+
+Data: TypeAlias = Literal["every", "first"]
+"""Which ranks give the batches."""
 
 
 class Pipeline:
@@ -116,7 +119,7 @@ class Pipeline:
         loss: Callable[..., Tensor] | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None = None,
-        data: Literal["every", "first"] = "every",
+        data: Data = "every",
         on_action: OnAction | None = None,
         find_nan: bool = False,
         options: Options | None = None,
@@ -125,6 +128,8 @@ class Pipeline:
         captured: Captured | None = None,
         **settings: Any,
     ) -> None:
+        if data not in get_args(Data):
+            raise ConfigError(f"data is {data!r}", hint=f"use {' or '.join(get_args(Data))}")
         asked = pipeline_settings(options or Options(), settings)
         self.options = asked.options
         self.device = rank_device(self.options)
@@ -158,7 +163,6 @@ class Pipeline:
             if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
                 verify_once(self.job, self.plan, self.captured, self.options)
             self._make_weights(rank_stages)
-            self._run = self._make_run(rank_stages)
             self._first: FirstBatches | None = None
             if data == "first":
                 functions = self.training.planned.functions.values()
@@ -168,6 +172,7 @@ class Pipeline:
                     self._form.tensors,
                     whole=self.job.weight is not None or not self.drains_each_step,
                 )
+            self._run = self._make_run(rank_stages)
             if on_action is not None or find_nan:
                 self.worker.look = Look(self.captured, self.stages, on_action, find_nan)
             ended.pop_all()
@@ -255,6 +260,7 @@ class Pipeline:
             seed=options.seed,
             training=self.training,
             evaluation=self.evaluation,
+            tensors=self._form.tensors if self._first is None else dict,
         )
         self.record = StepRecord(
             channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
@@ -333,8 +339,7 @@ class Pipeline:
         Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)
-        own = (self._form.tensors(batch) for batch in batches)
-        for batch in own if self._first is None else self._first.all(batches):
+        for batch in batches if self._first is None else self._first.all(batches):
             self._run.feed(self.steps_done, batch)
             self.steps_done += 1
             yield from self._take_reports()
@@ -386,16 +391,12 @@ class Pipeline:
     def _evaluate(self, given: Batch | None, variants: StageVariants) -> float:
         self._run.drain()
         with self._run.call("an evaluation", refuses_batches=True):
-            batch = (
-                self._form.tensors({} if given is None else given)
-                if self._first is None
-                else self._first.take(given, whole=True) or {}
-            )
+            batch = given if self._first is None else self._first.take(given, whole=True) or {}
             agree = partial(agree_on_shapes, self.channel)
-            part = self.batches.take(
+            part, size = self.batches.take(
                 batch, step=self.steps_done, training=False, variants=variants, agree=agree
             )
-            self.ledger.set("batch", self.batches.held_bytes(batch))
+            self.ledger.set("batch", size)
         with self._run.call("an evaluation"):
             losses = self.worker.run(part, program=variants.evaluation_program, training=False)
             total = torch.tensor(read_loss([(losses, part)], self.device), dtype=torch.float64)

@@ -140,15 +140,17 @@ def plan_on_rank_0(
 def plan_here(job: Job, settings: PlanSettings, options: Options, *, device: str) -> tuple[Plan, Captured]:
     """The plan for this machine's devices, as kept or made now; and what was captured for it."""
     size, autocast = settings.microbatch_size, options.autocast
-    captured = capture(job, size, autocast=autocast, device=device)
+    captured, request = capture(job, size, autocast=autocast, device=device), make_request(job, settings)
 
     def make() -> Plan:
         profiled = None
         if device != "cpu" or autocast is not None:
             profiled = profile(captured, device=device, compile=settings.compile)
-        return plan_size(make_request(job, settings), job, captured=captured, profiled=profiled)[0]
+        return plan_size(request, job, captured=captured, profiled=profiled)[0]
 
-    return kept_plan(captured, make, settings, device), captured
+    if ":" in settings.schedule:  # of a file, which may have changed
+        return make(), captured
+    return kept_plan(captured, make, settings, request.cluster, device), captured
 
 
 def require_same_weights(watch: Watch, module: nn.Module, timeout_s: float) -> None:

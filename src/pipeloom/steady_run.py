@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,11 +72,11 @@ class SteadyRun(Run):
         norms = [norm_group(self.channel.ranks)] if self.rows.clips else []
         return [self.control, *norms, *super().groups(stages, placement)]
 
-    def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
+    def feed(self, number: int, batch: Any) -> None:
         with self.call(f"step {number + 1}", refuses_batches=True):
-            microbatches = self.batches.take(batch, step=number, training=True, agree=self._agree)
+            microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
         with self.call(f"step {number + 1}"):
-            self.run_row(number, microbatches, self.batches.held_bytes(batch))
+            self.run_row(number, microbatches, size)
 
     def drain(self) -> None:
         if self.fed:

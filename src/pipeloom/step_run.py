@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ def refuse_alone(shapes: tuple[str, ...], refusal: BatchError | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatches:
-    """rounds: of the schedule per training step.  seed: of random ops."""
+    """tensors: what a batch of the user's is made of.  rounds: of the schedule per training step.
+    seed: of random ops."""
 
     job: Job
     plan: Plan
@@ -43,32 +45,35 @@ class StepBatches:
     seed: int
     training: StageVariants
     evaluation: StageVariants
+    tensors: Callable[[Any], dict[str, Tensor]] = dict
 
     def take(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Any,
         *,
         step: int,
         training: bool,
         variants: StageVariants | None = None,
         agree: Callable[[tuple[str, ...], BatchError | None], object] = refuse_alone,
-    ) -> list[Microbatch]:
+    ) -> tuple[list[Microbatch], int]:
         """What the worker gets: micro-batches, each with its share of the loss, and with those inputs of this
-        rank's that its stages read.
+        rank's that its stages read; and the bytes of those of this rank's replicas.
 
         step: steps made before.  variants: stages to run other than those that train, or evaluate.
         agree: gets the shapes of the batch, and why it cannot be used if it cannot; ranks have to agree on
         that before anything else, so that none begins alone.
         """
+        whole: dict[str, Tensor] = {}
         parts: list[dict[str, Tensor]] = []
         shares: list[float] = []
         refusal: BatchError | None = None
         try:
-            parts = split_batch(batch, self.plan.microbatches * (self.rounds if training else 1))
+            whole = self.tensors(batch)
+            parts = split_batch(whole, self.plan.microbatches * (self.rounds if training else 1))
             shares = loss_shares(parts, self.job.weight)
         except BatchError as error:
             refusal = error
-        agree(signature_of(batch), refusal)
+        agree(signature_of(whole), refusal)
         variants = variants or (self.training if training else self.evaluation)
         each = self.plan.microbatches // self.plan.replicas
         replicas = self.plan.replicas_on(self.rank)
@@ -86,12 +91,8 @@ class StepBatches:
                     number=step * each + index % each,
                 )
             )
-        return microbatches
-
-    def held_bytes(self, batch: Mapping[str, Tensor]) -> int:
-        """Of the micro-batches of this rank's replicas."""
-        whole = sum(tensor.nbytes for tensor in batch.values())
-        return whole * self.plan.microbatches_on(self.rank) // self.plan.microbatches
+        size = sum(tensor.nbytes for tensor in whole.values())
+        return microbatches, size * self.plan.microbatches_on(self.rank) // self.plan.microbatches
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class Run(ABC):
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @abstractmethod
-    def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
+    def feed(self, number: int, batch: Any) -> None:
         """number: of the batch, from the start of training."""
 
     @abstractmethod
@@ -187,11 +188,11 @@ class FlushedRun(Run):
 
     _agreeing_s: float = 0.0
 
-    def feed(self, number: int, batch: Mapping[str, Tensor]) -> None:
+    def feed(self, number: int, batch: Any) -> None:
         start, what = time.perf_counter(), f"step {number + 1}"
         with self.call(what, refuses_batches=True):
-            microbatches = self.batches.take(batch, step=number, training=True, agree=self._agree)
-            self.record.ledger.set("batch", self.batches.held_bytes(batch))
+            microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
+            self.record.ledger.set("batch", size)
         with self.call(what):
             self.record.recorder.next_step()
             count = self.batches.plan.microbatches

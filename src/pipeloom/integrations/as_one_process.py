@@ -1,10 +1,11 @@
-"""What a trainer made for one process wants of a pipeline: the optimizer's states, and kept generators."""
+"""What a trainer made for one process wants of a pipeline: optimizer states, random numbers, even batches."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ def load_optimizer_states(pipe: Pipeline, states: Mapping[str, Mapping[str, Any]
                 key: value.to(param.device) if isinstance(value, Tensor) and value.ndim else value
                 for key, value in states[name].items()
             }
+
+
+def repeated(tensor: Tensor, rows: int, parts: int) -> Tensor:
+    """A batch over and over until it can be split evenly: means over its rows stay."""
+    return torch.cat([tensor] * (parts // gcd(rows, parts)))
 
 
 def _on_cpu(value: Any) -> Any:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +29,7 @@ from ..options import Options
 from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
 from ..runtime.connect import connect
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept
+from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
 
 T = TypeVar("T")
 
@@ -522,7 +521,7 @@ def _sliced(batch: Any, start: int, stop: int) -> Any:
 
 def _repeated(batch: Any, rows: int, parts: int) -> Any:
     """A batch over and over until it can be split evenly: its means stay."""
-    return _mapped(batch, lambda tensor: torch.cat([tensor] * (parts // gcd(rows, parts))))
+    return _mapped(batch, lambda tensor: repeated(tensor, rows, parts))
 
 
 def _refuse(trainer: Any, module: LightningModule) -> None:

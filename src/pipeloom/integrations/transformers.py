@@ -11,20 +11,21 @@ import copy
 import math
 import os
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept
+from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
 
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
@@ -55,15 +56,22 @@ class PipelineTrainer(Trainer):
     compute_loss_func: Any
     label_smoother: Any
 
-    def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is not None:
-            _refuse(given, kwargs.get("optimizers", (None, None)))
-            _as_one_process(given)
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *more: Any,
+        pipeline: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        args = args or TrainingArguments(output_dir="tmp_trainer")  # as a Trainer does
+        given = signature(Trainer.__init__).bind(self, model, args, *more, **kwargs).arguments
+        _refuse(args, given.get("optimizers", (None, None)))
+        _as_one_process(args)
         self.pipe: Pipeline | None = None
         self._settings = dict(pipeline or {})
         self._gathered: list[dict[str, Any]] = []
-        super().__init__(*args, **kwargs)
+        super().__init__(model, args, *more, **kwargs)
         self.place_model_on_device = False
 
     # Training
@@ -133,7 +141,7 @@ class PipelineTrainer(Trainer):
         )
         kept = tuple(tensor[:rows] for name, tensor in outputs.items() if name not in ignored)
         labels = tuple(inputs[name] for name in self.label_names)
-        return torch.tensor(loss), _alone(kept), _alone(labels)
+        return torch.tensor(loss), _alone(kept), _alone(labels) if labels else None
 
     # The pipeline
 
@@ -333,11 +341,7 @@ def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _repeated(batch: Mapping[str, Any], rows: int, parts: int) -> dict[str, Any]:
     """A batch over and over until it can be split evenly: its mean loss stays."""
-    times = parts // math.gcd(rows, parts)
-    return {
-        name: torch.cat([value] * times) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    return {n: repeated(v, rows, parts) if isinstance(v, Tensor) else v for n, v in batch.items()}
 
 
 def _alone(tensors: tuple[Any, ...]) -> Any:
