@@ -73,7 +73,7 @@ def test_a_rank_takes_only_inputs_that_it_reads() -> None:
     """The first stage reads x and the last one y; both were copied to both devices."""
 
     def inputs(pipeline: Pipeline) -> list[set[str]]:
-        parts = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
+        parts, _ = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
         return [set(part.inputs) for part in parts]
 
     assert each_rank(TANH, two_stages(2, (0, 1)), inputs, compare=False) == [[{"x"}] * 2, [{"y"}] * 2]
