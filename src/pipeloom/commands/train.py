@@ -36,6 +36,12 @@ from .common import FILE, json_option, plan_options
 @plan_options(of=PipelineConfig, unset=True)
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
 @click.option(
+    "--replan",
+    type=click.IntRange(0),
+    help="After every so many steps plan again if ranks are slower than planned, and go on with that plan if "
+    "it gains more than it costs.",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     help="Run directory, instead of runs/<name>-<n>.",
@@ -59,6 +65,7 @@ def train(
     data: tuple[str, ...],
     job: str | None,
     steps: int | None,
+    replan: int | None,
     compare: bool | None,
     out: Path | None,
     resume: bool,
@@ -85,6 +92,7 @@ def train(
     from ..train.rank_processes import RankProcesses, ranks_of
 
     given: dict[str, Any] = {"data.paths": data or None, "job": job, "steps": steps, "compare": compare}
+    given["replan"] = replan
     given |= {f"pipeline.{name}": value for name, value in pipeline.items()}
     changes: tuple[Override, ...] = (
         *((key, value) for key, value in given.items() if value is not None),

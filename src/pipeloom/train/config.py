@@ -124,6 +124,8 @@ class Config:
         plain PyTorch; the run is refused if they differ.
     rehearsals: how often, at most, the run predicts a step anew between two steps, to be held against the
         steps around it; each takes nearly as long as a step.
+    replan: after every so many steps look whether the ranks are as fast as planned, and go on with another
+        plan if that gains more than it costs; 0 for never.
     """
 
     name: Annotated[str, Meta(pattern=r"^[^/\0]+$")] = "gpt"
@@ -135,6 +137,7 @@ class Config:
     checkpoint_every: Count = 100
     keep_checkpoints: Count = 2
     rehearsals: Whole = 1
+    replan: Whole = 0
     compare: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -193,6 +196,7 @@ def write_config(config: Config) -> str:
     checkpoint_every = 100
     keep_checkpoints = 2
     rehearsals = 1
+    replan = 0
     compare = true
     """
     import tomli_w  # only `pipeloom train` writes a config

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, ranks_of, run_rank, take_over
+from .replan import Replans
 from .report import RunReport
 from .run_directory import has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
@@ -256,10 +258,25 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
 
 
 def _train_rank(prepared: PreparedRun) -> None:
-    config, plan, out, request = prepared.config, prepared.plan, prepared.out, prepared.request
-    console = request.console
+    config = prepared.config
     require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
+    captured = take_over(prepared.model, workload.job)
+    plan: Plan | None = prepared.plan
+    resumes = prepared.request.resume
+    while plan is not None:
+        plan = _train_by(plan, prepared, workload, captured, resumes=resumes)
+        resumes = True
+
+
+def _train_by(
+    plan: Plan, prepared: PreparedRun, workload: Workload, captured: Captured | None, *, resumes: bool
+) -> Plan | None:
+    """Train by one plan, to the end or until another is better, which is returned. resumes: from the newest
+    checkpoint."""
+    begin_s = time.monotonic()
+    config, out, request = prepared.config, prepared.out, prepared.request
+    console = request.console
     options = Options(
         device=config.pipeline.device,
         seed=config.seed,
@@ -270,28 +287,35 @@ def _train_rank(prepared: PreparedRun) -> None:
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
         timeout_s=config.pipeline.timeout_s,
-        compare=config.compare and not request.resume and Options().compare,
+        compare=config.compare and not resumes and Options().compare,
     )
-    captured = take_over(prepared.model, workload.job)
     with Pipeline(workload.job, plan, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
         if pipeline.rank == 0:
-            told = at_once or what_runs_first(config.rehearsals, validates=not request.resume)
+            told = at_once or what_runs_first(config.rehearsals, validates=not resumes)
             console.print(told, highlight=False, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
-        if request.resume:
+        if resumes:
             resume_from(out, pipeline, workload)
         if pipeline.rank == 0:  # only now: a run that cannot begin changes nothing
             plan.save(out / "plan.json")
             write_whole(out / "config.toml", write_config(config))
-        outcome = train(pipeline, config, workload, out, console=console, at_once=bool(at_once))
+        replans = None
+        if config.replan and pipeline.ranks > 1:
+            replans = Replans(pipeline, config, cost_s=time.monotonic() - begin_s)
+        outcome = train(
+            pipeline, config, workload, out, console=console, replans=replans, at_once=bool(at_once)
+        )
+        if replans is not None and replans.plan is not None:
+            return replans.plan
         if pipeline.rank != 0:
-            return
+            return None
         graph = pipeline.captured.graph
         report = RunReport(config=config, out=out, plan=plan, graph=graph, outcome=outcome, forecast=forecast)
         report.write()
         report.print(console)
     if request.as_json:
         print(json.dumps(report.figures, indent=1))
+    return None
