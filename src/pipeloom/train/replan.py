@@ -46,8 +46,8 @@ CLEARLY = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned:
-    """pace: of each rank, seconds that it computes for one that is planned.  now_s, other_s: the step of today's plan and of the new one,
-    simulated at that pace.  plan: to go on with, None for today's."""
+    """pace: of each rank, seconds that it computes for one that is planned.  now_s, other_s: the step of
+    today's plan and of the new one, simulated at that pace.  plan: to go on with, None for today's."""
 
     pace: tuple[float, ...]
     now_s: float
@@ -66,8 +66,8 @@ class Replanned:
         rank, slowest = max(enumerate(self.pace), key=lambda pair: pair[1])
         against = slowest / median(self.pace)
         text = (
-            f"rank {rank} computes {against:.2f} times as long as the middle one, next to its plan; planned again, "
-            f"a step takes {show_time(self.other_s)} instead of {show_time(self.now_s)}; that gains "
+            f"rank {rank} computes {against:.2f} times as long as the middle one, for its plan; planned "
+            f"again, a step takes {show_time(self.other_s)} instead of {show_time(self.now_s)}; that gains "
             f"{show_time(max(0.0, self.gain_s))} by the end and costs {show_time(self.cost_s)}"
         )
         return f"{text}: {'the ranks go on with it' if self.plan else 'the plan stays'}"
