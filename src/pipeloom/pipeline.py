@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .find_nan import Look, OnAction
+from .action_hooks import Look, OnAction
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
@@ -139,6 +139,7 @@ class Pipeline:
         else:
             self.job, self._form = job_of(model, example, loss=loss, optimizer=optimizer, weight=weight)
         if plan is None:
+            self.job = asked.longest(self.job)
             plan, made = plan_on_rank_0(self.job, asked, rows=self._form.rows, group=group, channel=channel)
             captured = captured or made
         else:
