@@ -253,7 +253,7 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
 
 def test_a_plan_for_several_lengths_has_the_mean_step_and_room_for_the_longest() -> None:
     """The head takes most of a short sequence, attention most of a long one: the cut is between."""
-    how = {"ranks": 2, "microbatches": 4, "planner": "exact", "captured": None, "cluster": "2 x a100-40"}
+    how = {"ranks": 2, "microbatches": 4, "planner": "exact", "cluster": "2 x a100-40", "microbatch_size": 2}
     shares = {4: 0.5, 16: 0.5}
     models = {length: capture_of(at_length(GPT, length), 2).graph for length in shares}
     cluster = find_cluster("2 x a100-40")
@@ -266,11 +266,11 @@ def test_a_plan_for_several_lengths_has_the_mean_step_and_room_for_the_longest()
             for length, graph in models.items()
         }
 
-    mixed, short, long = (plan(GPT, lengths=text, **how) for text in ("4:1,16:1", "4:1", "16:1"))
+    mixed, short, long = (planning.plan(GPT, lengths=text, **how) for text in ("4:1,16:1", "4:1", "16:1"))
     means = [sum(share * steps(made)[n] for n, share in shares.items()) for made in (mixed, short, long)]
     assert mixed.predicted_step_s == pytest.approx(means[0]) and means[0] <= min(means) * (1 + 1e-9)
     assert mixed.batch == long.batch != short.batch
     with pytest.raises(InfeasibleError):
-        plan(GPT, lengths="4:99,16:1", memory=max(short.peaks), **how)
+        planning.plan(GPT, lengths="4:99,16:1", memory=max(short.peaks), **how)
     with pytest.raises(ConfigError, match="length"):
-        plan(replace(GPT, batch=lambda seed, rows: {"x": torch.zeros(rows)}), lengths="4:1", **how)
+        planning.plan(replace(GPT, batch=lambda seed, rows: {"x": torch.zeros(rows)}), lengths="4:1", **how)
