@@ -1,6 +1,6 @@
 """The loop of plain_script.py on two workers of Ray: python examples/ray_train.py
 
-It needs Ray ("ray[train]"). Each worker is a rank: Ray has made their process group, and the pipeline uses it.
+It needs Ray ("ray[train]"). Each worker is a rank, whose pipeline uses the process group that Ray has made.
 With `python examples/ray_train.py --plain` it trains in one process, and its losses are the same.
 """
 

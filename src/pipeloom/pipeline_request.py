@@ -48,7 +48,7 @@ class PipelineRequest:
             )
 
     def longest(self, job: Job) -> Job:
-        """A job with batches of the longest of the lengths that are to be planned for, if there are several."""
+        """A job with batches of the longest of the lengths that are planned for, if there are several."""
         histogram = PlanSettings(lengths=self.plan_settings.get("lengths")).histogram
         return at_length(job, max(histogram)) if histogram else job
 

@@ -288,8 +288,8 @@ class PlanRequest:
         return plan
 
     def _mean_step(self, plan: Plan, by_length: Mapping[int, tuple[float, CapturedModel]]) -> Plan:
-        """The same plan with the mean of the steps that it takes at each length, which is more than the step of
-        the mean times: which stage is the slowest differs."""
+        """The same plan with the mean of its steps at each length. That is more than the step of the mean
+        times, as the slowest stage need not be the same."""
         mean_s, said = 0.0, []
         for length, (share, model) in by_length.items():
             step_s = PlanCosts(model.graph, model.profiles, self.cluster).simulate(plan).step_s

@@ -66,8 +66,8 @@ class PlanSettings:
     )
     lengths: str | None = setting(
         None,
-        "Histogram of the batches' sequence lengths, as 128:0.5,512:0.3,1024:0.2: the plan is made for the mean "
-        "of their steps, and for memory that the longest fits into. Every length is captured and timed.",
+        "Histogram of the batches' sequence lengths, as 128:0.5,512:0.3,1024:0.2: the plan is made for the "
+        "mean of their steps, and for memory that the longest fits into. Each length is captured and timed.",
     )
     split_backward: bool = setting(False, "Split each backward into input and weight gradients.")
     weights: str | None = setting(

@@ -29,8 +29,8 @@ def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
 
 
 def at_length(job: Job, length: int) -> Job:
-    """The same job with batches of another sequence length: each dimension, rows apart, that is as long as the
-    second one of the first tensor is cut, or goes on from its start.
+    """The same job with batches of another sequence length. The length is the second dimension of the first
+    tensor; each dimension but rows that is as long is cut, or goes on from its start.
 
     Raises: ConfigError, when a batch is made, if no tensor of the job's batches has two dimensions.
     """
