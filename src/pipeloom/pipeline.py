@@ -499,19 +499,23 @@ class Pipeline:
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, frozen: bool = True) -> dict[str, Tensor]:
         """The weights of the whole model on the CPU, by the names that its own `state_dict` has; on every
         rank, which needs the memory for it. Every rank calls it.
 
+        frozen: with the parameters that are not trained.
         Raises: CommunicationError or PeerError as `predict`.
         """
         state = self._train_state({})
+        left_out = {p.name for p in self.captured.graph.parameters if not (frozen or p.trainable)}
         with self._call("gathering the weights"):
-            everyone = self.channel.all_gather_object({n: t.cpu() for n, t in state.model.items()})
+            everyone = self.channel.all_gather_object(
+                {n: t.cpu() for n, t in state.model.items() if n not in left_out}
+            )
         whole: dict[str, Tensor] = {}
         for theirs in everyone:
             whole = {**theirs, **whole}
-        whole |= {alias: whole[name] for alias, name in state.aliases.items()}
+        whole |= {alias: whole[name] for alias, name in state.aliases.items() if name in whole}
         ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
         return {name: whole[name] for name in ordered}
 

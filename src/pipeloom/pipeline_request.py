@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .ir.errors import ConfigError
 from .ir.plan import Plan
 from .options import Options
-from .planning import plan_here
+from .planning import capture, plan_here
 from .ranks import rank_device, result_of_rank_0
 from .runtime.channel import Channel
 from .runtime.connect import connect
@@ -116,30 +116,28 @@ def plan_on_rank_0(
     rows: int | None,
     group: dist.ProcessGroup | DeviceMesh | None,
     channel: Channel | None,
-) -> tuple[Plan, Captured | None]:
-    """The plan that rank 0 makes, for all ranks; and what it captured, on rank 0.
+) -> tuple[Plan, Captured]:
+    """The plan that rank 0 makes, for all ranks; and the model that each has captured for it, all at once.
 
     rows: of a batch, if the job was made from one.
     """
     if channel is not None and channel.ranks > 1:
         raise ConfigError("ranks that are threads have no plan", hint="make one with pipeloom.plan")
-    device, mine = rank_device(asked.options), list[Captured]()
+    options, device, ranks = asked.options, rank_device(asked.options), None
+    if group is not None or dist.is_initialized() or "RANK" in os.environ:
+        ranks = connect(device, group=group, timeout_s=options.timeout_s)
+    count = 1 if ranks is None else ranks.size()
+    settings = asked.settings(ranks=count, rows=rows)
+    captured = capture(job, settings.microbatch_size, autocast=options.autocast, device=device.type)
 
-    def make(ranks: int) -> Plan:
-        settings = asked.settings(ranks=ranks, rows=rows)
-        _log.info("planning %s for %d ranks", job.name, ranks)
-        plan, captured = plan_here(job, settings, device=device.type, autocast=asked.options.autocast)
-        mine.append(captured)
+    def make() -> Plan:
+        _log.info("planning %s for %d ranks", job.name, count)
+        plan = plan_here(job, settings, captured, device=device.type)
         stages, step_ms = len(plan.stages), 1e3 * plan.predicted_step_s
         _log.info("planned: %d stages, %s, %.1f ms a step predicted", stages, plan.schedule, step_ms)
         return plan
 
-    if group is None and not dist.is_initialized() and "RANK" not in os.environ:
-        plan = make(1)
-    else:
-        ranks = connect(device, group=group, timeout_s=asked.options.timeout_s)
-        plan = result_of_rank_0(ranks, lambda: make(ranks.size()))
-    return plan, mine[0] if mine else None
+    return make() if ranks is None else result_of_rank_0(ranks, make), captured
 
 
 def require_same_weights(watch: Watch, module: nn.Module, timeout_s: float) -> None:

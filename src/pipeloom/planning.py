@@ -283,26 +283,25 @@ def plan_size(
 
 
 def plan_here(
-    job: Job, settings: PlanSettings, *, device: str, autocast: dtype | None, **changes: Any
-) -> tuple[Plan, Captured]:
-    """The plan for this machine's devices, as kept of the last day or made now; and the captured model.
+    job: Job, settings: PlanSettings, captured: Captured, *, device: str, clips: bool = False
+) -> Plan:
+    """The plan for this machine's devices, as kept of the last day or made now.
 
-    job: with batches of the longest sequence length, if the settings have several.
-    device: a type that torch knows.  changes: of the settings.
+    captured: for `device`, a type that torch knows; of the longest sequence length, if there are several.
+    clips: training will clip gradients, whatever the settings say.
     """
-    request = make_request(job, settings, **changes)
+    request = make_request(job, settings, clips=clips or settings.clips)
     options = request.options
-    captured = capture(job, options.microbatch_size, autocast=autocast, device=device)
 
     def make() -> Plan:
         profiled = None
-        if device != "cpu" or autocast is not None:
+        if device != "cpu" or captured.autocast is not None:
             profiled = profile(captured, device=device, compile=options.compile)
         return plan_size(request, job, captured=captured, profiled=profiled)[0]
 
     if ":" in options.schedule:  # of a file, which may have changed
-        return make(), captured
-    return kept_plan(captured, make, options, request.cluster, device), captured
+        return make()
+    return kept_plan(captured, make, options, request.cluster, device)
 
 
 def _model_of_lengths(

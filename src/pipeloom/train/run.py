@@ -26,7 +26,7 @@ from ..ir.text import parse_bytes, write_whole
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
-from ..planning import plan_here
+from ..planning import capture, plan_here
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.connect import connect
@@ -186,9 +186,9 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     if settings.plan is not None:
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
-        clips = settings.clips or bool(config.optimizer.clip_norm)
-        how = {"device": device_of(config), "autocast": autocast_of(config)}
-        plan, captured = plan_here(workload.job, settings, **how, clips=clips)
+        job, device, clips = workload.job, device_of(config), bool(config.optimizer.clip_norm)
+        captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
+        plan = plan_here(job, settings, captured, device=device, clips=clips)
     for sentence in times_of(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
     return plan, captured
