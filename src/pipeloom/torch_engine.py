@@ -204,8 +204,9 @@ def _cut(
             f"the forward of {type(model).__name__} cannot be traced between its modules: {error}",
             hint=f"{instead}run the plan with pipeloom",
         ) from error
-    if example is not None and len(outputs := graph.output_node().args[0]) == 1:
-        graph.output_node().args = tuple(outputs)
+    outputs = graph.output_node().args[0]
+    if example is not None and isinstance(outputs, tuple | list) and len(outputs) == 1:
+        graph.output_node().args = (outputs[0],)
     home, current, called = dict[fx.Node, int](), 0, set[str]()
     for node in graph.nodes:
         if node.op == "call_module" and str(node.target) in stage_of:

@@ -191,8 +191,8 @@ class PipelineTrainer(Trainer):
         return model
 
     def _ignores_items(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the model's loss is a mean, however many labels it is told that there are. Trainer then adds
-        up the means of an update's batches."""
+        """Whether the model's loss is a mean, however many labels it is told that there are. Then a Trainer
+        adds up the means of an update's batches."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             return False
         with evaluation_mode(self.model), torch.no_grad():
