@@ -22,6 +22,7 @@ OTHER = {
     "microbatches": 6,
     "microbatch_size": 5,
     "global_batch": 60,
+    "lengths": "16:0.5,32:0.5",
     "split_backward": True,
     "weights": "stash",
     "clips": True,
@@ -78,7 +79,7 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
     for command in ("plan", "train", "bench"):
         said = "".join(CliRunner().invoke(main, [command, "--help"], terminal_width=200).output.split())
         for one in fields(PipelineConfig if command == "train" else PlanSettings):
-            if (command, one.name) != ("bench", "cluster"):
+            if command != "bench" or one.name not in ("cluster", "lengths"):
                 assert "".join(one.metadata["help"].split()) in said, one.name
                 assert f"--{one.name.replace('_', '-')}" in said
 
@@ -95,6 +96,8 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
         ({"treatments": "bth"}, "both"),
         ({"treatments": ("recompute", "drop")}, "drop"),
         ({"memory": "3 apples"}, "apples"),
+        ({"lengths": "128:0.5,many:0.5"}, "many"),
+        ({"lengths": "128:0"}, "128:0"),
         ({"cluster": "2 x a100-40", "offload_dir": "."}, "cluster"),
         ({"replica": 2}, "replicas"),
         ({"stages": 2}, "ranks"),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .find_nan import Look, OnAction
+from .action_hooks import Look, OnAction
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
@@ -139,6 +139,7 @@ class Pipeline:
         else:
             self.job, self._form = job_of(model, example, loss=loss, optimizer=optimizer, weight=weight)
         if plan is None:
+            self.job = asked.longest(self.job)
             plan, made = plan_on_rank_0(self.job, asked, rows=self._form.rows, group=group, channel=channel)
             captured = captured or made
         else:
@@ -498,19 +499,23 @@ class Pipeline:
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, frozen: bool = True) -> dict[str, Tensor]:
         """The weights of the whole model on the CPU, by the names that its own `state_dict` has; on every
         rank, which needs the memory for it. Every rank calls it.
 
+        frozen: with the parameters that are not trained.
         Raises: CommunicationError or PeerError as `predict`.
         """
         state = self._train_state({})
+        left_out = {p.name for p in self.captured.graph.parameters if not (frozen or p.trainable)}
         with self._call("gathering the weights"):
-            everyone = self.channel.all_gather_object({n: t.cpu() for n, t in state.model.items()})
+            everyone = self.channel.all_gather_object(
+                {n: t.cpu() for n, t in state.model.items() if n not in left_out}
+            )
         whole: dict[str, Tensor] = {}
         for theirs in everyone:
             whole = {**theirs, **whole}
-        whole |= {alias: whole[name] for alias, name in state.aliases.items()}
+        whole |= {alias: whole[name] for alias, name in state.aliases.items() if name in whole}
         ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
         return {name: whole[name] for name in ordered}
 

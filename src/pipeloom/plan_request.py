@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan, widened
-from .ir.text import format_bytes
+from .ir.text import format_bytes, show_time
 from .ir.weights import FLUSH
 from .lowering.passes import lower
 from .planner.microbatch_sizes import ProfiledModel
@@ -215,16 +215,25 @@ LARGEST_MICROBATCH = 1 << 16
 """Rows of the largest micro-batch that is looked at."""
 
 
+LENGTHS = "lengths"
+"""Note of a plan that was made for several sequence lengths: what a step takes at each."""
+
+
 def times_of(plan: Plan) -> list[str]:
-    said = plan.notes.get(COMPILED)
-    return [] if said is None else [f"times of compiled functions: {said}"]
+    beginnings = {COMPILED: "times of compiled functions", LENGTHS: "the mean of steps by sequence length"}
+    return [f"{begins}: {plan.notes[key]}" for key, begins in beginnings.items() if key in plan.notes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel(ProfiledModel):
-    """What its stages can be traced from, too."""
+    """What its stages can be traced from, too.
+
+    by_length: where batches have several sequence lengths, the share and the model of each. It is then itself
+        that of the longest, with times that are means over the batches.
+    """
 
     captured: Captured
+    by_length: Mapping[int, tuple[float, CapturedModel]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +282,20 @@ class PlanRequest:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
-        return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else (), notes=notes)
+        plan = replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else (), notes=notes)
+        if isinstance(model, CapturedModel) and model.by_length:
+            return self._mean_step(plan, model.by_length)
+        return plan
+
+    def _mean_step(self, plan: Plan, by_length: Mapping[int, tuple[float, CapturedModel]]) -> Plan:
+        """The same plan with the mean of its steps at each length. That is more than the step of the mean
+        times, as the slowest stage need not be the same."""
+        mean_s, said = 0.0, []
+        for length, (share, model) in by_length.items():
+            step_s = PlanCosts(model.graph, model.profiles, self.cluster).simulate(plan).step_s
+            mean_s += share * step_s
+            said.append(f"{length} ({share:.0%}) {show_time(step_s)}")
+        return replace(plan, predicted_step_s=mean_s, notes={**plan.notes, LENGTHS: ", ".join(said)})
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The fastest plan for all replicas. What the sums of their gradients take is seen only here, so that

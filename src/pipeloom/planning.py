@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .caches import beside_ranks, kept_profile
+from .caches import beside_ranks, kept_plan, kept_profile
 from .clusters.names import cpu_cluster, find_cluster
 from .compiled_profiles import compiled_profile
 from .ir.cluster import Cluster, Device, is_cpu
@@ -19,7 +19,7 @@ from .ir.errors import CaptureError, ConfigError, PlanError, ScheduleError
 from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
-from .ir.profile import Profile
+from .ir.profile import OpCost, Profile
 from .ir.text import parse_bytes
 from .ir.timeline import Timeline
 from .kernel_compilation import kernels_compiled_beside
@@ -267,7 +267,11 @@ def plan_size(
     """The plan for the micro-batch size of the request, and the model at it. If nothing fits, the error says
     which size would, if finding out does not take long."""
     begin = time.monotonic()
-    model = _model_for(request, job, request.options.microbatch_size, captured=captured, profiled=profiled)
+    size = request.options.microbatch_size
+    if request.options.lengths is not None:
+        model = _model_of_lengths(request, job, size, captured=captured, profiled=profiled)
+        return plan_with_advice(request, model), model
+    model = _model_for(request, job, size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     made_here = captured is None and profiled is None
     quick = made_here and took_s < QUICK_S and not request.options.compile  # each size would be compiled
@@ -276,6 +280,75 @@ def plan_size(
         return largest_below(request, model, partial(_model_if_batch, request, job)) if quick else None
 
     return plan_with_advice(request, model, largest), model
+
+
+def plan_here(
+    job: Job, settings: PlanSettings, captured: Captured, *, device: str, clips: bool = False
+) -> Plan:
+    """The plan for this machine's devices, as kept of the last day or made now.
+
+    captured: for `device`, a type that torch knows; of the longest sequence length, if there are several.
+    clips: training will clip gradients, whatever the settings say.
+    """
+    request = make_request(job, settings, clips=clips or settings.clips)
+    options = request.options
+
+    def make() -> Plan:
+        profiled = None
+        if device != "cpu" or captured.autocast is not None:
+            profiled = profile(captured, device=device, compile=options.compile)
+        return plan_size(request, job, captured=captured, profiled=profiled)[0]
+
+    if ":" in options.schedule:  # of a file, which may have changed
+        return make()
+    return kept_plan(captured, make, options, request.cluster, device)
+
+
+def _model_of_lengths(
+    request: PlanRequest, job: Job, size: int, *, captured: Captured | None, profiled: Profile | None
+) -> CapturedModel:
+    """That of the longest sequence length, with the mean of the times of all.
+
+    captured: is used for the length that it has.
+    """
+    from .tracer.job_calls import at_length, sample_batch
+
+    if profiled is not None:
+        raise ConfigError("lengths are given, and a profile, which is of one", hint="leave one of them out")
+    shares, by_length = request.options.histogram, dict[int, tuple[float, CapturedModel]]()
+    for length, share in shares.items():
+        batch = sample_batch(at_length(job, length), 0, size)
+        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+        same = captured is not None and {v.name: v.shape for v in captured.graph.inputs} == shapes
+        model = _model_for(request, job, size, captured=captured if same else None, batch=batch)
+        by_length[length] = share, model
+    return mean_of_lengths(by_length)
+
+
+def mean_of_lengths(by_length: Mapping[int, tuple[float, CapturedModel]]) -> CapturedModel:
+    """The model of the longest, whose ops take the mean of the times that they have at each length.
+
+    by_length: ascending; of each its share and its model.
+    Raises: PlanError if the model has other ops at one of them.
+    """
+    (longest, (_, last)) = list(by_length.items())[-1]
+    for length, (_, model) in by_length.items():
+        if model.graph.fingerprint != last.graph.fingerprint:
+            raise PlanError(
+                f"the model has other ops at length {length} than at {longest}",
+                hint="leave that length out, and plan for the others",
+            )
+
+    def mean(device: str, op: str, cost: OpCost) -> OpCost:
+        each = [(share, model.profiles[device].costs[op]) for share, model in by_length.values()]
+        times = ("forward_s", "input_grad_s", "weight_grad_s")
+        return replace(cost, **{t: sum(share * getattr(one, t) for share, one in each) for t in times})
+
+    profiles = {
+        device: replace(known, costs={op: mean(device, op, cost) for op, cost in known.costs.items()})
+        for device, known in last.profiles.items()
+    }
+    return replace(last, profiles=profiles, by_length=by_length)
 
 
 def plan_at_size(

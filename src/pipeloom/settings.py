@@ -4,8 +4,10 @@ file are made from the fields of `PlanSettings`, and their descriptions are the 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import inf
 from typing import Any, Self, get_args
 
 from .ir.cluster import MOST_DEVICES, Cluster
@@ -62,6 +64,11 @@ class PlanSettings:
     global_batch: int | None = setting(
         None, "Rows per step, which then say how many micro-batches there are.", least=1
     )
+    lengths: str | None = setting(
+        None,
+        "Histogram of the batches' sequence lengths, as 128:0.5,512:0.3,1024:0.2: the plan is made for the "
+        "mean of their steps, and for memory that the longest fits into. Each length is captured and timed.",
+    )
     split_backward: bool = setting(False, "Split each backward into input and weight gradients.")
     weights: str | None = setting(
         None,
@@ -116,6 +123,7 @@ class PlanSettings:
             )
         if self.memory is not None:
             parse_bytes(self.memory)
+        _ = self.histogram
         for word in self.allowed or ():
             _refuse_value("treatments", word, words=get_args(Treatment))
         if self.cluster is not None and self.offload_dir is not None:
@@ -150,6 +158,28 @@ class PlanSettings:
     def rows(self) -> int:
         """Rows that the schedule runs once."""
         return self.microbatches * self.microbatch_size if self.global_batch is None else self.global_batch
+
+    @property
+    def histogram(self) -> dict[int, float]:
+        """Shares of the steps by sequence length, ascending; empty if all batches are of one.
+
+        Raises: ConfigError if `lengths` cannot be read.
+
+        >>> PlanSettings(lengths="512:1, 128:3").histogram
+        {128: 0.75, 512: 0.25}
+        """
+        shares: dict[int, float] = {}
+        for entry in self.lengths.split(",") if self.lengths is not None else ():
+            length, colon, share = entry.partition(":")
+            with suppress(ValueError):
+                if colon and (at := int(length)) > 0 and at not in shares and 0 < float(share) < inf:
+                    shares[at] = float(share)
+                    continue
+            raise ConfigError(
+                f"lengths has {shown(entry.strip())}",
+                hint="give each length once, with its share of the batches: 128:0.5,512:0.3,1024:0.2",
+            )
+        return {length: shares[length] / sum(shares.values()) for length in sorted(shares)}
 
     @property
     def allowed(self) -> tuple[Treatment, ...] | None:

@@ -42,7 +42,7 @@ SHOWN = 5
 
 CHOSEN = (
     *("replicas", "chunks", "microbatches", "microbatch_size", "max_batch", "best_batch"),
-    *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile"),
+    *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile", "lengths"),
 )
 """Options that say what --ranks auto chooses, or do not go with a cluster described by figures."""
 
@@ -164,6 +164,7 @@ def _plan(
         ),
         ("max_batch", "best_batch", "leave out one"),
         *((search, "profile_file", one_size) for search in ("max_batch", "best_batch")),
+        *((other, "lengths", "leave out one") for other in ("max_batch", "best_batch", "profile_file")),
         *((search, "compile", compiles) for search in ("max_batch", "best_batch")),
         ("pair_nodes", "replicas", "leave out one: the replicas of a stage are on neighbouring ranks"),
     ):
@@ -182,6 +183,8 @@ def _plan(
     why_not = "" if rehearse else "--no-rehearse was given"
     if settings.cluster is not None:
         why_not = DESCRIBED
+    elif settings.lengths is not None:
+        why_not = "it is the mean of several lengths"
     elif profile_file is not None:
         why_not = f"its costs are those of {profile_file}"
     from ..train.config import Config

@@ -222,7 +222,7 @@ class Rank:
     program: the training program.  clip_norm: limit of the gradients' global norm.
     tier: where residuals go; None if the program offloads nothing.  after_step: called after each update.
     kept: (stage, micro-batch) -> what is kept of it.  running: the program that ran last.
-    look: called with what each F, B, I and W has made, see `find_nan`.
+    look: called with what each F, B, I and W has made, see `action_hooks`.
     outputs: micro-batch -> outputs of the model that this rank makes, where the last step was asked for them.
     """
 

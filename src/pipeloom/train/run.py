@@ -27,7 +27,7 @@ from ..ir.text import parse_bytes, write_whole
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
-from ..planning import capture, make_request, plan_size, profile
+from ..planning import capture, plan_here
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.connect import connect
@@ -188,21 +188,12 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     if settings.plan is not None:
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
-        model: dict[str, Any] = {}
-        if (device := device_of(config)) != "cpu" or settings.autocast is not None:
-            captured = capture(
-                workload.job,
-                settings.microbatch_size,
-                autocast=autocast_of(config),
-                device=device,
-            )
-            profiled = profile(captured, device=device, compile=settings.compile)
-            model = {"captured": captured, "profiled": profiled}
-        clips = settings.clips or bool(config.optimizer.clip_norm)
-        plan, planned = plan_size(make_request(workload.job, settings, clips=clips), workload.job, **model)
+        job, device, clips = workload.job, device_of(config), bool(config.optimizer.clip_norm)
+        captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
+        plan = plan_here(job, settings, captured, device=device, clips=clips)
     for sentence in times_of(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
-    return plan, planned.captured
+    return plan, captured
 
 
 def with_caps(plan: Plan, memory: str | int | None) -> Plan:

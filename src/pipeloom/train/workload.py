@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..ir.errors import ConfigError
 from ..options import named_device
 from ..tracer.job import Job, load_job
+from ..tracer.job_calls import at_length
 from .config import Config
 from .model import GPT
 from .text import Text, files_of, split, standard_library
@@ -99,7 +100,11 @@ def job_workload(config: Config, job: Job) -> Workload:
 
 
 def workload_of(config: Config) -> Workload:
-    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+    """Its job has batches of the longest of several lengths that are planned for; what is trained on has its
+    own."""
+    workload = gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+    histogram = config.pipeline.histogram
+    return replace(workload, job=at_length(workload.job, max(histogram))) if histogram else workload
 
 
 def job_of(config: Config) -> Job:
