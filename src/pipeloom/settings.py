@@ -69,6 +69,14 @@ class PlanSettings:
         "By default as the schedule does it.",
         words=WEIGHT_POLICIES,
     )
+    delay_correction: float = setting(
+        0.0,
+        "Without a flush: share of its change since the update before that each update is extrapolated by, "
+        "against the delay; 0 to below 1.",
+    )
+    warm_up_with_flush: int = setting(
+        0, "Without a flush: steps from the start of training that still drain the pipeline.", least=0
+    )
     clips: bool = setting(
         False, "Training will clip gradients by their global norm, which matters without a flush."
     )
@@ -113,6 +121,11 @@ class PlanSettings:
             raise ConfigError(
                 f"{shown(self.replicas)} replicas of {self.ranks} ranks",
                 hint=f"use at most {MOST_DEVICES} ranks in all",
+            )
+        if not 0 <= self.delay_correction < 1:
+            raise ConfigError(
+                f"delay_correction is {shown(self.delay_correction)}",
+                hint="use a number from 0 to below 1: from 1 on an update's noise is never forgotten",
             )
         if self.memory is not None:
             parse_bytes(self.memory)

@@ -227,6 +227,8 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
         "planner": plan.planner,
         "schedule": plan.schedule,
         "weights": plan.weights,
+        "delay_correction": plan.delay_correction,
+        "warm_up_with_flush": plan.warm_up_with_flush,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
     }
