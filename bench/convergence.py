@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from machine import parser_of, print_stamp, print_table
+from machine import parser_of
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
@@ -36,7 +37,9 @@ CONFIG = replace(CONFIG, pipeline=replace(CONFIG.pipeline, microbatches=8, micro
 """8 sequences of 128 bytes a batch."""
 
 
-def adamw(params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.9, rate: float = 4e-3) -> list[Optimizer]:
+def adamw(
+    params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.9, rate: float = 4e-3
+) -> list[Optimizer]:
     return [AdamW([p for _, p in params], lr=rate, betas=(beta1, 0.95), weight_decay=0.05)]
 
 
@@ -44,7 +47,22 @@ def sgd(params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.9, rate: fl
     return [SGD([p for _, p in params], lr=rate, momentum=beta1)]
 
 
-def muon(params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.95, rate: float = 4e-3) -> list[Optimizer]:
+def orthogonal(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Muon's Newton-Schulz iteration in float32: torch's own is in bfloat16, which takes CPUs without units
+    for it twenty times as long."""
+    a, b, c = coefficients
+    tall = gradient.shape[0] > gradient.shape[1]
+    x = gradient.T if tall else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.T if tall else x
+
+
+def muon(
+    params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.95, rate: float = 4e-3
+) -> list[Optimizer]:
     named = list(params)
     matrices = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
     ids = set(map(id, matrices))
@@ -55,7 +73,11 @@ def muon(params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.95, rate: 
     ]
 
 
-OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": adamw, "sgd-momentum": sgd, "muon+adamw": muon}
+OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {
+    "adamw": adamw,
+    "sgd-momentum": sgd,
+    "muon+adamw": muon,
+}
 
 
 @dataclass(frozen=True)
@@ -187,6 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonal).start()
     for seed in given.seeds:
         config = replace(CONFIG, seed=seed, steps=given.steps)
         workload = gpt_workload(config)
@@ -194,10 +217,17 @@ def main() -> None:
             for name in given.rules:
                 begin = time.perf_counter()
                 curve = alone(optimizer, RULES[name], workload, config)
-                line = {"optimizer": optimizer, "rule": name, "seed": seed, "steps": given.steps, "curve": curve}
+                line = {
+                    "optimizer": optimizer,
+                    "rule": name,
+                    "seed": seed,
+                    "steps": given.steps,
+                    "curve": curve,
+                }
                 with given.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-                print(f"{optimizer:12} {name:14} seed {seed} {curve[-1][1]:.4f} {time.perf_counter() - begin:.0f} s", flush=True)
+                took = time.perf_counter() - begin
+                print(f"{optimizer:12} {name:14} seed {seed} {curve[-1][1]:.4f} {took:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_ties_and_clipping(clip_norm: float | None, how: str) -> None:
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("how", CORRECTIONS)
 def test_corrections_of_two_pipelines(how: str, shards: bool) -> None:
-    """Side by side, with clipping and a shared parameter; also where each steps its share of the parameters."""
+    """Side by side, with clipping and a shared parameter; also where replicas share out the updates."""
     job, changes = job_of(tied=True), CORRECTIONS[how]
     plan = replace(widened(softened(steady_plan(job, 2, 2), **changes), 2), shard_optimizer=shards)
     found = trained(job, plan, clip_norm=0.05)

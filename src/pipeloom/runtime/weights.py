@@ -11,8 +11,8 @@ place, so an update copies the newest parameters once, into the buffers of a ver
     step     B is updated in place
     after    newest = B   previous = A           no byte is copied when actions change versions
 
-An update that is corrected for its delay begins with B <- a mean of B and A, and ends beyond what the optimizer
-makes of it (`ir.weights`).
+An update that is corrected for its delay begins with B <- a mean of B and A, and ends beyond what the
+optimizer makes of it (`ir.weights`).
 """
 
 from __future__ import annotations
