@@ -27,6 +27,8 @@ OTHER = {
     "clips": True,
     "shard_optimizer": True,
     "planner": "auto",
+    "delay_correction": 0.5,
+    "warm_up_with_flush": 3,
     "granularity": "module",
     "branches": False,
     "memory": "3GiB",

@@ -6,7 +6,7 @@
 
 Muon's update makes all singular values of a matrix's momentum about equal, which suits maps from layer to
 layer. It needs the whole matrix, which the rank of a parameter has; where replicas share out the optimizer's
-state, its owner does. Source of Muon: Jordan et al. 2024; its rate is scaled to that of AdamW as in Moonlight,
+state, its owner does. Source of Muon: Jordan et al. 2024; its rate is scaled to AdamW's as in Moonlight,
 arXiv 2502.16982, so that one learning rate and one weight decay do for both.
 """
 
