@@ -1,7 +1,7 @@
 """What does a delay of one update cost, and what wins it back? The default GPT with a flush and without.
 
-    python bench/convergence.py --one-process --optimizers adamw --seeds 0 --out curves.jsonl
-    python bench/convergence.py --out curves.jsonl --show [--plot curves.png]
+    python bench/convergence.py [--one-process] [--optimizers adamw] [--rules 2bw] [--seeds 0] --out runs
+    python bench/convergence.py --out runs --show [--plot docs/images/convergence.svg]
 
 A run trains one seed of one optimizer by one rule of `RULES`, and adds its validation losses as a line to the
 file; `--show` prints the table of what the file has, by step and by predicted time, and draws the curves.
@@ -13,38 +13,61 @@ stages (tests/transparency/test_versions.py). Every run of a seed has the same d
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from machine import parser_of
+from machine import parser_of, print_stamp, print_table
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW
 
+from pipeloom import Options, Pipeline, capture, plan
+from pipeloom.ir.errors import ConfigError
+from pipeloom.runtime.optimizer_bytes import optimizers_of
 from pipeloom.train.config import Config
-from pipeloom.train.workload import Workload, gpt_workload, rate_share
+from pipeloom.train.loop import validate
+from pipeloom.train.muon import MuonAndAdamW
+from pipeloom.train.workload import Workload, gpt_workload, job_of, rate_scheduler, rate_share
 
 EVERY = 40
 """Steps between two validations."""
+
+Curve = list[tuple[int, float]]
+"""(steps, validation loss)."""
+
+RANKS = 4
+"""Of the pipeline whose steps are simulated."""
 
 CONFIG = Config(validation_batches=2)
 CONFIG = replace(CONFIG, pipeline=replace(CONFIG.pipeline, microbatches=8, microbatch_size=1))
 """8 sequences of 128 bytes a batch."""
 
 
-def adamw(
-    params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.9, rate: float = 4e-3
-) -> list[Optimizer]:
-    return [AdamW([p for _, p in params], lr=rate, betas=(beta1, 0.95), weight_decay=0.05)]
+Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def sgd(params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.9, rate: float = 0.5) -> list[Optimizer]:
-    return [SGD([p for _, p in params], lr=rate, momentum=beta1)]
+def adamw(named_parameters: Named, beta1: float = 0.9) -> AdamW:
+    params = [p for _, p in named_parameters]
+    return AdamW(params, lr=4e-3, betas=(beta1, 0.95), weight_decay=0.05)
+
+
+def sgd(named_parameters: Named, beta1: float = 0.9) -> SGD:
+    return SGD([p for _, p in named_parameters], lr=0.5, momentum=beta1)
+
+
+def muon(named_parameters: Named, beta1: float = 0.9) -> MuonAndAdamW:
+    return MuonAndAdamW(named_parameters, betas=(beta1, 0.95))
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"adamw": adamw, "sgd-momentum": sgd, "muon+adamw": muon}
 
 
 def orthogonal(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -58,26 +81,6 @@ def orthogonal(gradient: Tensor, coefficients: tuple[float, float, float], steps
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
     return x.T if tall else x
-
-
-def muon(
-    params: Iterable[tuple[str, nn.Parameter]], beta1: float = 0.95, rate: float = 4e-3
-) -> list[Optimizer]:
-    named = list(params)
-    matrices = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
-    ids = set(map(id, matrices))
-    rest = [p for _, p in named if id(p) not in ids]
-    return [
-        Muon(matrices, lr=rate, weight_decay=0.05, momentum=beta1, adjust_lr_fn="match_rms_adamw"),
-        AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.05),
-    ]
-
-
-OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {
-    "adamw": adamw,
-    "sgd-momentum": sgd,
-    "muon+adamw": muon,
-}
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,18 @@ RULES = {
     "flush 60": Rule(flushed=60),
     "flush 100": Rule(flushed=100),
     "flush 200": Rule(flushed=200),
+    "flush 100, applied 0.8": Rule(flushed=100, applied=0.8),
 }
 
 
-def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> list[tuple[int, float]]:
+def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> Curve:
+    """One process, in plain PyTorch."""
     torch.manual_seed(config.seed)
     model = workload.job.model()
-    named = list(dict(model.named_parameters()).items())
+    named = list(model.named_parameters())
     params = [p for _, p in named]
     make = OPTIMIZERS[optimizer]
-    parts = make(named) if rule.beta1 is None else make(named, beta1=rule.beta1)
+    parts = optimizers_of(make(named) if rule.beta1 is None else make(named, beta1=rule.beta1))
     highest = [[group["lr"] for group in part.param_groups] for part in parts]
 
     def put(weights: list[Tensor]) -> None:
@@ -145,7 +150,7 @@ def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> lis
         with torch.no_grad():
             found = [float(model(**workload.validation(i)).loss) for i in range(config.validation_batches)]
         model.train()
-        return statistics.fmean(found)
+        return fmean(found)
 
     newest = [p.detach().clone() for p in params]
     before = [w.clone() for w in newest]
@@ -199,36 +204,178 @@ def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> lis
     return curve
 
 
-def main() -> None:
+def in_the_runtime(optimizer: str, rule: Rule, workload: Workload, config: Config) -> Curve:
+    """The same by a pipeline of one rank."""
+    if rule != Rule(flushed=rule.flushed, applied=rule.applied):
+        raise ConfigError("the runtime has no such rule", hint="add --one-process")
+    job = replace(workload.job, optimizer=OPTIMIZERS[optimizer])
+    how: dict[str, Any] = {}
+    if rule.flushed < ALWAYS:
+        how = {"weights": "2bw", "delay_correction": rule.applied, "warm_up_with_flush": rule.flushed}
+    pipeline_config = config.pipeline
+    made = plan(
+        job,
+        ranks=1,
+        microbatches=pipeline_config.microbatches,
+        microbatch_size=pipeline_config.microbatch_size,
+        **how,
+    )
+    options = Options(
+        seed=config.seed,
+        clip_norm=config.optimizer.clip_norm,
+        scheduler=rate_scheduler(config),
+        compare=False,
+    )
+    with Pipeline(job, made, options=options) as pipeline:
+        curve = [(0, validate(pipeline, config, workload))]
+        while (done := pipeline.steps_done) < config.steps:
+            end = min(done + EVERY, config.steps)
+            for _ in pipeline.steps(map(workload.train, range(done, end))):
+                pass
+            curve.append((end, validate(pipeline, config, workload)))
+    return curve
+
+
+# --- what the runs say ----------------------------------------------------------------------------
+
+
+def step_seconds() -> dict[bool, float]:
+    """Whether the pipeline drains -> seconds of a step of the default GPT on `RANKS` ranks, simulated."""
+    job, how = job_of(CONFIG), {"ranks": RANKS, "microbatches": CONFIG.pipeline.microbatches}
+    captured = capture(job, CONFIG.pipeline.microbatch_size)
+    cluster = f"{RANKS} x cpu"
+    made = {
+        weights: plan(
+            job,
+            microbatch_size=CONFIG.pipeline.microbatch_size,
+            captured=captured,
+            cluster=cluster,
+            weights=weights,
+            clips=True,
+            **how,
+        )
+        for weights in ("flush", "2bw")
+    }
+    return {weights == "flush": one.predicted_step_s for weights, one in made.items()}
+
+
+def show(file: Path, picture: Path | None) -> None:
+    runs: dict[tuple[str, str], list[Curve]] = {}
+    for line in map(json.loads, file.read_text().splitlines()):
+        runs.setdefault((line["optimizer"], line["rule"]), []).append(line["curve"])
+    seconds, rows, drawn = step_seconds(), [], {}
+    means = {key: mean(curves) for key, curves in runs.items()}
+
+    def clock(rule: str, step: int) -> float:
+        flushed = min(step, RULES[rule].flushed)
+        return flushed * seconds[True] + (step - flushed) * seconds[False]
+
+    for (optimizer, rule), curve in means.items():
+        finals = [each[-1][1] for each in runs[optimizer, rule]]
+        flush = means[optimizer, "flush"]
+        end_s = clock(rule, curve[-1][0])
+        then = at(end_s / seconds[True], flush)
+        rows.append(
+            {
+                "optimizer": optimizer,
+                "rule": rule,
+                "seeds": len(finals),
+                "loss": f"{fmean(finals):.3f}",
+                "spread": f"{pstdev(finals):.3f}",
+                "over its flush": f"{fmean(finals) - flush[-1][1]:+.3f}",
+                "seconds": round(end_s, 1),
+                "flush then": f"{then:.3f}",
+            }
+        )
+        drawn[optimizer, rule] = curve, [(clock(rule, step), loss) for step, loss in curve]
+    print(f"step with a flush {seconds[True]:.4f} s, without {seconds[False]:.4f} s")
+    print_table(sorted(rows, key=lambda row: (row["optimizer"], list(RULES).index(row["rule"]))))
+    if picture is not None:
+        picture.write_text(svg(drawn))
+
+
+def mean(curves: list[Curve]) -> Curve:
+    return [(each[0][0], fmean(loss for _, loss in each)) for each in zip(*curves, strict=True)]
+
+
+def at(step: float, curve: Curve) -> float:
+    """The loss at a step between two validations, by interpolation."""
+    for (before, high), (after, low) in itertools.pairwise(curve):
+        if step <= after:
+            return high + (low - high) * (step - before) / (after - before)
+    return curve[-1][1]
+
+
+COLOURS = {"flush": "#7d8fa9", "2bw": "#e0592a"}
+OTHERS = ("#12a594", "#9a6be0", "#c99a2e", "#3a77d0")
+WIDE, HIGH, LOW_LOSS, HIGH_LOSS = 330, 260, 2.0, 3.6
+
+
+def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
+    """Losses of each optimizer, a row each, by step and by predicted time."""
+    optimizers = list(dict.fromkeys(optimizer for optimizer, _ in drawn))
+    rules = sorted({rule for _, rule in drawn}, key=list(RULES).index)
+    colours = COLOURS | dict(zip((r for r in rules if r not in COLOURS), OTHERS, strict=False))
+    parts = []
+    for row, optimizer in enumerate(optimizers):
+        for column, axis in enumerate(("steps", "predicted seconds")):
+            left, top = 50 + column * (WIDE + 50), 40 + row * (HIGH + 50)
+            shown = {rule: both[column] for (o, rule), both in drawn.items() if o == optimizer}
+            end = max(x for curve in shown.values() for x, _ in curve)
+            parts.append(f'<rect x="{left}" y="{top}" width="{WIDE}" height="{HIGH}" class="frame"/>')
+            parts.append(f'<text x="{left}" y="{top - 8}">{optimizer}, by {axis} (0 to {end:.0f})</text>')
+            for loss in (2.0, 2.4, 2.8, 3.2, 3.6):
+                y = top + HIGH * (HIGH_LOSS - loss) / (HIGH_LOSS - LOW_LOSS)
+                parts.append(f'<path d="M{left} {y:.0f}h{WIDE}" class="grid"/>')
+                parts.append(f'<text x="{left - 28}" y="{y + 4:.0f}">{loss}</text>')
+            for rule, curve in shown.items():
+                points = [
+                    (left + WIDE * x / end, top + HIGH * (HIGH_LOSS - loss) / (HIGH_LOSS - LOW_LOSS))
+                    for x, loss in curve
+                    if loss <= HIGH_LOSS
+                ]
+                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                parts.append(f'<polyline points="{path}" stroke="{colours[rule]}"/>')
+    for index, rule in enumerate(rules):
+        parts.append(f'<text x="{50 + 160 * index}" y="16" fill="{colours[rule]}">{rule}</text>')
+    style = "text{font:12px sans-serif}.frame{fill:none;stroke:#888}.grid{stroke:#8884}"
+    style += "polyline{fill:none;stroke-width:1.6}"
+    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 50}"'
+    body = "".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{body}</svg>'
+
+
+def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--one-process", action="store_true")
+    parser.add_argument("--one-process", action="store_true", help="in plain PyTorch, not by the runtime")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=["flush", "2bw"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file of runs, which grows")
+    parser.add_argument("--show", action="store_true", help="train nothing; print what the file has")
+    parser.add_argument("--plot", type=Path, help="with --show: draw it as SVG")
     given = parser.parse_args()
+    print_stamp()
+    if given.show:
+        show(given.out, given.plot)
+        return 0
     torch.set_num_threads(1)
-    patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonal).start()
-    for seed in given.seeds:
-        config = replace(CONFIG, seed=seed, steps=given.steps)
-        workload = gpt_workload(config)
-        for optimizer in given.optimizers:
-            for name in given.rules:
+    train = alone if given.one_process else in_the_runtime
+    with patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonal):
+        for seed in given.seeds:
+            config = replace(CONFIG, seed=seed, steps=given.steps)
+            workload = gpt_workload(config)
+            for optimizer, name in itertools.product(given.optimizers, given.rules):
                 begin = time.perf_counter()
-                curve = alone(optimizer, RULES[name], workload, config)
-                line = {
-                    "optimizer": optimizer,
-                    "rule": name,
-                    "seed": seed,
-                    "steps": given.steps,
-                    "curve": curve,
-                }
+                curve = train(optimizer, RULES[name], workload, config)
+                line = {"optimizer": optimizer, "rule": name, "seed": seed, "curve": curve}
                 with given.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 took = time.perf_counter() - begin
                 print(f"{optimizer:12} {name:14} seed {seed} {curve[-1][1]:.4f} {took:.0f} s", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
