@@ -111,7 +111,7 @@ def test_muon_gets_the_matrices_of_layers_only(tiny: Config) -> None:
     named = dict(job.model().named_parameters())
     made = job.optimizer(named.items())
     names = {id(p): name for name, p in named.items()}
-    matrices, rest = ({names[id(p)] for p in o.param_groups[0]["params"]} for o in (made.matrices, made.rest))
+    matrices, rest = ({names[id(p)] for p in o.param_groups[0]["params"]} for o in made.parts)
     assert matrices | rest == named.keys() and {"embed.weight", "position.weight"} <= rest
     assert matrices == {name for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
     with pytest.raises(ConfigError, match="numbered layer"):

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW, Muon, Optimizer
 
 from ..ir.errors import ConfigError
 
@@ -56,10 +56,11 @@ class MuonAndAdamW:
                 f"{len(named)} parameters",
                 hint="use adamw; or say in Job.optimizer which parameters are Muon's",
             )
-        self.matrices = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self.rest = AdamW(rest, lr=lr, weight_decay=weight_decay, **settings) if rest else None
+        both = {"lr": lr, "weight_decay": weight_decay}
+        self.parts: list[Optimizer] = [Muon(matrices, **both, adjust_lr_fn="match_rms_adamw")]
+        if rest:
+            self.parts.append(AdamW(rest, **both, **settings))
 
     def step(self) -> None:
-        self.matrices.step()
-        if self.rest is not None:
-            self.rest.step()
+        for part in self.parts:
+            part.step()
