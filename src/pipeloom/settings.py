@@ -19,8 +19,8 @@ LARGEST = 2**63 - 1
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a text is one of
-    them; `kind` of a path, "folder" or "file"."""
+    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `below`, it is from 0
+    to less; `words`, a text is one of them; `kind` of a path, "folder" or "file"."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -73,6 +73,7 @@ class PlanSettings:
         0.0,
         "Without a flush: share of its change since the update before that each update is extrapolated by, "
         "against the delay; 0 to below 1.",
+        below=1,
     )
     warm_up_with_flush: int = setting(
         0, "Without a flush: steps from the start of training that still drain the pipeline.", least=0
@@ -121,11 +122,6 @@ class PlanSettings:
             raise ConfigError(
                 f"{shown(self.replicas)} replicas of {self.ranks} ranks",
                 hint=f"use at most {MOST_DEVICES} ranks in all",
-            )
-        if not 0 <= self.delay_correction < 1:
-            raise ConfigError(
-                f"delay_correction is {shown(self.delay_correction)}",
-                hint="use a number from 0 to below 1: from 1 on an update's noise is never forgotten",
             )
         if self.memory is not None:
             parse_bytes(self.memory)
@@ -183,6 +179,7 @@ def _refuse_value(
     *,
     least: int | None = None,
     most: int | None = None,
+    below: int | None = None,
     words: Collection[str] = (),
     **_: Any,
 ) -> None:
@@ -191,6 +188,8 @@ def _refuse_value(
     if least is not None and (not isinstance(value, int) or value < least or value > (most or LARGEST)):
         upper = "" if most is None else f" to {most}"
         raise ConfigError(f"{name} is {shown(value)}", hint=f"use a whole number from {least}{upper}")
+    if below is not None and not (isinstance(value, int | float) and 0 <= value < below):
+        raise ConfigError(f"{name} is {shown(value)}", hint=f"use a number from 0 to below {below}")
     if words and isinstance(value, str) and value not in words:
         near = get_close_matches(value, words, n=1)
         raise ConfigError(
