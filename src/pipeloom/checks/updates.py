@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..ir.action import STEP, Action, F
-from ..ir.columns import B_, F_, REDUCE_, STEP_, W_, Ints, Rows
+from ..ir.columns import B_, F_, I_, RECOMPUTE_, REDUCE_, STEP_, W_, Ints, Rows
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
@@ -234,11 +234,12 @@ def _versions_of_the_rule(program: Program, updates: Updates) -> None:
         rows=Rows(columns.where(columns.is_compute)),
     )
     by_stage = {each.stage: each for each in versions(computing, updates)}
+    uses = columns.among((F_, B_, I_, W_, RECOMPUTE_))
     for rank in range(columns.ranks):
         steps = _steps(program, rank)
         kept = max(each.needed for each in by_stage.values() if each.rank == rank)
         low, high = columns.offsets[rank : rank + 2].tolist()
-        entries = low + np.flatnonzero(columns.is_compute[low:high])
+        entries = low + np.flatnonzero(uses[low:high])
         for entry, newest in zip(entries.tolist(), np.searchsorted(steps, entries).tolist(), strict=True):
             action = columns.at(entry)
             rule = by_stage[action.stage].used[action.microbatch]
