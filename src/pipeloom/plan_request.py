@@ -11,7 +11,7 @@ from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan, widened
 from .ir.text import format_bytes, show_time
-from .ir.weights import FLUSH
+from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .lowering.passes import lower
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.notes import FOUND_BY, fastest_named
@@ -51,6 +51,17 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
             f"{replicas} replicas of {settings.ranks} stages are for {settings.devices} devices, there are "
             f"{len(cluster.devices)}",
             hint="use fewer --replicas or --ranks, or add devices",
+        )
+
+
+def refuse_flush(settings: PlanSettings) -> None:
+    """Raises: ConfigError if something is asked for that softens a delay, and there is none."""
+    policy = settings.weights or registry.entry(settings.schedule).weights
+    asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
+    if asked and WEIGHT_POLICIES[policy].flushes:
+        raise ConfigError(
+            f"{' and '.join(asked)} given, but weights are updated with a {policy}, so no gradient is late",
+            hint="add --weights 2bw, or leave it out",
         )
 
 
@@ -263,6 +274,7 @@ class PlanRequest:
         """
         options = self.options
         refuse_replicas(options, self.cluster)
+        refuse_flush(options)
         microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 

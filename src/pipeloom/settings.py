@@ -21,8 +21,8 @@ LARGEST = 2**63 - 1
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a text is one of
-    them; `kind` of a path, "folder" or "file"."""
+    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `below`, it is from 0
+    to less; `words`, a text is one of them; `kind` of a path, "folder" or "file"."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -75,6 +75,15 @@ class PlanSettings:
         "How weights are updated: flush, once a step is over; 2bw or stash, without draining the pipeline. "
         "By default as the schedule does it.",
         words=WEIGHT_POLICIES,
+    )
+    delay_correction: float = setting(
+        0.0,
+        "Without a flush: share of its change since the update before that each update is extrapolated by, "
+        "against the delay; 0 to below 1.",
+        below=1,
+    )
+    warm_up_with_flush: int = setting(
+        0, "Without a flush: steps from the start of training that still drain the pipeline.", least=0
     )
     clips: bool = setting(
         False, "Training will clip gradients by their global norm, which matters without a flush."
@@ -200,6 +209,7 @@ def _refuse_value(
     *,
     least: int | None = None,
     most: int | None = None,
+    below: int | None = None,
     words: Collection[str] = (),
     **_: Any,
 ) -> None:
@@ -208,6 +218,8 @@ def _refuse_value(
     if least is not None and (not isinstance(value, int) or value < least or value > (most or LARGEST)):
         upper = "" if most is None else f" to {most}"
         raise ConfigError(f"{name} is {shown(value)}", hint=f"use a whole number from {least}{upper}")
+    if below is not None and not (isinstance(value, int | float) and 0 <= value < below):
+        raise ConfigError(f"{name} is {shown(value)}", hint=f"use a number from 0 to below {below}")
     if words and isinstance(value, str) and value not in words:
         near = get_close_matches(value, words, n=1)
         raise ConfigError(

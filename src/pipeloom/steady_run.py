@@ -77,6 +77,8 @@ class SteadyRun(Run):
             microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
         with self.call(f"step {number + 1}"):
             self.run_row(number, microbatches, size)
+        if number < self.rows.updates.flushed:
+            self.drain()
 
     def drain(self) -> None:
         if self.fed:

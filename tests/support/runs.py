@@ -29,7 +29,7 @@ from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.evaluation import capture_evaluation
-from pipeloom.tracer.job_calls import scalar_loss
+from pipeloom.tracer.job_calls import make_optimizer, scalar_loss
 from pipeloom.tracer.random import one_thread_at_a_time
 from pipeloom.tracer.stage.functions import Sink, StageFunctions
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
@@ -269,7 +269,7 @@ def plain(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = job.model()
-    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = make_optimizer(job.optimizer, {n: p for n, p in model.named_parameters() if p.requires_grad})
     plan = scheduler(optimizer) if scheduler else None
     losses, norms, gradients = [], [], {}
     for batch in batches:
@@ -281,7 +281,7 @@ def plain(
             else float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
         )
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         if plan is not None:
             plan.step()
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -31,6 +31,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from ..checks.updates import UpdateProof
     from ..ir.plan import Plan
     from ..planner.plan_table import Change, PlannedStage
 
@@ -93,13 +94,14 @@ def reported(
     stages: Sequence[PlannedStage],
     changes: Sequence[Change] = (),
     *,
+    proof: UpdateProof,
     times: str,
     rehearsed_s: float | None = None,
     not_rehearsed: str = "",
 ) -> dict[str, Any]:
     """A plan, and what is said about it.
 
-    stages: of the first replica.  changes: what other clusters would gain.
+    stages: of the first replica.  changes: what other clusters would gain.  proof: of its updates.
     times: where those of ops come from, "profile" or "roofline".  rehearsed_s: a step of its ranks; None if
     they did not rehearse one, and not_rehearsed says why.
     """
@@ -124,6 +126,7 @@ def reported(
         "compiled": plan.notes.get(plan_request.COMPILED),
         "limits": plan_table.limits(scaled),
         "branches": branch_figures(scaled) or None,
+        "updates": proof,
         "what_if": [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
         "stages": stages,
     }
@@ -192,7 +195,7 @@ def _plan(
 
     with RankProcesses(0 if why_not else settings.devices, Config(job=model), needed=False) as processes:
         from .. import machine, plan_request, planning  # torch is loaded here, while the ranks load it, too
-        from ..planner.plan_table import plan_rows
+        from ..planner.plan_table import plan_rows, prove_plan
 
         job = job_of(model)
         with _watching() as watch:
@@ -220,6 +223,7 @@ def _plan(
         plan,
         plan_rows(plan, planned.graph, request.cluster),
         changes,
+        proof=prove_plan(plan, planned.graph),
         times="profile" if request.local or profiled is not None else "roofline",
         rehearsed_s=rehearsed_s,
         not_rehearsed=why_not,
@@ -274,6 +278,7 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
     yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms, {each}"
     yield from about
     yield from report["limits"]
+    yield str(report["updates"])
     for change in report["what_if"]:
         if change.step_s is None:
             yield f"{change.what}: no plan"
@@ -355,7 +360,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
             hint="leave it out, and plans are simulated",
         )
     from .. import planning, shapes
-    from ..planner.plan_table import plan_rows
+    from ..planner.plan_table import plan_rows, prove_plan
     from ..planner.shape_search import rank_shapes
 
     job = job_of(options["model"])
@@ -396,7 +401,9 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     plan, shape = shaped.plan, shaped.shape
     if output is not None:
         plan.save(output)
-    report = reported(plan, plan_rows(plan, model.graph), times="roofline", not_rehearsed=DESCRIBED)
+    proof = prove_plan(plan, model.graph)
+    rows = plan_rows(plan, model.graph)
+    report = reported(plan, rows, proof=proof, times="roofline", not_rehearsed=DESCRIBED)
     count = plan.microbatches // plan.width
     figures = vars(shape) | {
         "microbatches": count,
@@ -406,6 +413,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
         "simulated": shaped.simulated,
         "planner": plan.planner,
         "limits": report["limits"],
+        "updates": proof,
         "stages": report["stages"],
     }
     treated = "some residuals recomputed" if shape.recompute else "every residual kept"

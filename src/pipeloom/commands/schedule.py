@@ -22,6 +22,7 @@ from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ..checks.updates import UpdateProof
     from ..schedules.scenario import Scenario, SimulatedSchedule
 
 MOST_LINES = 60
@@ -297,7 +298,7 @@ def check(
     them; or a schedule in the language, as mine.py:zigzag, for so many ranks (-p) and micro-batches (-m).
     Says which rule is broken, where, and what to change, and exits with 1, if it cannot run.
     """
-    from ..schedules.scenario import simulate_file, simulate_schedule, updates_of, weights
+    from ..schedules.scenario import prove, simulate_file, simulate_schedule, updates_of
 
     name = str(file)
     if file.name.partition(":")[0].endswith(".py"):
@@ -311,17 +312,23 @@ def check(
         refuse_shape(name)
         simulated = simulate_file(file, scenario, replicas=replicas, operations=operations)
         updates = updates or Updates()
-    weights(simulated, updates)
+    proof = prove(simulated, updates)
     if not as_json:
         count = sum(map(len, simulated.schedule.rows))
         click.echo(
             f"{file}: {count} actions on {simulated.schedule.ranks} ranks are complete and cannot block"
         )
-    _present(simulated, updates, as_json=as_json, **files)
+    _present(simulated, updates, proof, as_json=as_json, **files)
 
 
 def _present(
-    simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
+    simulated: SimulatedSchedule,
+    updates: Updates,
+    proof: UpdateProof | None = None,
+    *,
+    html: Path | None,
+    trace: Path | None,
+    as_json: bool,
 ) -> None:
     from ..schedules import scenario
     from ..viewer.chrome import write_trace
@@ -367,6 +374,8 @@ def _present(
         "rows": str(schedule).splitlines() if as_json else [],  # of large schedules this takes a while
         "weights": versions if stages else None,
     }
+    if proof is not None:
+        figures["updates"] = proof
 
     def screen() -> Iterator[RenderableType]:
         beside = {
@@ -385,6 +394,8 @@ def _present(
                 f"weights {updates.policy}, an update every {updates.every} micro-batches; "
                 f"per stage, versions kept {kept}, gradients late by up to {late} updates"
             )
+        if proof is not None:
+            yield str(proof)
 
     emit(figures, screen(), as_json=as_json)
 

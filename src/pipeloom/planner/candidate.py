@@ -325,6 +325,8 @@ class Candidate:
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,
             weights=self.request.weights,
+            delay_correction=self.request.options.delay_correction,
+            warm_up_with_flush=self.request.options.warm_up_with_flush,
             clips=self.request.options.clips,
             shard_optimizer=self.request.options.shard_optimizer,
             notes=self.notes,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..checks.updates import UpdateProof, prove_updates
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import ConfigError, InfeasibleError
 from ..ir.flow import flow_of
@@ -24,9 +25,24 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
+from ..ir.weights import optimizer_shares
+from ..lowering.passes import lower
 from .candidate import EQUAL_TIMES
 from .notes import branch_figures, planners_asked, slower_than_1f1b
 from .search.layer_groups import layer_names
+
+
+def prove_plan(plan: Plan, graph: OpGraph) -> UpdateProof:
+    """That the program of a plan updates weights as its rule says. Raises: ScheduleError."""
+    stages = plan.replicated(plan.stage_graph(graph))
+    sizes = {p.name: p.bytes for p in graph.parameters if p.trainable}
+    return prove_updates(
+        lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
+        stages,
+        updates=plan.updates,
+        shares=optimizer_shares(stages, plan.placement, sizes) if plan.shard_optimizer else (),
+        trained=sizes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,9 @@ place, so an update copies the newest parameters once, into the buffers of a ver
     copy     B <- A       the parameters' data is now B
     step     B is updated in place
     after    newest = B   previous = A           no byte is copied when actions change versions
+
+An update that is corrected for its delay begins with B <- a mean of B and A, and ends beyond what the
+optimizer makes of it (`ir.weights`).
 """
 
 from __future__ import annotations
@@ -171,7 +174,7 @@ class Weights:
         is kept until `release_version`."""
         version = self.newest
         if self.updates is not None:
-            version = self.updates.rule.version(microbatch, self.updates.every, self.newest)
+            version = self.updates.version(microbatch, self.newest)
             assert version in self._versions, f"version {version} of {sorted(self._versions)}"
             self._users[version] += 1
         return version
@@ -255,26 +258,31 @@ class Weights:
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
         summed = self.summed
-        if self.updates is not None:
-            self._begin_version()
+        before = {} if self.updates is None else self._begin_version(self.updates)
         if self.optimizer is not None:
             for name, param in self.params.items():
                 param.grad = summed.sums[name] if name in summed.touched else None
             self.optimizer.step()
+        if self.updates is not None:
+            for name, tensor in before.items():
+                self.params[name].data.lerp_(tensor, -self.updates.correction)
         for param in self.params.values():
             param.grad = None
         summed.clear()
 
-    def _begin_version(self) -> None:
+    def _begin_version(self, updates: Updates) -> dict[str, Tensor]:
         """Copy the newest parameters, so that the optimizer can update the copy in place. Where only one
-        version is kept, nobody uses it now, and it is updated itself."""
-        assert self.updates is not None
-        limit = self.updates.limit
+        version is kept, nobody uses it now, and it is updated itself.
+
+        Returns: what the update is to be extrapolated from, if it is corrected for its delay.
+        """
+        limit = updates.limit
         if limit == 1:
             assert not self._users[self.newest], f"version {self.newest} is in use"
             self._versions[self.newest + 1] = self._versions.pop(self.newest)
             self.newest += 1
-            return
+            return {}
+        previous = self.previous if updates.correction and self.newest >= updates.flushed else {}
         for version in sorted(self._versions):
             kept = version == self.newest or (limit is not None and version > self.newest + 1 - limit)
             if not kept and not self._users[version]:
@@ -284,12 +292,16 @@ class Weights:
         old = {}
         for name, tensor in copy.items():
             param = self.params[name]
-            tensor.copy_(param.data)
+            if previous:  # which may lie in the buffer itself
+                torch.lerp(previous[name], param.data, 1 / (1 + updates.correction), out=tensor)
+            else:
+                tensor.copy_(param.data)
             self.copied_bytes += tensor.nbytes
             old[name], param.data = param.data, tensor
         self._versions[self.newest] = {**before, **old}
         self.newest += 1
         self._versions[self.newest] = before
+        return old if previous else {}
 
     def _empty_version(self) -> dict[str, Tensor]:
         return {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..checks.schedules import check
+from ..checks.updates import UpdateProof, prove_updates
 from ..checks.weight_versions import StageVersions, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
@@ -349,6 +350,20 @@ def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersio
         return ()
     weight_versions(simulated.schedule, simulated.stages, updates)
     return versions(simulated.schedule, updates)
+
+
+def prove(simulated: SimulatedSchedule, updates: Updates) -> UpdateProof | None:
+    """That each update takes every gradient once, with one parameter for each stage that replicas and shards
+    share; None for a schedule without backwards. Raises: ScheduleError."""
+    schedule, stages = simulated.schedule, simulated.stages
+    if not schedule.columns.trains:
+        return None
+    count = len(stages.stages)
+    stages = replace(stages, params=tuple((f"stage {stages.origin(s)}",) for s in range(count)))
+    several = None
+    if not updates.rule.flushes:  # slices of a micro-batch are numbered apart
+        several = replace(updates, every=updates.every * schedule.slices)
+    return prove_updates(lower(schedule, stages, updates=several), stages, updates=several)
 
 
 def explain(simulated: SimulatedSchedule) -> Explanation:

@@ -24,6 +24,7 @@ from rich.console import Console
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
 from ..ir.text import parse_bytes, write_whole
+from ..ir.weights import WEIGHT_POLICIES
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
@@ -44,6 +45,9 @@ from .run_directory import has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
 
 _log = logging.getLogger("pipeloom")
+
+DELAY_CORRECTION, FLUSHED_SHARE = 0.8, 0.25
+"""What loses least without a flush, and the share of a run's steps: see docs/results.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,8 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
     if plan is None:
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
+    if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
+        console.print(advice, highlight=False, soft_wrap=True)
     with console.status("capturing"):
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
     return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
@@ -196,6 +202,30 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     return plan, captured
 
 
+def against_the_delay(config: Config, plan: Plan, *, own_optimizer: bool) -> str:
+    """What was measured to lose least by late gradients, as far as a run without a flush does not have it.
+
+    >>> from ..ir.plan import StagePlan
+    >>> shape = {"graph": "", "planner": "", "stages": (StagePlan(ops=("a",)),), "placement": (0,)}
+    >>> plan = Plan(**shape, schedule="1f1b", schedule_rows=("0F1 0B0",), microbatches=1, weights="2bw")
+    >>> against_the_delay(Config(steps=80), replace(plan, delay_correction=0.3), own_optimizer=True)[-24:]
+    ' --warm-up-with-flush 20'
+    """
+    if WEIGHT_POLICIES[plan.weights].flushes:
+        return ""
+    wanted = {
+        "--optimizer muon+adamw": not own_optimizer and config.optimizer.name != "muon+adamw",
+        f"--delay-correction {DELAY_CORRECTION}": not plan.delay_correction,
+        f"--warm-up-with-flush {int(config.steps * FLUSHED_SHARE)}": not plan.warm_up_with_flush,
+    }
+    if not (missing := [option for option, lacks in wanted.items() if lacks]):
+        return ""
+    return (
+        f"with --weights {plan.weights} gradients are late, which costs loss at the same step; it cost least "
+        f"with (docs/without-a-flush.md): {' '.join(missing)}"
+    )
+
+
 def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     """A plan file's plan under the caps that the config sets too; each rank's lower one counts."""
     if memory is None:
@@ -220,6 +250,8 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
         "planner": plan.planner,
         "schedule": plan.schedule,
         "weights": plan.weights,
+        "delay_correction": plan.delay_correction,
+        "warm_up_with_flush": plan.warm_up_with_flush,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
     }
