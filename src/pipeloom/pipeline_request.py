@@ -148,7 +148,7 @@ def plan_here(job: Job, settings: PlanSettings, options: Options, *, device: str
             profiled = profile(captured, device=device, compile=settings.compile)
         return plan_size(request, job, captured=captured, profiled=profiled)[0]
 
-    if ":" in settings.schedule:  # of a file, which may have changed
+    if ":" in settings.named_schedule:  # of a file, which may have changed
         return make(), captured
     return kept_plan(captured, make, settings, request.cluster, device), captured
 

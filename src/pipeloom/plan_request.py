@@ -14,10 +14,9 @@ from .ir.text import format_bytes
 from .ir.weights import FLUSH
 from .lowering.passes import lower
 from .planner.microbatch_sizes import ProfiledModel
-from .planner.notes import FOUND_BY, fastest_named
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, what_if
-from .planner.planners import chooses_schedule, first_way, make_plan, planners_of, ways_of
+from .planner.planners import chooses, first_way, make_plan, ways_of
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
@@ -34,7 +33,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
     replicas = settings.replicas
     if replicas == 1 and not settings.shard_optimizer:
         return
-    shape, _ = registry.default_placement(settings.schedule, settings.ranks)
+    shape, _ = registry.default_placement(settings.named_schedule, settings.ranks)
     if replicas == shape.replicas == 1:
         raise ConfigError(
             "the optimizer's state is to be shared out, but every stage has one replica",
@@ -42,7 +41,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
         )
     if replicas > 1 and shape.replicas > 1:
         raise PlanError(
-            f"schedule {settings.schedule} holds every stage on {shape.replicas} ranks by itself, so it "
+            f"schedule {settings.named_schedule} holds every stage on {shape.replicas} ranks by itself, so it "
             f"cannot have {replicas} replicas of each beside",
             hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
@@ -280,27 +279,18 @@ class PlanRequest:
         beside a planner of a DAG of stages others are asked. microbatches: of each pipeline."""
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        wanted, replicas = self.options.planner, self.options.replicas
-        asks = planners_of(self.options)
-        plans: dict[str, Plan] = {}
-        refusals: dict[str, PlanError] = {}
+        replicas, refused = self.options.replicas, list[InfeasibleError]()
 
         def wide(way: PlanRequest) -> Plan:
             return plan_side_by_side(
                 way._search(one, devices, microbatches, explained), replicas, costs, cluster
             )
 
-        for name in asks or (wanted,):
-            refused: list[InfeasibleError] = []
-            ways = (replace(self, options=way) for way in ways_of(self.options.changed(planner=name)))
-            best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
-            if best is not None:
-                plans[name] = replace(best[0], planner=name)
-            if refused:
-                refusals[name] = refused[0]
-        if not plans:
-            raise next(iter(refusals.values()))
-        return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
+        ways = (replace(self, options=way) for way in ways_of(self.options))
+        best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
+        if best is None:
+            raise refused[0]
+        return replace(best[0], planner=self.options.planner)
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """For one pipeline."""
@@ -311,7 +301,8 @@ class PlanRequest:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(is_cpu(device.name) for device in self.cluster.devices)
         runs = (
-            self.options.weights in (None, FLUSH) and registry.entry(self.options.schedule).weights == FLUSH
+            self.options.weights in (None, FLUSH)
+            and registry.entry(self.options.named_schedule).weights == FLUSH
         )
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
@@ -334,12 +325,12 @@ class PlanRequest:
         options, batch = self.options, self.options.global_batch
         if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
-        shape, _ = registry.default_placement(options.schedule, options.ranks)
+        shape, _ = registry.default_placement(options.named_schedule, options.ranks)
         directions = shape.replicas * options.replicas
         sizes = [d for d in divisors(batch) if batch // d % directions == 0]
         if not sizes:
             raise ConfigError(
-                f"{options.schedule} cannot divide a global batch of {batch} rows among its directions",
+                f"{options.named_schedule} cannot divide a global batch of {batch} rows among its directions",
                 hint="use an even number of rows",
             )
         return sizes
@@ -357,15 +348,17 @@ class PlanRequest:
         return next(fitting([model], self.any_plan), None) is not None
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth would make of a plan: it is planned again as it was asked for,
-        where several planners were asked by the one whose plan it is, and where that chose the schedule with
-        this one, and its order without copies."""
-        found_by = plan.notes.get(FOUND_BY)
+        """What a bit more memory or bandwidth, or one more device would make of a plan: it is planned again as
+        it was asked for, where the schedule was chosen with this one, and its order without copies."""
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
-        names = {schedule: None}
-        if chooses_schedule(found_by or self.options.planner):
-            names[parse_name(schedule).plain(self.options.ranks)] = None
-        same = self.changed(schedules=tuple(names), planners=(found_by,) if found_by else ())
-        return what_if(
-            plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
-        )
+        same = replace(self, watch=None)
+        if chooses(self.options):
+            names = dict.fromkeys((schedule, parse_name(schedule).plain(self.options.ranks)))
+            same = same.changed(schedules=tuple(names))
+
+        def again(cluster: Cluster) -> Plan:
+            more = len(cluster.devices) - len(self.cluster.devices)
+            way = same.changed(ranks=self.options.ranks + more) if more else same
+            return replace(way, cluster=cluster).plan(model, explained=False)
+
+        return what_if(plan, self.cluster, again)

@@ -28,7 +28,7 @@ from .plan_advice import plan_with_advice
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
-from .planner.planners import planner
+from .planner.planners import chooses, planner
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules.registry import with_chunks
@@ -238,9 +238,12 @@ def make_request(
     if settings.offload_dir is not None and treatments is None and optimises != "never":
         treatments = TREATMENTS["both"]
     options = PlanOptions(**{one.name: getattr(settings, one.name) for one in fields(PlanSettings)})
-    schedule = with_chunks(settings.schedule, settings.chunks)
+    if settings.schedule is not None or not chooses(options):
+        options = replace(
+            options, schedule=with_chunks(settings.named_schedule, settings.chunks), chunks=None
+        )
     return PlanRequest(
-        options=replace(options, treatments=treatments, schedule=schedule, chunks=None),
+        options=replace(options, treatments=treatments),
         cluster=_devices(settings),
         capped=settings.cluster is not None or settings.memory is not None,
         local=settings.cluster is None,

@@ -76,7 +76,7 @@ def verify(
     from ..verification import verify as compare
 
     settings = settings_of(options)
-    require_runnable(settings.schedule)  # which loads the operations of a user's own
+    require_runnable(settings.named_schedule)  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured
         cpus = cpu_cluster(settings.devices)

@@ -25,7 +25,8 @@ from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
 from .candidate import EQUAL_TIMES
-from .notes import branch_figures, planners_asked, slower_than_1f1b
+from .joint.ledger import searched_for, sentences
+from .notes import branch_figures
 from .search.layer_groups import layer_names
 
 
@@ -337,14 +338,8 @@ def limits(plan: Plan) -> list[str]:
             f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "
             "does not repeat or stops"
         )
-    return said + slower_than_1f1b(plan) + _gain_of_branches(plan) + _planners(plan)
-
-
-def _planners(plan: Plan) -> list[str]:
-    if not (asked := planners_asked(plan)):
-        return []
-    told = [f"{name} {'has none' if s is None else f'{s * 1e3:.4g} ms'}" for name, s in asked.items()]
-    return [f"the fastest plan of several planners: {', '.join(told)}"]
+    told = searched_for(plan)
+    return said + _gain_of_branches(plan) + ([] if told is None else sentences(told))
 
 
 def _full(plan: Plan) -> list[str]:

@@ -38,15 +38,15 @@ from .treatments.choose import Known
 
 
 class SearchWatch(Protocol):
-    """Both are called often, in the thread that searches."""
+    """Told often, in the thread that searches."""
 
     def weighed(self, count: int) -> None:
         """So many stages were weighed so far."""
         ...
 
-    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
-        """A schedule is going to be planned with, the `number`th of `of` ways. best: the schedule of the best
-        plan so far, and its step in seconds."""
+    def trying(self, what: str, best: tuple[str, float] | None, bound_s: float) -> None:
+        """A candidate is going to be simulated. what: the axis and the schedule.  best: the schedule of the
+        best plan so far, and its step in seconds.  bound_s: no step is shorter."""
         ...
 
 
@@ -129,14 +129,12 @@ class PlanOptions(PlanSettings):
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
-    planners: by name, which a planner that asks several asks; (): all that it usually does.
     """
 
     overlap: bool = True
     fastest: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
-    planners: tuple[str, ...] = ()
 
 
 class MakesPlan(Protocol):
@@ -185,7 +183,7 @@ class Request:
 
     @property
     def schedule(self) -> str:
-        return self.options.schedule
+        return self.options.named_schedule
 
     @property
     def microbatches(self) -> int:

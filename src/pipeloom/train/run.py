@@ -125,11 +125,11 @@ def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
         if _planned_from(config) == _planned_from(read_config(out / "config.toml")):
-            require_runnable(config.pipeline.schedule)
+            require_runnable(config.pipeline.named_schedule)
             return config, load_plan(out / "plan.json")
     if config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
-    require_runnable(config.pipeline.schedule)
+    require_runnable(config.pipeline.named_schedule)
     return config, None
 
 
@@ -258,7 +258,7 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
 def _train_rank(prepared: PreparedRun) -> None:
     config, plan, out, request = prepared.config, prepared.plan, prepared.out, prepared.request
     console = request.console
-    require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
+    require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
     options = Options(
         device=config.pipeline.device,

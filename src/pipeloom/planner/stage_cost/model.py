@@ -107,6 +107,17 @@ class GraphTables:
         return np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
 
     @cached_property
+    def prefix_parts_s(self) -> Array:
+        """The same of forwards, and of gradients of inputs and of weights: (3, distinct profiles, ops + 1)."""
+        names = [op.name for op in self.readers.ops]
+        each = [[p.costs[name] for name in names] for p in self.distinct]
+        parts = [
+            [[getattr(cost, part) for cost in costs] for costs in each]
+            for part in ("forward_s", "input_grad_s", "weight_grad_s")
+        ]
+        return np.concatenate([np.zeros((3, len(each), 1)), np.cumsum(parts, axis=2)], axis=2)
+
+    @cached_property
     def forward_s(self) -> Array:
         """Seconds of each op's forward: (distinct profiles, ops)."""
         return np.array([[p.costs[op.name].forward_s for op in self.readers.ops] for p in self.distinct])
