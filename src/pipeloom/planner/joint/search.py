@@ -31,6 +31,7 @@ from ...ir.plan import Plan
 from ...ir.stages import chain, replicate
 from ...ir.weights import FLUSH, WEIGHT_POLICIES
 from ...schedules import registry
+from ...schedules.language.names import CHUNKS as OF_CHUNKS
 from ..candidate import Candidate
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
@@ -65,11 +66,12 @@ a candidate counts for at least."""
 MOST_ESTIMATED = 20_000
 """Actions of an order that estimates go through."""
 
-SHORT = 3
-"""Micro-batches per rank of a short step."""
+SHORT, LONG = 3, 5
+"""Micro-batches per rank of a short step, and those up to which a step is short enough."""
 
-ORDERS, EFFORT = 3, 0.05
-"""Plans whose stages are put into a faster order, and the effort of that search."""
+ORDERS, EFFORT, FEW_OPS = 3, 0.1, 40
+"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts beyond which
+that of the best plan builds the library within its limits, which takes seconds."""
 
 SAME = 1e-9
 CHUNKS = (2, 4)
@@ -169,8 +171,8 @@ class JointSearch:
                 continue
             if entry.place in ("loop", "wave"):
                 chosen = (options.chunks,) if options.chunks else CHUNKS if entry.place == "loop" else (2,)
-                several = [f"{name}:v={v}" for v in chosen if v * ranks <= self.places]
-                found += several if flushes else []
+                fitting = [v for v in chosen if v * ranks <= self.places and flushes]
+                found += [name if v == 2 else f"{name}:{OF_CHUNKS}={v}" for v in fitting]
             elif not options.chunks and (entry.place == "line" or (flushes and options.replicas == 1)):
                 found.append(name)
         return tuple(sorted(found, key=lambda name: name != "1f1b"))
@@ -210,7 +212,7 @@ class JointSearch:
         by the closed form where the order is long."""
         layout, cuts = request.layout, self.cut_times(request, search)
         count = request.microbatches // layout.replicas
-        short = min(count, SHORT * layout.ranks)
+        short = count if count <= LONG * layout.ranks else SHORT * layout.ranks
         flushes = request.updates is None
         if not flushes or 3 * layout.stages * layout.replicas * short > MOST_ESTIMATED:
             return ClosedForm(cuts)
@@ -398,12 +400,15 @@ class JointSearch:
             return []
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
         found: list[Plan] = []
+        large = self.places > FEW_OPS
         for judged in self.lines()[:ORDERS]:
             if time.monotonic() > self.until:
                 raise TimeIsUp
             below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in found)])
             self.ledger.tried["order"] += 1
-            plan = with_searched_order(plan_of(judged), costs, below_s=below_s, effort=EFFORT)
+            plan = with_searched_order(
+                plan_of(judged), costs, below_s=below_s, effort=EFFORT, library=judged is self.best and large
+            )
             if plan is not None:
                 found.append(plan)
                 gained = below_s - plan.predicted_step_s
