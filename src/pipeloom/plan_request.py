@@ -41,7 +41,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
         )
     if replicas > 1 and shape.replicas > 1:
         raise PlanError(
-            f"schedule {settings.named_schedule} holds every stage on {shape.replicas} ranks by itself, so it "
+            f"schedule {settings.schedule} holds every stage on {shape.replicas} ranks by itself, so it "
             f"cannot have {replicas} replicas of each beside",
             hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
@@ -348,8 +348,8 @@ class PlanRequest:
         return next(fitting([model], self.any_plan), None) is not None
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth, or one more device would make of a plan: it is planned again as
-        it was asked for, where the schedule was chosen with this one, and its order without copies."""
+        """What a bit more memory or bandwidth, or one more device would make of a plan: it is planned again
+        as it was asked for, where the schedule was chosen with this one, and its order without copies."""
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
         same = replace(self, watch=None)
         if chooses(self.options):

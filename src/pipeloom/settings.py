@@ -77,7 +77,7 @@ class PlanSettings:
         False, "Training will clip gradients by their global norm, which matters without a flush."
     )
     shard_optimizer: bool = setting(False, "Replicas share out the optimizer's state, as ZeRO-1 does.")
-    planner: str = setting("exact", "Planner, by name; see `pipeloom plan --planners`.")
+    planner: str = setting("auto", "Planner, by name; see `pipeloom plan --planners`.")
     time_limit: int | None = setting(
         None, "Seconds after which planner auto takes the best plan so far; Ctrl-C does so, too.", least=1
     )

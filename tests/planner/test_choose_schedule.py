@@ -7,11 +7,11 @@ from functools import cache, partial
 from itertools import combinations
 
 import pytest
+from pipeloom.planner.choose_schedule import schedule_names
 from random_stages import random_model
 
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.choose_schedule import schedule_names
 from pipeloom.planner.planners import PLANNERS, ByCuts, OneSchedule, evened, make_plan, searched
 from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.search.cut_search import Search

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 from ..ir.cluster import Cluster
@@ -37,6 +37,7 @@ from .joint.ledger import Ledger
 from .joint.search import JointSearch
 from .notes import faster_of
 from .refine import (
+    FEW_OPS,
     HUGE,
     FailedSearches,
     faster_under_less,
@@ -456,34 +457,62 @@ def _refusal(request: Request, search: Search, log: SearchLog, *, explained: boo
 
 @dataclass(frozen=True)
 class Joint:
-    """The joint search (joint/search.py). schedules: (ranks, places, whether they may offload) -> those that
-    are tried; None for all of the library.  axes: by name, of `AXES`; () for all."""
+    """The joint search (joint/search.py).
+
+    schedules: those that are tried where none is named; None for all of the library.
+    axes: by name, of `AXES`; () for all.  planners: whose cuts it begins with; () for all.
+    """
 
     schedules: Callable[[Request], tuple[str, ...]] | None = None
     axes: tuple[str, ...] = ()
+    planners: tuple[str, ...] = ()
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
         """If nothing is found, what the planners of one schedule find, as long as they search. Raises: as
         `make_plan`."""
         options = request.options
-        if self.schedules is not None and not options.schedules:
+        if self.schedules is not None and options.schedule is None and not options.schedules:
             request = replace(request, options=replace(options, schedules=self.schedules(request)))
         schedule = (request.options.schedules or (options.named_schedule,))[0]
         refuse_nonsense(request.graph, request.cluster, options.ranks, schedule)
         if not options.fastest:
             return self._any(request, schedule, explained=explained)
-        search = JointSearch(request, {name: AXES[name] for name in self.axes or AXES}, seeds)
+        search = JointSearch(request, {name: AXES[name] for name in self.axes or AXES}, self.seeds)
         try:
             return search.run()
         except InfeasibleError:
             return self._any(request, schedule, explained=explained)
 
+    def seeds(self, request: Request, ledger: Ledger) -> Iterator[tuple[str, Search, Cuts]]:
+        """What the own searches of all planners find, for one stage on each rank."""
+        for name in self.planners or PLANNERS:
+            by = planner(name)
+            if not isinstance(by.plan, OneSchedule):
+                continue
+            finder, search = by.plan.finder, _search_of(request.search(), request, by)
+            try:
+                many = isinstance(finder.own, ByOrder) and len(search.model) > FEW_OPS
+                if many or (search.large and name not in SEEDS_OF_LARGE):
+                    ledger.note(ledger.planners, name, f"not asked about {len(search.model)} ops")
+                elif finder.of_dags:
+                    yield from _side_by_side_seeds(name, request)
+                elif isinstance(finder.own, ByOrder):
+                    if (arranged := finder.own.arrange(search)) is not None:
+                        yield name, request.search(BranchOrdered(arranged.ops, (0,))), arranged.cuts
+                elif isinstance(finder.own, ByCuts):
+                    few = search.large and name == "exact"
+                    if cuts := search.fastest_of_few() if few else finder.own.find(search):
+                        yield name, search, cuts
+                    else:
+                        ledger.note(ledger.planners, name, "no cut fits")
+            except PlanError as error:
+                ledger.note(ledger.planners, name, error.message)
+
     def _any(self, request: Request, schedule: str, *, explained: bool) -> Plan:
         """The first plan that keeps the caps. Raises: as `make_plan`."""
         first: PlanError | None = None
-        for name, by in (
-            (s, b) for s in dict.fromkeys((schedule, *request.options.schedules)) for b in FREEING
-        ):
+        schedules = dict.fromkeys((schedule, *request.options.schedules))
+        for name, by in product(schedules, FREEING):
             options = replace(request.options, planner=by, schedule=name, schedules=(), fastest=False)
             way = replace(request, options=options, planner=planner(by))
             try:
@@ -506,32 +535,6 @@ def offloading_schedules(request: Request) -> tuple[str, ...]:
     allowed = options.allowed is None or "offload" in options.allowed
     places = len(Readers(request.graph).cut_points) - 1
     return schedule_names(len(devices), places, copies=linked and allowed)
-
-
-def seeds(request: Request, ledger: Ledger) -> Iterator[tuple[str, Search, Cuts]]:
-    """What the own searches of all planners find, for one stage on each rank."""
-    for name, by in PLANNERS.items():
-        if not isinstance(by.plan, OneSchedule):
-            continue
-        finder, search = by.plan.finder, _search_of(request.search(), request, by)
-        try:
-            if search.large and name not in SEEDS_OF_LARGE:
-                ledger.note(ledger.planners, name, "not asked: the graph is large")
-            elif finder.of_dags:
-                yield from _side_by_side_seeds(name, request)
-            elif isinstance(finder.own, ByOrder):
-                if (arranged := finder.own.arrange(search)) is not None:
-                    yield name, request.search(BranchOrdered(arranged.ops, (0,))), arranged.cuts
-            elif isinstance(finder.own, ByCuts):
-                cuts = (
-                    search.fastest_of_few() if search.large and name == "exact" else finder.own.find(search)
-                )
-                if cuts:
-                    yield name, search, cuts
-                else:
-                    ledger.note(ledger.planners, name, "no cut fits")
-        except PlanError as error:
-            ledger.note(ledger.planners, name, error.message)
 
 
 SEEDS_OF_LARGE = ("exact", "graphpipe", "balanced", "equal")

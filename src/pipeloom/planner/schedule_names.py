@@ -1,9 +1,9 @@
-"""Schedules that PipeOffload's user chooses among: how many stages per rank, in which groups, what leaves them.
+"""Schedules that PipeOffload's user chooses among: stages per rank, groups, and what leaves.
 
 PipeOffload (arXiv 2503.01328) leaves that to its user: the largest groups that fit, then uniform repeating
 with as many stages offloaded as the link can take. Names say the group (`group`), the stages per rank (`v`),
-how many of them leave (`offload`), or that a rank holds what its cap leaves (`fit`, see `fit_caps`), so that a
-list of names is all that a search knows of schedules.
+how many of them leave (`offload`), or that a rank holds what its cap leaves (`fit`, see `fit_caps`), so that
+a list of names is all that a search knows of schedules.
 """
 
 from __future__ import annotations

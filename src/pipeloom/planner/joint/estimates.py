@@ -165,13 +165,16 @@ class ClosedForm:
         )
 
     def _sum(self, turns: Array) -> Array:
+        fits = np.isfinite(turns).all(axis=1)
+        turns = np.where(fits[:, None], turns, 0.0)
         filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
-        return np.asarray((turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled)
+        steps = (turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled
+        return np.where(fits, steps, np.inf)
 
 
 class InOrder:
     """columns: of an order, maybe of fewer micro-batches.  flow: of the stages, replicas included.
-    message_s: of each edge, by (from stage, to stage); None for a chain, whose messages are those of its cuts.
+    message_s: of each edge, by (from stage, to stage); None for a chain: those of its cuts.
     """
 
     def __init__(

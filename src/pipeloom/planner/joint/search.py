@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ...ir.cluster import Cluster
-from ...ir.errors import InfeasibleError, PlanError, ScheduleError
+from ...ir.errors import PlanError, ScheduleError
 from ...ir.flow import flow_of
 from ...ir.plan import Plan
 from ...ir.stages import chain, replicate
@@ -36,6 +36,7 @@ from ..candidate import Candidate
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
 from ..refine import fit_caps, least_step_s
+from ..refusals import passes_caps, too_many_stages
 from ..request import Request, profile_of
 from ..search.cut_search import Search
 from ..search.problem import Cuts
@@ -149,6 +150,7 @@ class JointSearch:
         self.closest: Judged | None = None
         self.by = ""
         self.spent = 0
+        self.errors: list[PlanError | ScheduleError] = []
         self.pressed = False
         """Whether caps have cost anything: something was freed, or passed them."""
         self.places = len(Readers(request.graph).cut_points) - 1
@@ -161,7 +163,9 @@ class JointSearch:
         """Schedules without copies, by name; those that were named, if any were."""
         options, ranks = self.request.options, len(self.request.cluster.devices)
         if options.schedules or options.schedule:
-            return options.schedules or (options.schedule or "",)
+            return options.schedules or (options.named_schedule,)
+        if ranks == 1:
+            return (options.named_schedule,)
         found = []
         flushes = WEIGHT_POLICIES[options.weights or FLUSH].flushes
         for name in registry.names():
@@ -190,8 +194,8 @@ class JointSearch:
             request = replace(request, options=replace(request.options, schedule=name, schedules=()))
             request.refuse_what_cannot_be()
             if request.layout.stages > self.places:
-                stages = f"{request.layout.stages} stages, the model can be cut into {self.places}"
-                raise PlanError(stages, hint="use another schedule, or fewer ranks")
+                why = f"{request.layout.stages} stages, the model can be cut into {self.places}"
+                raise too_many_stages(why, self.places, name, len(request.cluster.devices), request.cluster)
             if self._actions(request) > BUDGET // 4:
                 raise PlanError("so many actions take long to order by time", hint="name this schedule alone")
             self.ways[name, order] = request
@@ -237,7 +241,10 @@ class JointSearch:
     # --- judging --------------------------------------------------------------------------------------
 
     def judge(self, point: Point, by: str) -> Judged | None:
-        """The candidate of a point; None if it was known, cannot be, or is no better for sure. by: the axis."""
+        """The candidate of a point; None if it was known, cannot be, or is no better for sure.
+
+        by: the axis, or the planner.
+        """
         if point.key in self.tried:
             return None
         self.tried[point.key] = None
@@ -257,6 +264,7 @@ class JointSearch:
         try:
             judged = self._simulated(point)
         except (PlanError, ScheduleError) as error:
+            self.errors.append(error)
             self.ledger.note(self.ledger.schedules, point.request.schedule, error.message)
             return None
         self.tried[point.key] = judged
@@ -299,7 +307,10 @@ class JointSearch:
     # --- the search -----------------------------------------------------------------------------------
 
     def run(self) -> Plan:
-        """The plan of the shortest step that is found. Raises: InfeasibleError, PlanError if there is none."""
+        """The plan of the shortest step that is found.
+
+        Raises: InfeasibleError if none keeps its caps; PlanError or ScheduleError if none can be made.
+        """
         try:
             self._begin()
             self._improve()
@@ -328,6 +339,7 @@ class JointSearch:
                 search = request.search()
                 estimate = self.estimate(request, search)
             except (PlanError, ScheduleError) as error:
+                self.errors.append(error)
                 self.ledger.note(self.ledger.schedules, name, error.message)
                 continue
             layout = request.layout
@@ -346,7 +358,7 @@ class JointSearch:
             if not len(starts_at):
                 continue
             first = starts_at[int(np.argmin(estimate.steps(starts_at)))]
-            for places in climb(estimate, first)[:2]:
+            for places in climb(estimate, first)[:2] or [first]:
                 found[estimate.cuts.cut(places)] = float(estimate.steps(places[None])[0])
             best = min(found.values())
             starts.append((best, name, [Point(request, search, cuts) for cuts in found]))
@@ -415,16 +427,11 @@ class JointSearch:
                 self.ledger.gained["order"] = self.ledger.gained.get("order", 0.0) + gained
         return found
 
-    def _refusal(self) -> PlanError:
-        why = [message for message in self.ledger.schedules.values() if isinstance(message, str)]
+    def _refusal(self) -> PlanError | ScheduleError:
         if self.closest is None:
-            return PlanError(why[0] if why else "no schedule can be planned", hint="name another schedule")
-        over = self.closest.found.over
-        rank = max(range(len(over)), key=over.__getitem__)
-        return InfeasibleError(
-            f"no plan keeps its caps: in the closest, with {self.closest.point.request.schedule}, rank {rank} "
-            f"passes its by {over[rank]} bytes"
-        )
+            return self.errors[0] if self.errors else PlanError("no cut fits", hint="name another planner")
+        point = self.closest.point
+        return passes_caps(self.closest.found.over, point.request.cluster, point.request.schedule)
 
     def _bound_s(self) -> float:
         """No step is shorter: the work of all ranks together; the largest op, of which two ranks may have

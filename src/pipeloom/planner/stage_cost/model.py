@@ -108,7 +108,7 @@ class GraphTables:
 
     @cached_property
     def prefix_parts_s(self) -> Array:
-        """The same of forwards, and of gradients of inputs and of weights: (3, distinct profiles, ops + 1)."""
+        """The same of forwards, and of gradients of inputs and weights: (3, distinct profiles, ops + 1)."""
         names = [op.name for op in self.readers.ops]
         each = [[p.costs[name] for name in names] for p in self.distinct]
         parts = [

@@ -1,0 +1,119 @@
+"""auto: the joint search against every planner with every schedule, under caps, and cut short."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import pytest
+from branching_graphs import KINDS, cluster_of, random_graph
+
+from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.errors import PipeloomError
+from pipeloom.ir.plan import Plan
+from pipeloom.planner import planners
+from pipeloom.planner.joint.ledger import searched_for
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.planners import PLANNERS, Joint, make_plan
+from pipeloom.planner.request import PlanOptions
+from pipeloom.schedules import registry
+
+pytestmark = pytest.mark.whole_search
+
+
+def random_case(seed: int):
+    """A graph, its profile, unequal devices now and then, and their memory."""
+    dice = random.Random(seed)
+    graph, profile = random_graph(seed, dice.randint(6, 10), KINDS[seed % 3])
+    cluster = cluster_of(dice.choice((2, 3)), bytes_per_s=10 ** dice.uniform(1, 3))
+    if dice.random() < 0.5:
+        link = Link(bandwidth_bytes_per_s=10 ** dice.uniform(1, 3))
+        cluster = replace(cluster, devices=tuple(replace(d, host_link=link) for d in cluster.devices))
+    return graph, profile, cluster
+
+
+def planned(
+    graph, profile, cluster: Cluster, planner: str, schedule: str | None = None, **how
+) -> Plan | None:
+    """None if there is no such plan."""
+    options = PlanOptions(
+        ranks=len(cluster.devices), microbatches=6, schedule=schedule, planner=planner, **how
+    )
+    try:
+        return make_plan(graph, profile, cluster, options, explained=False)
+    except PipeloomError:
+        return None
+
+
+def step_s(plan: Plan | None) -> float:
+    return inf if plan is None else plan.predicted_step_s
+
+
+def with_memory(cluster: Cluster, size: int) -> Cluster:
+    return replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
+
+
+SCHEDULES = [
+    name
+    for name in registry.names()
+    if registry.entry(name).weights == "flush" and not registry.entry(name).lacks and name != "forward_only"
+]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
+def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int) -> None:
+    graph, profile, cluster = random_case(seed)
+    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
+    assert free is not None
+    share = random.Random(seed).choice((0.7, 0.9, 1.3))
+    cluster = with_memory(cluster, int(share * max(free.peaks)))
+    made = planned(graph, profile, cluster, "auto")
+    others = [name for name, by in PLANNERS.items() if not isinstance(by.plan, Joint)]
+    dice = random.Random(seed)
+    few = [(p, s) for p in others for s in SCHEDULES] if seed else [("exact", "1f1b"), ("dawnpiper", "zb_v")]
+    for planner, schedule in dice.sample(few, min(len(few), 60)):
+        theirs = planned(graph, profile, cluster, planner, schedule)
+        assert step_s(made) <= step_s(theirs) * (1 + 1e-9), (planner, schedule)
+    if made is not None:
+        assert PlanCosts(graph, profile, cluster).simulate(made).step_s == pytest.approx(step_s(made))
+        assert all(peak <= cap for peak, cap in zip(made.peaks, made.caps, strict=True))
+        told = searched_for(made)
+        assert told is not None and told["bound_s"] <= step_s(made) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 7))])
+def test_a_larger_cap_gives_no_slower_step(seed: int) -> None:
+    graph, profile, cluster = random_case(seed)
+    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
+    assert free is not None
+    sizes = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if seed == 1 else (0.7, 0.8, 0.95, 1.2))]
+    steps = [step_s(planned(graph, profile, with_memory(cluster, size), "auto")) for size in sizes]
+    assert all(after <= 1.001 * before for before, after in pairwise(steps)), steps
+
+
+def test_one_seed_gives_one_plan_and_unlike_devices_get_the_best_order() -> None:
+    graph, profile = random_graph(4, 10, "chain")
+    slow = replace(profile, costs={n: c.scaled(3, 3) for n, c in profile.costs.items()}, device="slow")
+    fast, other = (replace(cluster_of(1).devices[0], name=name) for name in ("d", "slow"))
+    link = cluster_of(1).within_node
+    steps = []
+    for devices in ((fast, fast, other), (fast, other, fast), (other, fast, fast)):
+        cluster = Cluster(devices=devices, within_node=link)
+        profiles = {"d": profile, "slow": slow}
+        made = [planned(graph, profiles, cluster, "auto", "1f1b") for _ in range(2)]
+        assert made[0] is not None and made[0] == made[1]
+        assert PlanCosts(graph, profiles, cluster).simulate(made[0]).step_s == pytest.approx(step_s(made[0]))
+        steps.append(step_s(made[0]))
+    assert max(steps) == pytest.approx(min(steps))
+
+
+def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    graph, profile, cluster = random_case(0)
+    monkeypatch.setitem(planners.AXES, "cuts", stop)  # type: ignore[arg-type]
+    made = planned(graph, profile, cluster, "auto")
+    assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
