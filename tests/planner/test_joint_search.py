@@ -1,4 +1,4 @@
-"""auto: the joint search against every planner with every schedule, under caps, and cut short."""
+"""auto: the joint search against every planner with every schedule, under caps, cut short; searched orders."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from branching_graphs import KINDS, cluster_of, random_graph
+from branching_graphs import KINDS, cluster_of, plan_of, random_graph, request_for
 
+from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan
@@ -18,6 +19,7 @@ from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import PLANNERS, Joint, make_plan
 from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.searched_order import with_searched_order
 from pipeloom.schedules import registry
 
 pytestmark = pytest.mark.whole_search
@@ -117,3 +119,28 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(planners.AXES, "cuts", stop)  # type: ignore[arg-type]
     made = planned(graph, profile, cluster, "auto")
     assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["chain", "series-parallel"])
+def test_a_searched_order_keeps_the_caps_and_is_what_is_simulated(kind: str) -> None:
+    graph, profile = random_graph(3, 12, kind)
+    how = request_for(graph, profile, 3, slack=1.5)
+    plan = plan_of(how, "exact")
+    costs = PlanCosts(graph, profile, how.cluster)
+    found = with_searched_order(plan, costs)
+    assert found is not None, "1f1b of uneven stages without a split backward leaves something to gain"
+    assert found.schedule == "searched" and found.stages != ()
+    assert found.predicted_step_s < plan.predicted_step_s
+    timeline = costs.simulate(found)
+    assert timeline.step_s == found.predicted_step_s
+    assert all(timeline.peak_bytes(rank) == peak for rank, peak in enumerate(found.peaks))
+    assert all(peak <= cap for peak, cap in zip(found.peaks, plan.caps, strict=True))
+    done = [sorted(action.microbatch for action in row if action.kind == F) for row in found.as_schedule.rows]
+    assert done == [list(range(plan.microbatches))] * 3
+
+
+def test_orders_of_plans_without_a_flush_are_left_as_they_are() -> None:
+    graph, profile = random_graph(3, 12, "chain")
+    how = request_for(graph, profile, 2)
+    plan = plan_of(replace(how, options=replace(how.options, weights="2bw")), "exact")
+    assert with_searched_order(plan, PlanCosts(graph, profile, how.cluster)) is None

@@ -144,7 +144,7 @@ class CutTimes:
                     found.append(np.where(between, self._nearest(to), places))
         moved = np.concatenate(found)
         moved = moved[(np.diff(moved, axis=1).min(axis=1) > 0) & (moved[:, -1] == places[-1])]
-        return np.asarray(np.unique(moved, axis=0), dtype=np.int64)
+        return np.asarray(moved, dtype=np.int64)
 
     def _nearest(self, seconds: Array) -> Indices:
         middle = self.whole.mean(axis=0)

@@ -60,7 +60,7 @@ be longer."""
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
 
-BUDGET, ORDERING, LEAST = 6_000_000, 10, 3_000
+BUDGET, ORDERING, LEAST = 8_000_000, 10, 3_000
 """Actions that are simulated in one search, how many one counts for where it is ordered by time, and how many
 a candidate counts for at least."""
 
@@ -168,6 +168,8 @@ class JointSearch:
             return (options.named_schedule,)
         found = []
         flushes = WEIGHT_POLICIES[options.weights or FLUSH].flushes
+        # Replicas of a stage would each update the buffers of its forward.
+        both_ways = flushes and options.replicas == 1 and not self.request.graph.together
         for name in registry.names():
             entry = registry.entry(name)
             usable = entry.weights == FLUSH and not entry.lacks and entry.place != "table"
@@ -177,7 +179,7 @@ class JointSearch:
                 chosen = (options.chunks,) if options.chunks else CHUNKS if entry.place == "loop" else (2,)
                 fitting = [v for v in chosen if v * ranks <= self.places and flushes]
                 found += [name if v == 2 else f"{name}:{OF_CHUNKS}={v}" for v in fitting]
-            elif not options.chunks and (entry.place == "line" or (flushes and options.replicas == 1)):
+            elif not options.chunks and (entry.place == "line" or both_ways):
                 found.append(name)
         return tuple(sorted(found, key=lambda name: name != "1f1b"))
 
@@ -408,7 +410,7 @@ class JointSearch:
                 return
 
     def _in_faster_orders(self) -> list[Plan]:
-        if self.best is None or len(self.names) == 1:
+        if self.best is None or len(self.names) == 1 or self.request.graph.together:
             return []
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
         found: list[Plan] = []
