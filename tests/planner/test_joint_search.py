@@ -1,67 +1,23 @@
-"""auto: the joint search against every planner with every schedule, under caps, cut short; searched orders."""
+"""auto: the joint search against every planner with every schedule, under caps, cut short; its orders."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
 
 import pytest
-from branching_graphs import KINDS, cluster_of, plan_of, random_graph, request_for
+from branching_graphs import cluster_of, plan_of, random_graph, request_for
+from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s, with_memory
 
 from pipeloom.ir.action import F
-from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.ir.errors import PipeloomError
-from pipeloom.ir.plan import Plan
+from pipeloom.ir.cluster import Cluster
 from pipeloom.planner import planners
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
-from pipeloom.planner.planners import PLANNERS, Joint, make_plan
-from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.searched_order import with_searched_order
-from pipeloom.schedules import registry
 
 pytestmark = pytest.mark.whole_search
-
-
-def random_case(seed: int):
-    """A graph, its profile, unequal devices now and then, and their memory."""
-    dice = random.Random(seed)
-    graph, profile = random_graph(seed, dice.randint(6, 10), KINDS[seed % 3])
-    cluster = cluster_of(dice.choice((2, 3)), bytes_per_s=10 ** dice.uniform(1, 3))
-    if dice.random() < 0.5:
-        link = Link(bandwidth_bytes_per_s=10 ** dice.uniform(1, 3))
-        cluster = replace(cluster, devices=tuple(replace(d, host_link=link) for d in cluster.devices))
-    return graph, profile, cluster
-
-
-def planned(
-    graph, profile, cluster: Cluster, planner: str, schedule: str | None = None, **how
-) -> Plan | None:
-    """None if there is no such plan."""
-    options = PlanOptions(
-        ranks=len(cluster.devices), microbatches=6, schedule=schedule, planner=planner, **how
-    )
-    try:
-        return make_plan(graph, profile, cluster, options, explained=False)
-    except PipeloomError:
-        return None
-
-
-def step_s(plan: Plan | None) -> float:
-    return inf if plan is None else plan.predicted_step_s
-
-
-def with_memory(cluster: Cluster, size: int) -> Cluster:
-    return replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
-
-
-SCHEDULES = [
-    name
-    for name in registry.names()
-    if registry.entry(name).weights == "flush" and not registry.entry(name).lacks and name != "forward_only"
-]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
@@ -72,9 +28,12 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int)
     share = random.Random(seed).choice((0.7, 0.9, 1.3))
     cluster = with_memory(cluster, int(share * max(free.peaks)))
     made = planned(graph, profile, cluster, "auto")
-    others = [name for name, by in PLANNERS.items() if not isinstance(by.plan, Joint)]
     dice = random.Random(seed)
-    few = [(p, s) for p in others for s in SCHEDULES] if seed else [("exact", "1f1b"), ("dawnpiper", "zb_v")]
+    few = (
+        [(p, s) for p in PLANNERS_OF_ONE for s in SCHEDULES]
+        if seed
+        else [("exact", "1f1b"), ("dawnpiper", "zb_v")]
+    )
     for planner, schedule in dice.sample(few, min(len(few), 60)):
         theirs = planned(graph, profile, cluster, planner, schedule)
         assert step_s(made) <= step_s(theirs) * (1 + 1e-9), (planner, schedule)
