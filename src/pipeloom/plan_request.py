@@ -15,7 +15,7 @@ from .ir.weights import FLUSH
 from .lowering.passes import lower
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
-from .planner.plan_table import Change, what_if
+from .planner.plan_table import Change, changed_clusters, one_more, what_if
 from .planner.planners import chooses, first_way, make_plan, ways_of
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
@@ -356,9 +356,17 @@ class PlanRequest:
             names = dict.fromkeys((schedule, parse_name(schedule).plain(self.options.ranks)))
             same = same.changed(schedules=tuple(names))
 
-        def again(cluster: Cluster) -> Plan:
-            more = len(cluster.devices) - len(self.cluster.devices)
-            way = same.changed(ranks=self.options.ranks + more) if more else same
-            return replace(way, cluster=cluster).plan(model, explained=False)
+        clusters, ranks = dict(changed_clusters(self.cluster)), self.options.ranks
+        wider = one_more(self.cluster, ranks)
+        if not self.local and self.options.replicas == 1:
+            clusters["one more device"] = wider
 
-        return what_if(plan, self.cluster, again)
+        def again(cluster: Cluster) -> Plan:
+            way = same.changed(ranks=ranks + 1) if cluster is wider else same
+            found = replace(way, cluster=cluster).plan(model, explained=False)
+            if cluster is wider:
+                return found
+            kept_s = PlanCosts(model.graph, model.profiles, cluster).simulate(plan).step_s
+            return replace(found, predicted_step_s=min(found.predicted_step_s, kept_s))
+
+        return what_if(plan, clusters, again)

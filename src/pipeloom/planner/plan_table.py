@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ..ir.cluster import Cluster, Device, Link
-from ..ir.errors import ConfigError, InfeasibleError
+from ..ir.errors import ConfigError, PlanError, ScheduleError
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
@@ -154,16 +154,24 @@ def changed_clusters(cluster: Cluster, factor: float = MORE) -> Mapping[str, Clu
     return found
 
 
-def what_if(plan: Plan | None, cluster: Cluster, again: Callable[[Cluster], Plan]) -> list[Change]:
+def one_more(cluster: Cluster, ranks: int) -> Cluster:
+    """With a device more than so many ranks have, like the last of these unless there is one."""
+    devices = cluster.devices[: ranks + 1]
+    return replace(cluster, devices=devices if len(devices) > ranks else (*devices, devices[-1]))
+
+
+def what_if(
+    plan: Plan | None, clusters: Mapping[str, Cluster], again: Callable[[Cluster], Plan]
+) -> list[Change]:
     """What each change would make of a plan; None: of a request for which there was none.
 
-    again: makes the plan for another cluster.
+    clusters: by what is different.  again: makes the plan for another cluster.
     """
     changes = []
-    for what, other in changed_clusters(cluster).items():
+    for what, other in clusters.items():
         try:
             step_s = again(other).predicted_step_s
-        except InfeasibleError:
+        except (PlanError, ScheduleError):
             changes.append(Change(what=what, step_s=None, gain=0.0))
             continue
         gain = 1 - step_s / plan.predicted_step_s if plan is not None and plan.predicted_step_s else 0.0
