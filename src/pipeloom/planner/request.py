@@ -25,7 +25,7 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..schedules import registry
-from ..schedules.language.names import parse_name
+from ..schedules.language.names import LIMIT, parse_name
 from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
 from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
@@ -222,6 +222,9 @@ class Request:
     @cached_property
     def copies(self) -> bool:
         """Whether the schedule says itself which residuals are offloaded."""
+        name = parse_name(self.schedule)
+        if not (name.in_file or LIMIT in name.options):  # then it need not be built to know
+            return name.copies or self.entry.offload is not None
         columns = self.usual.columns
         return bool((columns.kind == OFFLOAD_).any())
 

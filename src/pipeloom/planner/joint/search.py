@@ -60,7 +60,7 @@ be longer."""
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
 
-BUDGET, ORDERING, LEAST = 8_000_000, 10, 3_000
+BUDGET, ORDERING, LEAST = 5_000_000, 10, 3_000
 """Actions that are simulated in one search, how many one counts for where it is ordered by time, and how many
 a candidate counts for at least."""
 
@@ -74,9 +74,15 @@ ORDERS, EFFORT, FEW_OPS = 3, 0.1, 40
 """Plans whose stages are put into a faster order, and the effort of that search; places for cuts beyond which
 that of the best plan builds the library within its limits, which takes seconds."""
 
+LEVEL = "level cuts"
+"""What seeds are called that no planner has found."""
+
 SAME = 1e-9
 CHUNKS = (2, 4)
 """Stages per rank that are tried."""
+
+PROMISING = ("1f1b", "zb_v", "zb_h2", "zb_h1", "gis", "interleaved_1f1b", "dualpipe", "chimera", "hanayo")
+"""Schedules that are tried first, which matters where the budget ends before all were."""
 
 LEFT_OUT = ("forward_only", "zb_1p", "zb_2p", "gis_g", "po")
 """Schedules that do not train, or are others unless options are set."""
@@ -181,7 +187,8 @@ class JointSearch:
                 found += [name if v == 2 else f"{name}:{OF_CHUNKS}={v}" for v in fitting]
             elif not options.chunks and (entry.place == "line" or both_ways):
                 found.append(name)
-        return tuple(sorted(found, key=lambda name: name != "1f1b"))
+        early = {name: number for number, name in enumerate(PROMISING)}
+        return tuple(sorted(found, key=lambda name: early.get(name, len(early))))
 
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
@@ -198,8 +205,10 @@ class JointSearch:
             if request.layout.stages > self.places:
                 why = f"{request.layout.stages} stages, the model can be cut into {self.places}"
                 raise too_many_stages(why, self.places, name, len(request.cluster.devices), request.cluster)
-            if self._actions(request) > BUDGET // 4:
-                raise PlanError("so many actions take long to order by time", hint="name this schedule alone")
+            if self.best is not None and self.spent + 2 * self._actions(request) > BUDGET:
+                raise PlanError("not tried: other schedules took the time", hint="name it alone")
+            if not self.ways or request.entry.recipe is not None:
+                self.spent += self._actions(request)
             self.ways[name, order] = request
         return self.ways[name, order]
 
@@ -347,7 +356,8 @@ class JointSearch:
             layout = request.layout
             if layout.in_line and not inline:
                 inline = list(self.seeds(request, self.ledger))
-                for planner, own, cuts in inline:
+                level = [(LEVEL, search, cuts) for cuts in self.level_cuts(ClosedForm(estimate.cuts))[:1]]
+                for planner, own, cuts in sorted([*inline, *level], key=self._closely(request)):
                     judged = self.judge(Point(request, own, cuts), planner)
                     self._note_planner(planner, Point(request, own, cuts), judged)
             seeds = cuts_of.get(layout)
@@ -372,6 +382,15 @@ class JointSearch:
             for point in points[: 1 if number >= FEW else 2]:
                 self.judge(point, "schedules")
 
+    def _closely(self, request: Request) -> Callable[[Seed], float]:
+        """Seconds of a seed's step, by the closed form."""
+
+        def seconds(seed: Seed) -> float:
+            cuts = CutTimes(seed[1], request.layout, request.microbatches)
+            return float(ClosedForm(cuts).steps(cuts.places(seed[2])[None])[0])
+
+        return seconds
+
     def level_cuts(self, estimate: ClosedForm) -> list[Cuts]:
         """Cuts whose ranks take equally long, from several starts."""
         cuts, others = estimate.cuts, estimate.cuts.stages - estimate.cuts.ranks
@@ -383,9 +402,9 @@ class JointSearch:
 
     def _note_planner(self, planner: str, point: Point, judged: Judged | None) -> None:
         judged = judged or self.tried.get(point.key)
-        if judged is not None and judged.fits:
+        if planner != LEVEL and judged is not None and judged.fits:
             self.ledger.note(self.ledger.planners, planner, judged.step_s)
-        else:
+        elif planner != LEVEL:
             self.ledger.note(self.ledger.planners, planner, "its cut passes the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
