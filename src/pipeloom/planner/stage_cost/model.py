@@ -14,7 +14,7 @@ message counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...ir.cluster import Cluster
 from ...ir.graph import OpGraph, step_bytes
 from ...ir.profile import Profile
 from ...ir.stages import StageGraph
+from .equal_stretches import EqualStretches
 from .interval_sums import IntervalSums, interval_terms
 from .liveness import LivenessSweep, SplitBackward
 from .peak_memory import CostOptions, Footprint, peak_bytes
@@ -81,6 +82,10 @@ class GraphTables:
     @cached_property
     def sweep(self) -> LivenessSweep:
         return LivenessSweep(tensors_of(self.readers, self.saves, self.distinct[0]))
+
+    @cached_property
+    def equal(self) -> EqualStretches:
+        return EqualStretches(self.sweep.tensors, self.sums)
 
     @cached_property
     def sums(self) -> IntervalSums:
@@ -189,6 +194,7 @@ class CostModel:
         self.kind = [next(k for k, p in enumerate(self.distinct) if p is own) for own in profiles]
         self.tables = GraphTables(graph, self.distinct, order) if tables is None else tables
         self.readers, self.saves = self.tables.readers, self.tables.saves
+        self._weighed: dict[Hashable, tuple[Footprint[float], list[float]]] = {}
 
     def __len__(self) -> int:
         """How many ops there are to assign."""
@@ -333,6 +339,14 @@ class CostModel:
             columns["backward_transient"] = rising[here]
         seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1] + sums[len(COLUMN) :, here]
         return Footprint(**columns), seconds
+
+    def interval(self, start: int, end: int) -> tuple[Footprint[float], list[float]]:
+        """Footprint and compute times by distinct profile of [start, end); of equal stretches made once."""
+        key = self.tables.equal.key(start, end)
+        if key not in self._weighed:
+            row, seconds = self.row(start, np.array([end]))
+            self._weighed[key] = row.at(0), seconds[:, 0].tolist()
+        return self._weighed[key]
 
     def turns(self, footprint: Footprint[Array], seconds: Array, ranks: Indices) -> Array:
         """Seconds that one micro-batch occupies each interval on each rank: (ranks, intervals)."""
