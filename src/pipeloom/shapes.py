@@ -16,7 +16,7 @@ from .ir.plan import Plan
 from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
-from .planner.planners import planner
+from .planner.planners import first_way, planner
 from .planner.shape_search import (
     PipelineShape,
     RankedShape,
@@ -97,6 +97,9 @@ SIMULATED = 12
 SLACK = 1.25
 """Shapes that seem to need up to this share of the devices' memory are tried: cuts may balance it better."""
 
+OF_SHAPES = "exact"
+"""The planner that plans each shape where the joint search was asked for, which takes longer."""
+
 FREEING = "vpipe"
 """The planner that recomputes where the one that was asked for does not by itself."""
 
@@ -127,6 +130,7 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
             hint="use a schedule with one stage on each, such as 1f1b; or choose --ranks by hand",
         )
     model_at = cache(lambda size: captured_model(job, size, request.cluster))
+    request = replace(request, options=first_way(request.options, OF_SHAPES))
     search = _ShapeSearch(request, batch, *_sampled_models(model_at))
     found = sorted(search.plans(), key=lambda shaped: -shaped.rows_per_s)
     for shaped in found:
