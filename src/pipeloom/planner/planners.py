@@ -492,6 +492,7 @@ class Joint:
             finder, search = by.plan.finder, _search_of(request.search(), request, by)
             try:
                 many = isinstance(finder.own, ByOrder) and len(search.model) > FEW_OPS
+                many |= request.layout.stages > MANY_STAGES and name not in QUICK
                 if many or (search.large and name not in SEEDS_OF_LARGE):
                     ledger.note(ledger.planners, name, f"not asked about {len(search.model)} ops")
                 elif finder.of_dags:
@@ -537,8 +538,14 @@ def offloading_schedules(request: Request) -> tuple[str, ...]:
     return schedule_names(len(devices), places, copies=linked and allowed)
 
 
-SEEDS_OF_LARGE = ("exact", "graphpipe", "balanced", "equal")
+QUICK = ("balanced", "equal")
+"""Planners that take no time whatever they are asked."""
+
+SEEDS_OF_LARGE = ("exact", "graphpipe", *QUICK)
 """Planners that are asked about graphs of many ops."""
+
+MANY_STAGES = 100
+"""Stages from which on only quick planners are asked."""
 
 
 def _side_by_side_seeds(name: str, request: Request) -> Iterator[tuple[str, Search, Cuts]]:

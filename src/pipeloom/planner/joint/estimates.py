@@ -31,8 +31,8 @@ SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)
 STEPS = (-4, -2, -1, 1, 2, 4)
 """Places by which one cut moves."""
 
-BUSIEST = 2
-"""Ranks whose stages give time to all others."""
+BUSIEST, IDLEST = 2, 16
+"""Ranks whose stages give time to others, and those whose stages take it."""
 
 PASSES = 60
 """Moves that are made at most."""
@@ -83,6 +83,11 @@ class CutTimes:
         stage = np.arange(self.stages)
         return np.asarray(self.parts[:, stage, places[:, 1:]] - self.parts[:, stage, places[:, :-1]])
 
+    def turns(self, places: Indices) -> Array:
+        """Seconds of the parts together: (cuts, stages)."""
+        stage = np.arange(self.stages)
+        return np.asarray(self.whole[stage, places[:, 1:]] - self.whole[stage, places[:, :-1]])
+
     def exposed(self, places: Indices) -> Array:
         """Seconds that a turn takes beyond computing, by the search; inf where a stage does not fit."""
         found = np.zeros((len(places), self.stages))
@@ -130,13 +135,14 @@ class CutTimes:
             moved[index - 1, index] += step
             found.append(moved)
         middle = self.whole.mean(axis=0)
-        turns = self.of(places[None])[:, 0].sum(axis=0)
-        loads = turns @ self.turns_of
-        busiest = np.argsort(-loads, kind="stable")[:BUSIEST]
-        giving = np.flatnonzero(self.turns_of[:, busiest].any(axis=1))
-        cuts, stage = np.arange(self.stages + 1), np.arange(self.stages)
+        by_load = np.argsort(-(self.turns(places[None])[0] @ self.turns_of), kind="stable")
+        giving, taking = (
+            np.flatnonzero(self.turns_of[:, ranks].any(axis=1))
+            for ranks in (by_load[:BUSIEST], by_load[-IDLEST:])
+        )
+        cuts = np.arange(self.stages + 1)
         for giver in giving.tolist():
-            for side, takers in ((1, stage[stage < giver]), (-1, stage[stage > giver])):
+            for side, takers in ((1, taking[taking < giver]), (-1, taking[taking > giver])):
                 first, last = (np.minimum(takers, giver), np.maximum(takers, giver))
                 between = (cuts > first[:, None]) & (cuts <= last[:, None])
                 for share in SHARES:
@@ -157,7 +163,7 @@ class ClosedForm:
         self.cuts = cuts
 
     def steps(self, places: Indices) -> Array:
-        turns = self.cuts.of(places).sum(axis=0)
+        turns = self.cuts.turns(places)
         if not self.cuts.weighed:
             return self._sum(turns)
         return weigh_best(
