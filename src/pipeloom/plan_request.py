@@ -13,6 +13,7 @@ from .ir.plan import Plan, widened
 from .ir.text import format_bytes
 from .ir.weights import FLUSH
 from .lowering.passes import lower
+from .planner.joint.ledger import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if
@@ -350,6 +351,8 @@ class PlanRequest:
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
         """What a bit more memory or bandwidth, or one more device would make of a plan: it is planned again
         as it was asked for, where the schedule was chosen with this one, and its order without copies."""
+        if (told := searched_for(plan)) is not None and told["ended"] == INTERRUPTED:
+            return []  # nor is the user to wait for this
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
         same = replace(self, watch=None)
         if chooses(self.options):

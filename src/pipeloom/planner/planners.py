@@ -512,7 +512,9 @@ class Joint:
     def _any(self, request: Request, schedule: str, *, explained: bool) -> Plan:
         """The first plan that keeps the caps. Raises: as `make_plan`."""
         first: PlanError | None = None
-        schedules = dict.fromkeys((schedule, *request.options.schedules))
+        own, small = request.options.schedules, len(request.graph.ops) <= SMALL
+        least = HOLD_LITTLE if small and not own and request.options.schedule is None else ()
+        schedules = dict.fromkeys((schedule, *own, *least))
         for name, by in product(schedules, FREEING):
             options = replace(request.options, planner=by, schedule=name, schedules=(), fastest=False)
             way = replace(request, options=options, planner=planner(by))
@@ -537,6 +539,9 @@ def offloading_schedules(request: Request) -> tuple[str, ...]:
     places = len(Readers(request.graph).cut_points) - 1
     return schedule_names(len(devices), places, copies=linked and allowed)
 
+
+HOLD_LITTLE, SMALL = ("v_min", "gis_h"), 200
+"""Schedules with which they are asked, too, about graphs of so few ops."""
 
 QUICK = ("balanced", "equal")
 """Planners that take no time whatever they are asked."""

@@ -43,7 +43,7 @@ from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .estimates import ClosedForm, CutTimes, Estimate, InOrder, climb
-from .ledger import Ledger
+from .ledger import INTERRUPTED, Ledger
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -70,7 +70,7 @@ MOST_ESTIMATED = 20_000
 SHORT, LONG = 3, 5
 """Micro-batches per rank of a short step, and those up to which a step is short enough."""
 
-ORDERS, EFFORT, FEW_OPS = 3, 0.1, 40
+ORDERS, EFFORT, FEW_OPS = 3, 0.3, 40
 """Plans whose stages are put into a faster order, and the effort of that search; places for cuts beyond which
 that of the best plan builds the library within its limits, which takes seconds."""
 
@@ -154,7 +154,8 @@ class JointSearch:
         self.tried: dict[object, Judged | None] = {}
         self.best: Judged | None = None
         self.closest: Judged | None = None
-        self.by = ""
+        self.ordered: list[Plan] = []
+        """Plans whose stages run in a faster order."""
         self.spent = 0
         self.errors: list[PlanError | ScheduleError] = []
         self.pressed = False
@@ -325,18 +326,16 @@ class JointSearch:
         try:
             self._begin()
             self._improve()
-            plans = self._in_faster_orders()
+            self._put_in_faster_orders()
         except TimeIsUp:
             self.ledger.ended = "time limit"
-            plans = []
         except KeyboardInterrupt:
             if self.best is None:
                 raise
-            self.ledger.ended = "interrupted"
-            plans = []
+            self.ledger.ended = INTERRUPTED
         if self.best is None:
             raise self._refusal()
-        best = min([plan_of(self.best), *plans], key=lambda plan: plan.predicted_step_s)
+        best = min([plan_of(self.best), *self.ordered], key=lambda plan: plan.predicted_step_s)
         return replace(best, notes={**best.notes, **self.ledger.notes()})
 
     def _begin(self) -> None:
@@ -428,25 +427,23 @@ class JointSearch:
             if after[0] == before[0] and after[1] >= before[1] * (1 - LITTLE):
                 return
 
-    def _in_faster_orders(self) -> list[Plan]:
+    def _put_in_faster_orders(self) -> None:
         if self.best is None or len(self.names) == 1 or self.request.graph.together:
-            return []
+            return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
-        found: list[Plan] = []
         large = self.places > FEW_OPS
         for judged in self.lines()[:ORDERS]:
             if time.monotonic() > self.until:
                 raise TimeIsUp
-            below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in found)])
+            below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
             self.ledger.tried["order"] += 1
             plan = with_searched_order(
                 plan_of(judged), costs, below_s=below_s, effort=EFFORT, library=judged is self.best and large
             )
             if plan is not None:
-                found.append(plan)
+                self.ordered.append(plan)
                 gained = below_s - plan.predicted_step_s
                 self.ledger.gained["order"] = self.ledger.gained.get("order", 0.0) + gained
-        return found
 
     def _refusal(self) -> PlanError | ScheduleError:
         if self.closest is None:
