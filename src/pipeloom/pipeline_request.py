@@ -57,10 +57,7 @@ class PipelineRequest:
 
         rows: of a batch; None if micro-batches are as `PlanSettings` has them.
         """
-        given: dict[str, Any] = {
-            "planner": "auto",
-            "clips": self.options.clip_norm is not None,
-        } | self.plan_settings
+        given: dict[str, Any] = {"clips": self.options.clip_norm is not None} | self.plan_settings
         replicas = given.get("replicas", 1)
         given.setdefault("ranks", max(1, ranks // replicas))
         if given["ranks"] * replicas != ranks:

@@ -13,11 +13,11 @@ from .ir.plan import Plan, widened
 from .ir.text import format_bytes, show_time
 from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .lowering.passes import lower
+from .planner.joint.ledger import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
-from .planner.notes import FOUND_BY, fastest_named
 from .planner.plan_costs import PlanCosts
-from .planner.plan_table import Change, what_if
-from .planner.planners import chooses_schedule, first_way, make_plan, planners_of, ways_of
+from .planner.plan_table import Change, changed_clusters, one_more, what_if
+from .planner.planners import chooses, first_way, make_plan, ways_of
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
@@ -34,7 +34,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
     replicas = settings.replicas
     if replicas == 1 and not settings.shard_optimizer:
         return
-    shape, _ = registry.default_placement(settings.schedule, settings.ranks)
+    shape, _ = registry.default_placement(settings.named_schedule, settings.ranks)
     if replicas == shape.replicas == 1:
         raise ConfigError(
             "the optimizer's state is to be shared out, but every stage has one replica",
@@ -42,7 +42,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
         )
     if replicas > 1 and shape.replicas > 1:
         raise PlanError(
-            f"schedule {settings.schedule} holds every stage on {shape.replicas} ranks by itself, so it "
+            f"schedule {settings.named_schedule} holds every stage on {shape.replicas} ranks by itself, so it "
             f"cannot have {replicas} replicas of each beside",
             hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
@@ -56,7 +56,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
 
 def refuse_flush(settings: PlanSettings) -> None:
     """Raises: ConfigError if something is asked for that softens a delay, and there is none."""
-    policy = settings.weights or registry.entry(settings.schedule).weights
+    policy = settings.weights or registry.entry(settings.named_schedule).weights
     asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
     if asked and WEIGHT_POLICIES[policy].flushes:
         raise ConfigError(
@@ -314,27 +314,18 @@ class PlanRequest:
         beside a planner of a DAG of stages others are asked. microbatches: of each pipeline."""
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        wanted, replicas = self.options.planner, self.options.replicas
-        asks = planners_of(self.options)
-        plans: dict[str, Plan] = {}
-        refusals: dict[str, PlanError] = {}
+        replicas, refused = self.options.replicas, list[InfeasibleError]()
 
         def wide(way: PlanRequest) -> Plan:
             return plan_side_by_side(
                 way._search(one, devices, microbatches, explained), replicas, costs, cluster
             )
 
-        for name in asks or (wanted,):
-            refused: list[InfeasibleError] = []
-            ways = (replace(self, options=way) for way in ways_of(self.options.changed(planner=name)))
-            best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
-            if best is not None:
-                plans[name] = replace(best[0], planner=name)
-            if refused:
-                refusals[name] = refused[0]
-        if not plans:
-            raise next(iter(refusals.values()))
-        return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
+        ways = (replace(self, options=way) for way in ways_of(self.options))
+        best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
+        if best is None:
+            raise refused[0]
+        return replace(best[0], planner=self.options.planner)
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """For one pipeline."""
@@ -345,7 +336,8 @@ class PlanRequest:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(is_cpu(device.name) for device in self.cluster.devices)
         runs = (
-            self.options.weights in (None, FLUSH) and registry.entry(self.options.schedule).weights == FLUSH
+            self.options.weights in (None, FLUSH)
+            and registry.entry(self.options.named_schedule).weights == FLUSH
         )
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
@@ -368,12 +360,12 @@ class PlanRequest:
         options, batch = self.options, self.options.global_batch
         if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
-        shape, _ = registry.default_placement(options.schedule, options.ranks)
+        shape, _ = registry.default_placement(options.named_schedule, options.ranks)
         directions = shape.replicas * options.replicas
         sizes = [d for d in divisors(batch) if batch // d % directions == 0]
         if not sizes:
             raise ConfigError(
-                f"{options.schedule} cannot divide a global batch of {batch} rows among its directions",
+                f"{options.named_schedule} cannot divide a global batch of {batch} rows among its directions",
                 hint="use an even number of rows",
             )
         return sizes
@@ -391,15 +383,27 @@ class PlanRequest:
         return next(fitting([model], self.any_plan), None) is not None
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth would make of a plan: it is planned again as it was asked for,
-        where several planners were asked by the one whose plan it is, and where that chose the schedule with
-        this one, and its order without copies."""
-        found_by = plan.notes.get(FOUND_BY)
+        """What a bit more memory or bandwidth, or one more device would make of a plan: it is planned again
+        as it was asked for, where the schedule was chosen with this one, and its order without copies."""
+        if (told := searched_for(plan)) is not None and told["ended"] == INTERRUPTED:
+            return []  # nor is the user to wait for this
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
-        names = {schedule: None}
-        if chooses_schedule(found_by or self.options.planner):
-            names[parse_name(schedule).plain(self.options.ranks)] = None
-        same = self.changed(schedules=tuple(names), planners=(found_by,) if found_by else ())
-        return what_if(
-            plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
-        )
+        same = replace(self, watch=None)
+        if chooses(self.options):
+            names = dict.fromkeys((schedule, parse_name(schedule).plain(self.options.ranks)))
+            same = same.changed(schedules=tuple(names))
+
+        clusters, ranks = dict(changed_clusters(self.cluster)), self.options.ranks
+        wider = one_more(self.cluster, ranks)
+        if not self.local and self.options.replicas == 1:
+            clusters["one more device"] = wider
+
+        def again(cluster: Cluster) -> Plan:
+            way = same.changed(ranks=ranks + 1) if cluster is wider else same
+            found = replace(way, cluster=cluster).plan(model, explained=False)
+            if cluster is wider:
+                return found
+            kept_s = PlanCosts(model.graph, model.profiles, cluster).simulate(plan).step_s
+            return replace(found, predicted_step_s=min(found.predicted_step_s, kept_s))
+
+        return what_if(plan, clusters, again)

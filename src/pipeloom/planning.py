@@ -28,7 +28,7 @@ from .plan_advice import plan_with_advice
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
-from .planner.planners import planner
+from .planner.planners import chooses, planner
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules.registry import with_chunks
@@ -206,7 +206,7 @@ def plan(
     ScheduleError for a schedule that is unknown or cannot be built for these stages; PlanError, also for a
     compiled plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under
     the caps, with what would.
-    Source: of the cut, that of the planner ("exact" is dynamic programming), see `Planner` in
+    Source: of the cut, that of the planner (auto is a search of this project), see `Planner` in
     `planner/planners.py`; of times on a cluster, the roofline model, see `profiler/roofline.py`.
 
     >>> import pipeloom, torch
@@ -215,14 +215,15 @@ def plan(
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
-    >>> plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=4, cluster="2 x a100-40")
+    >>> two = {"ranks": 2, "cluster": "2 x a100-40", "microbatch_size": 4}
+    >>> plan = pipeloom.plan(job, schedule="1f1b", microbatches=4, **two)
     >>> print(plan.as_schedule)
     0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
     1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
     With a schedule that puts two stages on each, two devices run four stages:
 
-    >>> plan = pipeloom.plan(job, ranks=2, schedule="zb_v", microbatch_size=4, cluster="2 x a100-40")
+    >>> plan = pipeloom.plan(job, schedule="zb_v", **two)
     >>> len(plan.stages), plan.placement
     (4, (0, 1, 1, 0))
     """
@@ -238,9 +239,12 @@ def make_request(
     if settings.offload_dir is not None and treatments is None and optimises != "never":
         treatments = TREATMENTS["both"]
     options = PlanOptions(**{one.name: getattr(settings, one.name) for one in fields(PlanSettings)})
-    schedule = with_chunks(settings.schedule, settings.chunks)
+    if settings.schedule is not None or not chooses(options):
+        options = replace(
+            options, schedule=with_chunks(settings.named_schedule, settings.chunks), chunks=None
+        )
     return PlanRequest(
-        options=replace(options, treatments=treatments, schedule=schedule, chunks=None),
+        options=replace(options, treatments=treatments),
         cluster=_devices(settings),
         capped=settings.cluster is not None or settings.memory is not None,
         local=settings.cluster is None,
@@ -299,7 +303,7 @@ def plan_here(
             profiled = profile(captured, device=device, compile=options.compile)
         return plan_size(request, job, captured=captured, profiled=profiled)[0]
 
-    if ":" in options.schedule:  # of a file, which may have changed
+    if ":" in options.named_schedule:  # of a file, which may have changed
         return make()
     return kept_plan(captured, make, options, request.cluster, device)
 
@@ -585,7 +589,7 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
     ends = capturable.around(near) if len(sizes) > MOST_VERIFIED else []
     ranked = list(sizes)
     if len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint:
-        guess = replace(request, watch=None)
+        guess = request.for_advice
         guesses = fitting(
             sizes,
             lambda size: guess.plan(interpolate_sample(ends[0], ends[1], size), explained=False),

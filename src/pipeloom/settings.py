@@ -16,6 +16,9 @@ from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.text import parse_bytes
 from .ir.weights import WEIGHT_POLICIES
 
+ONE_STAGE_EACH = "1f1b"
+"""The schedule unless another one is named or chosen."""
+
 LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""
 
@@ -51,9 +54,10 @@ class PlanSettings:
     replicas: int = setting(
         1, "Pipelines side by side: replicas of every stage, each on a rank of its own.", least=1
     )
-    schedule: str = setting(
-        "1f1b",
-        "Schedule, by name as `pipeloom schedule list` has it, or file.py:function of your own.",
+    schedule: str | None = setting(
+        None,
+        "Schedule, by name as `pipeloom schedule list` has it, or file.py:function of your own. By default "
+        "the choice of a planner that has one, as auto; 1f1b with others.",
         short="-s",
     )
     chunks: int | None = setting(
@@ -89,7 +93,10 @@ class PlanSettings:
         False, "Training will clip gradients by their global norm, which matters without a flush."
     )
     shard_optimizer: bool = setting(False, "Replicas share out the optimizer's state, as ZeRO-1 does.")
-    planner: str = setting("exact", "Planner, by name; see `pipeloom plan --planners`.")
+    planner: str = setting("auto", "Planner, by name; see `pipeloom plan --planners`.")
+    time_limit: int | None = setting(
+        None, "Seconds after which planner auto takes the best plan so far; Ctrl-C does so, too.", least=1
+    )
     granularity: str = setting(
         "op",
         "Where stages may begin: at any op; or at a whole module (a layer, an embedding, the head), as other "
@@ -157,6 +164,11 @@ class PlanSettings:
                     hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
                 )
         return replace(self, **changes)
+
+    @property
+    def named_schedule(self) -> str:
+        """The schedule of a planner that does not choose one."""
+        return self.schedule or ONE_STAGE_EACH
 
     @property
     def devices(self) -> int:

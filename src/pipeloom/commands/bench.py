@@ -41,7 +41,7 @@ def bench(
         from ..train.measured_steps import measure_steps
         from ..train.workload import tokens_of
 
-        require_runnable(settings.schedule)
+        require_runnable(settings.named_schedule)
         job = job or job_of(None)
         request = planning.make_request(job, settings)
         plan, planned = planning.plan_size(request, job)

@@ -107,12 +107,13 @@ def reported(
     """
     from .. import plan_request
     from ..planner import plan_table
-    from ..planner.notes import STEP_BESIDE, branch_figures
+    from ..planner.joint.ledger import searched_for
+    from ..planner.notes import branch_figures
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
     # The steps beside it were only simulated: they are scaled as this one is.
     scale = step_s / plan.predicted_step_s if plan.predicted_step_s else 1.0
-    beside = [key for key in (*STEPS_OF_BRANCHES, STEP_BESIDE) if key in plan.notes]
+    beside = [key for key in STEPS_OF_BRANCHES if key in plan.notes]
     notes = {**plan.notes, **{key: str(scale * float(plan.notes[key])) for key in beside}}
     scaled = replace(plan, predicted_step_s=step_s, notes=notes)
     return {
@@ -127,6 +128,7 @@ def reported(
         "limits": plan_table.limits(scaled),
         "branches": branch_figures(scaled) or None,
         "updates": proof,
+        "search": searched_for(plan),
         "what_if": [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
         "stages": stages,
     }
@@ -248,9 +250,12 @@ class _Line:
         self.last = count
         self.progress.update(self.task, completed=self.before + count)
 
-    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
-        fastest = "" if best is None else f", best {1e3 * best[1]:.4g} ms ({best[0]})"
-        self.progress.update(self.task, way=f"; {schedule}, {number} of {of}{fastest}")
+    def trying(self, what: str, best: tuple[str, float] | None, bound_s: float) -> None:
+        told = f"; {what}"
+        if best is not None and bound_s:
+            gap = max(0.0, best[1] / bound_s - 1)
+            told += f"; best {show_time(best[1])} ({best[0]}), bound {show_time(bound_s)}, gap {gap:.1%}"
+        self.progress.update(self.task, way=told)
 
 
 @contextmanager

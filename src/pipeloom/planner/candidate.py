@@ -113,7 +113,7 @@ class Candidate:
             inside = [self._choose_ahead(s, evaluation, may=False) for s, evaluation in enumerate(found)]
             tries.append(self._simulate(inside))
         chosen = min(tries, key=lambda simulated: simulated.key)
-        self.policy, self.parts, self.timeline, self._stage_costs, self._estimates, self.over = chosen
+        self.policy, self.parts, self.timeline, self.stage_costs, self._estimates, self.over = chosen
         self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
@@ -266,7 +266,7 @@ class Candidate:
         stages = sequential(self.stages)
         clips, cluster = self.request.options.clips, self.request.cluster
         program = lower(self.schedule, stages, policy=self.policy, updates=self.updates, clips=clips)
-        return simulate(program, stages, self._stage_costs, cluster).step_s
+        return simulate(program, stages, self.stage_costs, cluster).step_s
 
     @cached_property
     def depth(self) -> int:

@@ -133,11 +133,11 @@ def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
         if _planned_from(config) == _planned_from(read_config(out / "config.toml")):
-            require_runnable(config.pipeline.schedule)
+            require_runnable(config.pipeline.named_schedule)
             return config, load_plan(out / "plan.json")
     if config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
-    require_runnable(config.pipeline.schedule)
+    require_runnable(config.pipeline.named_schedule)
     return config, None
 
 
@@ -282,7 +282,7 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
 
 def _train_rank(prepared: PreparedRun) -> None:
     config = prepared.config
-    require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
+    require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
     captured = take_over(prepared.model, workload.job)
     plan: Plan | None = prepared.plan
