@@ -18,7 +18,7 @@ from .ir.timeline import Event, MemoryCurve, Timeline
 from .runtime.batches import Round, read_loss
 from .runtime.channel import Channel
 from .runtime.ledger import Ledger
-from .runtime.recorder import Recorder
+from .runtime.recorder import RecordedStep, Recorder
 
 FIRST_STEP = 2
 """Of a simulation the first step that is shown: no rank is still filling the pipeline."""
@@ -157,16 +157,18 @@ class StepRecord:
         the batch before it.
         """
         loss, *norm = read_loss(rounds, self.device, *([] if grad_norm is None else [grad_norm]))
-        figures = self.of_all_ranks(self.figures(start_s, agreeing_s), loss)
+        wall_s, step = time.perf_counter() - start_s, self.recorder.last
+        figures = self.of_all_ranks(self.figures(step, wall_s, self.ledger.peak, agreeing_s), loss)
         self.channel.all_reduce(figures)
         return report_of(figures, self.channel.ranks, norm[0] if norm else None)
 
-    def figures(self, start_s: float, agreeing_s: float = 0.0) -> Tensor:
-        """Of this rank's last step: seconds until its last action ended, of the whole call, computing and
-        waiting; and its peak bytes."""
-        ended_s, busy_s, waited_s = self.recorder.totals_s()
-        figures = ended_s, time.perf_counter() - start_s, busy_s, waited_s + agreeing_s, self.ledger.peak
-        return torch.tensor(figures, dtype=torch.float64)
+    def figures(
+        self, step: RecordedStep, wall_s: float, peak_bytes: int, agreeing_s: float = 0.0
+    ) -> Tensor:
+        """Of a step of this rank that the device has done: seconds until its last action ended, of the whole
+        call, computing and waiting; and its peak bytes."""
+        ended_s, busy_s, waited_s = self.recorder.totals_s(step)
+        return torch.tensor([ended_s, wall_s, busy_s, waited_s + agreeing_s, peak_bytes], dtype=torch.float64)
 
     def of_all_ranks(self, figures: Tensor, loss: float) -> Tensor:
         """What the ranks sum so that each has the figures of all, and the loss; see `report_of`."""

@@ -21,7 +21,7 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 MICROBATCHES, ROWS = 4, 16
 JOB = products.job(64)
 
-READS_ONCE = ["copy to the host batches.py"]
+READS_ONCE = ["event.synchronize batches.py"]
 """Waits of the host that a step has: it reads its losses at its end."""
 
 
@@ -73,10 +73,22 @@ def test_a_step_waits_once_and_leaves_nothing() -> None:
         assert [f"{w.text} {w.place.rpartition('/')[2].partition(':')[0]}" for w in waits] == READS_ONCE
         assert torch.accelerator.memory_allocated() == held
         streams = {event.stream for event in pipeline.measured().events}
+        with standin.counted_syncs() as waits:
+            pipeline.evaluate(batch(0))
+        assert len(waits) == 1, waits
     assert streams == {"compute", "recv", "d2h", "h2d"}
     del pipeline
     gc.collect()
     assert torch.accelerator.memory_allocated() == before
+
+
+def test_rounds_that_are_accumulated_wait_together() -> None:
+    options = Options(device="standin", accumulate=3, clip_norm=0.1)
+    with Pipeline(JOB, plan_of("offload", "keep"), options=options) as pipeline:
+        for seed in range(2):
+            with standin.counted_syncs() as waits:
+                pipeline.step(JOB.batch(seed, 3 * MICROBATCHES * ROWS))
+    assert len(waits) == 1, waits
 
 
 @pytest.mark.parametrize("name", mutations.ONE_RANK)
