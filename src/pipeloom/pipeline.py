@@ -33,7 +33,7 @@ from .pipeline_request import (
     require_same_weights,
 )
 from .rank_stages import RankStages, StageVariants
-from .ranks import join_ranks, rank_device, require_same_plan
+from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
@@ -219,6 +219,8 @@ class Pipeline:
     def _make_weights(self, rank_stages: RankStages) -> None:
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
+        if self.ledger.cap_bytes is not None and self.device.type != "cpu":
+            self.watch.on_exit(limit_memory(self.device, self.ledger.cap_bytes))
         self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
@@ -490,6 +492,7 @@ class Pipeline:
             part = self._train_state(previous)
             step, state = checkpoint.load(Path(directory), part, channel=self.channel)
             self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
+            self.weights.cast_parameters()
             if self.schedulers and "scheduler" in state:
                 states = state["scheduler"].get("schedulers", [state["scheduler"]])
                 for scheduler, loaded in zip(self.schedulers, states, strict=True):
@@ -550,6 +553,7 @@ class Pipeline:
         with self._call("loading weights", heals=True):
             for name, tensor in state.model.items():
                 tensor.copy_(found[name])
+            self.weights.cast_parameters()
             if self.weights.updates is not None:
                 self.weights.restart_versions(self.weights.newest, {})
 

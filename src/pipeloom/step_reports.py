@@ -6,7 +6,7 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -116,6 +116,7 @@ class StepReport:
     step_s: seconds from its first action to the end of its last, on the slowest rank.
     wall_s: per rank, seconds of the whole call but its last exchange.  busy_s: of computing.  waited_s: for
     messages and other ranks.  peak_bytes: largest memory so far.  grad_norm: before clipping, None without.
+    tf32: whether GPUs may have multiplied float32 matrices in TF32.
     """
 
     loss: float
@@ -125,6 +126,7 @@ class StepReport:
     waited_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     grad_norm: float | None = None
+    tf32: bool = field(default_factory=lambda: torch.get_float32_matmul_precision() != "highest")
 
     @property
     def bubble(self) -> float:
@@ -162,9 +164,7 @@ class StepRecord:
         self.channel.all_reduce(figures)
         return report_of(figures, self.channel.ranks, norm[0] if norm else None)
 
-    def figures(
-        self, step: RecordedStep, wall_s: float, peak_bytes: int, agreeing_s: float = 0.0
-    ) -> Tensor:
+    def figures(self, step: RecordedStep, wall_s: float, peak_bytes: int, agreeing_s: float = 0.0) -> Tensor:
         """Of a step of this rank that the device has done: seconds until its last action ended, of the whole
         call, computing and waiting; and its peak bytes."""
         ended_s, busy_s, waited_s = self.recorder.totals_s(step)

@@ -171,4 +171,5 @@ def _figures(
         "bubble": report.bubble,
         "peak_bytes": list(report.peak_bytes),
         "grad_norm": report.grad_norm,
+        "tf32": report.tf32,
     }

@@ -16,6 +16,7 @@ import zoo
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
+from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.memory_policy import MemoryPolicy
 
 MICROBATCHES, ROWS = 4, 16
@@ -89,6 +90,21 @@ def test_rounds_that_are_accumulated_wait_together() -> None:
             with standin.counted_syncs() as waits:
                 pipeline.step(JOB.batch(seed, 3 * MICROBATCHES * ROWS))
     assert len(waits) == 1, waits
+
+
+def test_a_cap_is_the_allocators_limit_too() -> None:
+    """What no ledger counts, as what a user makes on the device, cannot pass it either."""
+    plan, device = plan_of("offload", "keep"), torch.device("standin", 0)
+    with Pipeline(JOB, plan, options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        cap = pipeline.ledger.peak
+    plan = replace(plan, caps=(cap,))
+    with Pipeline(JOB, plan, options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        mine = torch.empty(cap // 4, dtype=torch.uint8, device=device)
+        with pytest.raises(MemoryCapError, match="out of its device's memory"):
+            pipeline.step(batch(1))
+    assert mine.nbytes and torch.empty(2 * cap, dtype=torch.uint8, device=device).nbytes
 
 
 @pytest.mark.parametrize("name", mutations.ONE_RANK)

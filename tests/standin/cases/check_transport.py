@@ -64,7 +64,9 @@ def on_ranks(
         return [future.result(300) for future in [pool.submit(run, rank) for rank in range(ranks)]]
 
 
-@pytest.mark.parametrize("bound", [lambda device: None, lambda device: device], ids=["on demand", "device_id"])
+@pytest.mark.parametrize(
+    "bound", [lambda device: None, lambda device: device], ids=["on demand", "device_id"]
+)
 def test_three_ranks_exchange_messages_and_sums(
     bound: Callable[[torch.device], torch.device | None],
 ) -> None:
