@@ -336,8 +336,8 @@ class Pipeline:
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
 
         batches: each as `step` takes it.
-        Yields: one report per batch, in order; without a flush up to three batches late, four on a device. What else is called
-            between two of them, such as `evaluate`, drains first.
+        Yields: one report per batch, in order; without a flush up to three batches late, four on a device.
+            What else is called between two of them, such as `evaluate`, drains first.
         Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)

@@ -107,8 +107,8 @@ class Weights:
     everywhere: all that the model trains, in its order, without data; by default what this rank has. The
         optimizer is made for all of these, so that it groups them as in one process, and keeps what it steps.
     optimizers: those that hold the state of `optimizer`, which may be several in one.
-    computed_in: dtypes of parameters that actions get copies of in these, and not as they are kept: where those
-        have a higher precision, gradients are summed and stepped in it (master weights).
+    computed_in: dtypes of parameters that actions get copies of in these, and not as they are kept: in a
+        higher precision, in which gradients are summed and stepped (master weights).
     copied_bytes: by updates, to make new versions.
     """
 
