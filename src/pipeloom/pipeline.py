@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .clusters.devices import peak_flops_per_s
 from .find_nan import Look, OnAction
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
@@ -265,7 +266,11 @@ class Pipeline:
             tensors=self._form.tensors if self._first is None else dict,
         )
         self.record = StepRecord(
-            channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
+            channel=self.channel,
+            recorder=self.recorder,
+            ledger=self.ledger,
+            device=self.device,
+            peak_flops_per_s=self._peak_flops_per_s(),
         )
         stages = plan.replicated(self.stages)
         kind: Callable[..., Run] = FlushedRun
@@ -287,6 +292,16 @@ class Pipeline:
         run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
         self.channel.open_groups(run.groups(stages, plan.placement))
         return run
+
+    def _peak_flops_per_s(self) -> float | None:
+        """Of all ranks' devices together, as far as they are built in."""
+        if self.device.type == "cpu" or self.options.tf32:
+            return None
+        name = torch.get_device_module(self.device).get_device_name(self.device)
+        largest = max(self.captured.graph.parameters, key=lambda p: p.bytes, default=None)
+        dtype = "bfloat16" if self.options.autocast is not None else largest.dtype if largest else ""
+        peaks = self.channel.all_gather_object(peak_flops_per_s(name, dtype))
+        return None if None in peaks else sum(peaks)
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers:

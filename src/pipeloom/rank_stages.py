@@ -20,6 +20,7 @@ from .ir.stages import StageGraph
 from .ir.weights import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
 from .options import Options
+from .profiler.roofline import product_flops
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
 from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
@@ -318,4 +319,5 @@ def make_variant(
         for s in origins
     }
     functions = {s: built[stages.origin(s)] for s in rank_stages}
-    return Variant(stages=plan.replicated(stages), functions=functions)
+    flops = 0.0 if device == "cpu" else product_flops(captured.graph)
+    return Variant(stages=plan.replicated(stages), functions=functions, flops=flops)

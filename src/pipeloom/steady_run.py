@@ -27,7 +27,6 @@ from .runtime.rank import Microbatch
 from .runtime.recorder import RecordedStep
 from .runtime.reduce_and_step import norm_group
 from .runtime.transport import SumGroup
-from .step_reports import report_of
 from .step_run import Run
 
 SHOWN_ROWS = 3
@@ -39,6 +38,7 @@ class _Batch:
     """losses: micro-batch -> loss times its share.  figures: see `StepRecord`."""
 
     number: int
+    flops: float
     losses: dict[int, float] = field(default_factory=dict)
     figures: Tensor | None = None
     grad_norm: float | None = None
@@ -155,7 +155,7 @@ class SteadyRun(Run):
             self.record.recorder.next_step(keep=SHOWN_ROWS)
         else:
             self.record.recorder.next_step()
-        self._open.append(_Batch(number=number))
+        self._open.append(_Batch(number=number, flops=sum(part.variant.flops for part in microbatches)))
         self._run(self.rows.row(number, self.fed), complete=max(0, len(self._open) - window + 1))
         self.fed, self.last = self.fed + 1, number
         self._settle(leave=0 if self.record.device.type == "cpu" else 1)
@@ -224,4 +224,4 @@ class SteadyRun(Run):
             batch = self._told.popleft()
             assert batch.pending is not None and batch.figures is not None, "it was told"
             batch.pending.wait()
-            self.reports.append(report_of(batch.figures, self.channel.ranks, batch.grad_norm))
+            self.reports.append(self.record.report_of(batch.figures, batch.grad_norm, batch.flops))

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.memory_policy import MemoryPolicy
+from pipeloom.profiler.roofline import product_flops
 
 MICROBATCHES, ROWS = 4, 16
 JOB = products.job(64)
@@ -90,6 +91,17 @@ def test_rounds_that_are_accumulated_wait_together() -> None:
             with standin.counted_syncs() as waits:
                 pipeline.step(JOB.batch(seed, 3 * MICROBATCHES * ROWS))
     assert len(waits) == 1, waits
+
+
+def test_a_report_has_the_share_of_the_devices_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pipeline(JOB, plan_of("offload", "keep"), options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        assert pipeline.report.mfu is None
+    monkeypatch.setattr(torch.standin, "get_device_name", lambda device=None: "NVIDIA H200")
+    with Pipeline(JOB, plan_of("offload", "keep"), options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        flops = MICROBATCHES * product_flops(pipeline.captured.graph)
+        assert flops and pipeline.report.mfu == flops / (67e12 * pipeline.report.step_s)
 
 
 def test_a_cap_is_the_allocators_limit_too() -> None:
