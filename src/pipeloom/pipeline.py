@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .action_hooks import Look, OnAction
+from .clusters.devices import peak_flops_per_s
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
@@ -33,7 +34,7 @@ from .pipeline_request import (
     require_same_weights,
 )
 from .rank_stages import RankStages, StageVariants
-from .ranks import join_ranks, rank_device, require_same_plan
+from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
@@ -220,6 +221,8 @@ class Pipeline:
     def _make_weights(self, rank_stages: RankStages) -> None:
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
+        if self.ledger.cap_bytes is not None and self.device.type != "cpu":
+            self.watch.on_exit(limit_memory(self.device, self.ledger.cap_bytes))
         self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
@@ -264,7 +267,11 @@ class Pipeline:
             tensors=self._form.tensors if self._first is None else dict,
         )
         self.record = StepRecord(
-            channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
+            channel=self.channel,
+            recorder=self.recorder,
+            ledger=self.ledger,
+            device=self.device,
+            peak_flops_per_s=self._peak_flops_per_s(),
         )
         stages = plan.replicated(self.stages)
         kind: Callable[..., Run] = FlushedRun
@@ -286,6 +293,16 @@ class Pipeline:
         run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
         self.channel.open_groups(run.groups(stages, plan.placement))
         return run
+
+    def _peak_flops_per_s(self) -> float | None:
+        """Of all ranks' devices together, as far as they are built in."""
+        if self.device.type == "cpu" or self.options.tf32:
+            return None
+        name = torch.get_device_module(self.device).get_device_name(self.device)
+        largest = max(self.captured.graph.parameters, key=lambda p: p.bytes, default=None)
+        dtype = "bfloat16" if self.options.autocast is not None else largest.dtype if largest else ""
+        peaks = self.channel.all_gather_object(peak_flops_per_s(name, dtype))
+        return None if None in peaks else sum(peaks)
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers:
@@ -335,8 +352,8 @@ class Pipeline:
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
 
         batches: each as `step` takes it.
-        Yields: one report per batch, in order; without a flush up to three batches late. What else is called
-            between two of them, such as `evaluate`, drains first.
+        Yields: one report per batch, in order; without a flush up to three batches late, four on a device.
+            What else is called between two of them, such as `evaluate`, drains first.
         Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)
@@ -491,6 +508,7 @@ class Pipeline:
             part = self._train_state(previous)
             step, state = checkpoint.load(Path(directory), part, channel=self.channel)
             self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
+            self.weights.cast_parameters()
             if self.schedulers and "scheduler" in state:
                 states = state["scheduler"].get("schedulers", [state["scheduler"]])
                 for scheduler, loaded in zip(self.schedulers, states, strict=True):
@@ -555,6 +573,7 @@ class Pipeline:
         with self._call("loading weights", heals=True):
             for name, tensor in state.model.items():
                 tensor.copy_(found[name])
+            self.weights.cast_parameters()
             if self.weights.updates is not None:
                 self.weights.restart_versions(self.weights.newest, {})
 

@@ -69,10 +69,12 @@ class Variant:
     """The stages for one size of micro-batch: same cut, other shapes.
 
     functions: of this rank's stages; those of a stage's replicas are the same.
+    flops: of matrix products, to train all stages on one micro-batch; 0 where nobody asks.
     """
 
     stages: StageGraph
     functions: Mapping[int, StageFunctions]
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -74,7 +74,9 @@ class Gradients(Sink):
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         """Add one micro-batch's gradient of a matrix as the product that it is."""
-        if name in self.touched:
+        if self.sums[name].dtype != left.dtype:
+            self.add(name, left @ right)
+        elif name in self.touched:
             self.sums[name].addmm_(left, right)
         else:
             torch.mm(left, right, out=self.sums[name])
@@ -108,6 +110,8 @@ class Weights:
     everywhere: all that the model trains, in its order, without data; by default what this rank has. The
         optimizer is made for all of these, so that it groups them as in one process, and keeps what it steps.
     optimizers: those that hold the state of `optimizer`, which may be several in one.
+    computed_in: dtypes of parameters that actions get copies of in these, and not as they are kept: in a
+        higher precision, in which gradients are summed and stepped (master weights).
     copied_bytes: by updates, to make new versions.
     """
 
@@ -125,6 +129,7 @@ class Weights:
         shares: Sequence[OptimizerShares] = (),
         rank: int = 0,
         everywhere: Mapping[str, nn.Parameter] | None = None,
+        computed_in: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -137,7 +142,7 @@ class Weights:
         own = shares[rank].of(rank) if shares else self.params.keys()
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = {n: p for n, p in (everywhere or self.params).items() if p.requires_grad}
-        self._stand_ins = {n: stand_in(p.shape, p.dtype) for n, p in trained.items()}
+        self._stand_ins = {n: stand_in(p.shape, self.params.get(n, p).dtype) for n, p in trained.items()}
         self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
         self.optimizer = make_checked(self._make_optimizer, here) if here else None
@@ -149,7 +154,8 @@ class Weights:
         self.keep_gradients = keep_gradients
         self.device = device
         self.last_gradients: dict[str, Tensor] = {}
-        self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers}}
+        self.casts = {n: self.params[n].data.to(dtype) for n, dtype in (computed_in or {}).items()}
+        self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers, **self.casts}}
         self._users: Counter[int] = Counter()
         self._spare: list[dict[str, Tensor]] = []
         if updates is not None and updates.limit is not None:
@@ -228,9 +234,9 @@ class Weights:
     def norm_squares(self, names: Iterable[str]) -> Tensor:
         """Sum of squares of some gradients, in float64 (float32 where there is no float64)."""
         summed = self.summed
-        norms = [torch.linalg.vector_norm(summed.sums[n]) for n in names if n in summed.touched]
-        if norms:
-            return torch.stack(norms).double().square().sum()
+        sums = [summed.sums[n] for n in names if n in summed.touched]
+        if sums:
+            return torch.stack(torch._foreach_norm(sums)).double().square().sum()
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def note_gradients(self) -> None:
@@ -246,14 +252,18 @@ class Weights:
         """
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
-        sums = [self.summed.sums[name] for name in self.summed.touched]
-        exact = {kind: torch.promote_types(kind, torch.float32) for kind in {each.dtype for each in sums}}
-        factors = {kind: factor.reshape(()).to(exact[kind]) for kind in exact}
-        for each in sums:
-            exactly = factors[each.dtype]
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for name in self.summed.touched:
+            alike.setdefault(self.summed.sums[name].dtype, []).append(self.summed.sums[name])
+        for kind, sums in alike.items():
+            exactly = factor.reshape(()).to(torch.promote_types(kind, torch.float32))
+            if kind == exactly.dtype or factor.device.type == "cpu":
+                torch._foreach_mul_(sums, exactly)
+                continue
             # Accelerators round a tensor without dimensions to the other's dtype; CPUs do not, and would make
             # a copy in float32 of what is multiplied by one with dimensions.
-            each.mul_(exactly if each.device.type == "cpu" else exactly.expand(each.shape))
+            for each in sums:
+                each.mul_(exactly.expand(each.shape))
 
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
@@ -269,6 +279,11 @@ class Weights:
         for param in self.params.values():
             param.grad = None
         summed.clear()
+
+    def cast_parameters(self) -> None:
+        """Parameters have changed: so do the copies that actions get."""
+        for name, cast in self.casts.items():
+            cast.copy_(self.params[name].data)
 
     def _begin_version(self, updates: Updates) -> dict[str, Tensor]:
         """Copy the newest parameters, so that the optimizer can update the copy in place. Where only one
@@ -345,6 +360,7 @@ class Weights:
         """Bytes by kind."""
         kept = [t for state in self._versions.values() for n, t in state.items() if n in self.params]
         kept += [tensor for version in self._spare for tensor in version.values()]
+        kept += [self.params[name].data for name in self.casts]
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return {
             "parameters": storage_bytes(kept),

@@ -188,4 +188,6 @@ def _figures(
         "bubble": report.bubble,
         "peak_bytes": list(report.peak_bytes),
         "grad_norm": report.grad_norm,
+        "mfu": report.mfu,
+        "tf32": report.tf32,
     }

@@ -306,6 +306,8 @@ def _train_by(
         clip_norm=config.optimizer.clip_norm or None,
         scheduler=rate_scheduler(config),
         autocast=autocast_of(config),
+        master_weights=config.pipeline.master_weights,
+        tf32=config.pipeline.tf32,
         compile=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
