@@ -45,6 +45,9 @@ def order(shape: Shape) -> Recipe:
 '''
 IMPORTS = "from pipeloom.schedule_language import Entry, Recipe, Shape, dag, repeating\n"
 
+MOST_TRIED = 64
+"""Runs of actions, those in the middle of a row first, that are tried as its turn."""
+
 
 def recipe_text(
     turn: Sequence[str],
@@ -97,7 +100,8 @@ def turn_of_rows(schedule: Schedule, stages: StageGraph) -> list[str] | None:
     turn = [""] * schedule.ranks
     for rank, row in enumerate(rows):
         size = len({(stage, kind) for stage, kind, _ in row})
-        for first in range(len(row) - size + 1):
+        middle = (len(row) - size) / 2
+        for first in sorted(range(len(row) - size + 1), key=lambda at: abs(at - middle))[:MOST_TRIED]:
             window = row[first : first + size]
             if len({(stage, kind) for stage, kind, _ in window}) < size:
                 continue

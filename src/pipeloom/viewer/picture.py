@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, byte_unit, show_share, show_time, time_unit
 from ..ir.timeline import MemoryCurve, Timeline
-from .labels import colour, group_name, label
+from .labels import chunks as chunks_of, colour, group_name, label
 from .reasons import sentence
 from .tables import source_name
 
@@ -48,6 +48,7 @@ def picture(
     unit, per_second = scale or time_unit(span_s)
     groups: dict[str, int] = {}
     kinds: dict[str, int] = {}  # text of an action without its numbers -> its group
+    lanes: list[int] = []  # of the first of each group
     blocks: dict[str, list[Any]] = {name: [] for name in ("lane", "rank", "group", "start", "end", "action")}
     few = len(timeline.events) <= MANY
     for stream, rank, action, start_s, end_s in zip(*_listed(timeline), strict=True):
@@ -58,6 +59,8 @@ def picture(
         kind = action.translate(NO_DIGITS)
         if kind not in kinds:
             kinds[kind] = groups.setdefault(label(action).group, len(groups))
+            if len(lanes) < len(groups):
+                lanes.append(lane)
         row = lane, rank, kinds[kind], round(start_s * ticks), round(end_s * ticks), action
         for column, value in zip(blocks.values(), row, strict=True):
             column.append(value)
@@ -70,8 +73,8 @@ def picture(
         "unit": unit,
         "ticks": TICKS,
         "groups": [
-            {"name": group_name(group), "key": group, "colours": [colour(group, s) for s in range(4)]}
-            for group in groups
+            {"name": group_name(group), "lane": lane, "colours": [colour(group, s) for s in range(4)]}
+            for group, lane in zip(groups, lanes, strict=True)
         ],
         "shades": shades,
         "blocks": blocks,
@@ -111,8 +114,6 @@ def _reasons(explanation: Explanation, ticks: float) -> Picture:
 
 def pictures(timelines: Sequence[Timeline], explanations: Sequence[Explanation] = ()) -> list[Picture]:
     """One picture per timeline, with the same unit of time."""
-    from .labels import chunks
-
     scale = time_unit(max((t.end_s for t in timelines), default=0.0))
     by_source = {e.source: e for e in explanations}
     return [
@@ -121,7 +122,7 @@ def pictures(timelines: Sequence[Timeline], explanations: Sequence[Explanation] 
             f"{source_name(timeline, timelines)}  {show_time(timeline.step_s)}, "
             f"bubble {show_share(timeline.bubble)}",
             explanation=by_source.get(timeline.source),
-            chunks=chunks(timeline),
+            chunks=chunks_of(timeline),
             scale=scale,
         )
         for timeline in timelines
@@ -193,3 +194,9 @@ def _points(
     steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
     steps.append((max(timeline.end_s, steps[-1][0]), steps[-1][1]))
     return [(round(at_s * per_second, 6), round(size / unit_bytes, 4)) for at_s, size in steps]
+
+
+def legend(drawn: Sequence[Picture]) -> list[tuple[str, str]]:
+    """Name and colour of each group of actions, computing first."""
+    groups = {group["name"]: group for one in drawn for group in one["groups"]}
+    return [(g["name"], g["colours"][0]) for g in sorted(groups.values(), key=lambda g: g["lane"])]

@@ -1,0 +1,127 @@
+"""The studio's server: one page and its questions, on the loopback address, for whoever has the token.
+
+Three locks, because any page that a browser shows may send requests to this machine: each request carries the
+token, which only the printed address has; it names this server as its host (a foreign name that resolves to the
+loopback address is refused); and where a browser says which page asked, that page is this one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jinja2
+import msgspec
+
+from ..ir.errors import ConfigError, PipeloomError
+from ..viewer.html import TEMPLATES
+
+Answer: TypeAlias = Callable[[dict[str, Any]], Any]
+"""Answers one question of the page; its errors are shown there."""
+
+LOOPBACK = "127.0.0.1"
+MOST_BYTES = 8 << 20
+"""Of a question: rows of large schedules are sent along."""
+
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def page_text(start: Mapping[str, Any]) -> str:
+    """The page. start: what it begins with, as JSON."""
+    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    data = msgspec.json.encode(start).decode().replace("<", "\\u003c")
+    return environment.get_template("studio.html").render(start=data)
+
+
+def studio_app(page: str, answers: Mapping[str, Answer], *, token: str, port: int) -> Any:
+    """The application that answers GET /?token=... with the page, and POST /api/NAME with the answer of that
+    name. A refusal is a sentence of plain text."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    hosts = {f"{LOOPBACK}:{port}", f"localhost:{port}"}
+
+    def refusal(request: Request, given: str) -> str:
+        if request.headers.get("host") not in hosts:
+            return "this address is not the studio's"
+        if (origin := request.headers.get("origin")) and origin.removeprefix("http://") not in hosts:
+            return "another page may not ask the studio"
+        if not secrets.compare_digest(given.encode(), token.encode()):
+            return "this request lacks the token of the address that `pipeloom studio` printed"
+        return ""
+
+    def refused(text: str) -> Response:
+        return Response(text, status_code=403, media_type="text/plain", headers=HEADERS)
+
+    def show(request: Request) -> Response:
+        why = refusal(request, request.query_params.get("token", ""))
+        return refused(why) if why else Response(page, media_type="text/html", headers=HEADERS)
+
+    async def answer(request: Request) -> Response:
+        if why := refusal(request, request.headers.get("x-token", "")):
+            return refused(why)
+        if int(request.headers.get("content-length", "0")) > MOST_BYTES:
+            return Response("the question is too long", status_code=413, headers=HEADERS)
+        asked = answers.get(request.path_params["name"])
+        if asked is None:
+            return Response("there is no such question", status_code=404, headers=HEADERS)
+        try:
+            question = msgspec.json.decode(await request.body(), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            return Response(f"not JSON: {error}", status_code=400, headers=HEADERS)
+        body, status = await run_in_threadpool(_answered, asked, question)
+        return Response(body, status_code=status, media_type="application/json", headers=HEADERS)
+
+    return Starlette(
+        routes=[Route("/", show, methods=["GET"]), Route("/api/{name}", answer, methods=["POST"])]
+    )
+
+
+def _answered(asked: Answer, question: dict[str, Any]) -> tuple[bytes, int]:
+    try:
+        return msgspec.json.encode(asked(question)), 200
+    except PipeloomError as error:
+        return msgspec.json.encode({"error": {"message": error.message, "hint": error.hint}}), 422
+
+
+def serve(start: Mapping[str, Any], answers: Mapping[str, Answer], *, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C. port: 0 for any that is free.  ready: told the address, with its token.
+
+    Raises: ConfigError if the port is taken, or Starlette and uvicorn are not installed.
+    """
+    try:
+        import uvicorn
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "the studio needs Starlette and uvicorn, which are not installed", hint="pip install 'pipeloom[studio]'"
+        ) from None
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((LOOPBACK, port))
+    except OSError as error:
+        raise ConfigError(f"port {port} of {LOOPBACK}: {error.strerror}", hint="choose another --port") from None
+    port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
+    app = studio_app(page_text(start), answers, token=token, port=port)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    ready(f"http://{LOOPBACK}:{port}/?token={token}")
+    server.run(sockets=[listening])
