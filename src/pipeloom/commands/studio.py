@@ -26,10 +26,12 @@ def studio(*, what: str | None, model: str | None, port: int) -> None:
     as mine.py:zigzag; without any, with 1F1B. With MODEL, a plan can be changed and planned again.
     """
     from ..studio.opened import opened
-    from ..studio.server import serve
+    from ..studio.server import StudioServer
 
     start, answers = opened(what, model, read_words)
-    serve(start, answers, port=port, ready=lambda address: click.echo(f"{address}\nCtrl-C ends the studio"))
+    server = StudioServer(start, answers, port=port)
+    click.echo(f"{server.address}\nCtrl-C ends the studio")
+    server.run()
 
 
 def read_words(words: Sequence[str]) -> Scenario:

@@ -103,25 +103,35 @@ def _answered(asked: Answer, question: dict[str, Any]) -> tuple[bytes, int]:
         return msgspec.json.encode({"error": {"message": error.message, "hint": error.hint}}), 422
 
 
-def serve(start: Mapping[str, Any], answers: Mapping[str, Answer], *, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. port: 0 for any that is free.  ready: told the address, with its token.
+class StudioServer:
+    """A server that listens, on the loopback address only. `address`: with its token.
 
+    port: 0 for any that is free.
     Raises: ConfigError if the port is taken, or Starlette and uvicorn are not installed.
     """
-    try:
-        import uvicorn
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "the studio needs Starlette and uvicorn, which are not installed", hint="pip install 'pipeloom[studio]'"
-        ) from None
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((LOOPBACK, port))
-    except OSError as error:
-        raise ConfigError(f"port {port} of {LOOPBACK}: {error.strerror}", hint="choose another --port") from None
-    port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
-    app = studio_app(page_text(start), answers, token=token, port=port)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    ready(f"http://{LOOPBACK}:{port}/?token={token}")
-    server.run(sockets=[listening])
+
+    def __init__(self, start: Mapping[str, Any], answers: Mapping[str, Answer], *, port: int = 0) -> None:
+        try:
+            import uvicorn
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "the studio needs Starlette and uvicorn, which are not installed",
+                hint="pip install 'pipeloom[studio]'",
+            ) from None
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ConfigError(f"port {port}: {error.strerror}", hint="choose another --port") from None
+        self.port, self.token = self._socket.getsockname()[1], secrets.token_urlsafe(24)
+        self.address = f"http://{LOOPBACK}:{self.port}/?token={self.token}"
+        app = studio_app(page_text(start), answers, token=self.token, port=self.port)
+        self._server: Any = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+
+    def run(self) -> None:
+        """Answer until `stop`, or Ctrl-C in the main thread."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        self._server.should_exit = True

@@ -82,6 +82,7 @@ def picture(
             [one.rank, round(one.start_s * ticks), round(other.end_s * ticks)]
             for one, other in timeline.paired
         ],
+        "partner": {one: other for pair in timeline.pairs for one, other in (pair, pair[::-1])},
     }
     if explanation is not None:
         drawn |= _reasons(explanation, ticks)

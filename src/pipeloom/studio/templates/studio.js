@@ -66,6 +66,7 @@ function readAddress() {
 function command() {
   const quoted = words().map((word) => (/[\s"]/.test(word) ? `"${word}"` : word)).join(" ");
   const names = state.entries.map(({ name, rows }) => (rows ? `${name}.txt` : name));
+  if (names.length === 1 && state.entries[0].rows) return `pipeloom schedule check ${names[0]}`;
   return `pipeloom schedule ${names.length > 1 ? "compare" : "show"} ${names.join(" ")} ${quoted}`.trim();
 }
 
@@ -125,7 +126,7 @@ function show(answer) {
   const alive = drawn.filter((one) => one.picture);
   shown.pictures = alive.map((one) => one.picture);
   shown.marks = alive.map(() => ({}));
-  memory = answer.memory;
+  memory = answer.memory ?? memory;
   const groups = new Map(shown.pictures.flatMap((one) => one.groups).sort((a, b) => a.lane - b.lane).map((g) => [g.name, g.colours[0]]));
   $("legend").replaceChildren(...[...groups].map(([name, colour]) => {
     const mark = make("i");
@@ -325,7 +326,7 @@ function showEditor() {
     box.append(make("div", { className: "row" }, make("span", { textContent: `rank ${rank}` }), area, make("p", { className: "broken" })));
   }
   const named = (error?.rows ?? []).filter((rank) => rank < lines.length);
-  const at = error ? (named.length ? (error.circle.length ? named : named.slice(0, 1)) : [0]) : [];
+  const at = !error ? [] : error.circle.length ? error.circle.map(([rank]) => rank) : named.length ? named.slice(0, 1) : [0];
   lines.forEach((line, rank) => {
     const row = box.children[rank], area = row.children[1];
     if (document.activeElement !== area || area.value.trim().replace(/\s+/g, " ") !== line) area.value = line;
@@ -347,8 +348,9 @@ function showCircle(circle) {
     return [middle + r * Math.cos(angle), middle + r * Math.sin(angle)];
   };
   const shapes = circle.flatMap(([rank, at, needs], i) => {
-    const [x, y] = place(i), steps = range(13).map((s) => place(i + 0.16 + (s / 12) * 0.68));
-    const [tx, ty] = steps.at(-1), [bx, by] = place(i + 0.72, radius - 7), [cx, cy] = place(i + 0.72, radius + 7);
+    const gap = (32 * circle.length) / (2 * Math.PI * radius), back = 1 - gap - gap / 4;
+    const [x, y] = place(i), steps = range(13).map((s) => place(i + gap + (s / 12) * (1 - 2 * gap)));
+    const [tx, ty] = steps.at(-1), [bx, by] = place(i + back, radius - 5), [cx, cy] = place(i + back, radius + 5);
     const [nx, ny] = place(i + 0.5, radius + (circle.length > 2 ? 24 : 20));
     return [
       { line: steps, stroke: "accent", width: 2 }, { line: [[bx, by], [tx, ty], [cx, cy]], stroke: "accent", width: 2 },

@@ -1,0 +1,109 @@
+"""A studio that runs in a thread, and its page in headless Chromium."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from browser import Visit, chromium
+
+from pipeloom.commands.studio import read_words
+from pipeloom.studio.opened import opened
+from pipeloom.studio.server import StudioServer
+
+pytest.importorskip("uvicorn", reason="the extra `studio` is not installed")
+
+DRAWN = "document.body.dataset.drawn === String(changes) && !timelines.waiting"
+
+
+@contextmanager
+def running(what: str | None = None, model: str | None = None) -> Iterator[StudioServer]:
+    server = StudioServer(*opened(what, model, read_words))
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join()
+
+
+class Studio(Visit):
+    """The page of a studio. Every action waits until what it changed is drawn."""
+
+    def __init__(self, page: Any, server: StudioServer, **setting: Any) -> None:
+        self.server = server
+        super().__init__(page, f"{server.address}#{urlencode(setting, doseq=True)}")
+        self.drawn()
+
+    def drawn(self) -> None:
+        self.wait_until(DRAWN)
+
+    def settled(self) -> None:
+        self.wait_until(f"{DRAWN} && document.body.dataset.settled === String(changes)")
+
+    def set(self, option: str, value: str) -> None:
+        """As a person types it into the field beside a slider."""
+        field = self.page.locator(f'[data-option="{option}"]')
+        if not field.is_visible():
+            self.page.locator("summary").click()
+        field.fill(value)
+        field.blur()
+        self.drawn()
+
+    def click(self, action: str, panel: int = 0) -> str:
+        """Ask about a block; returns the answer's text."""
+        self.page.evaluate("$('answer').hidden = true")
+        self.page.mouse.click(*self.middle(action, panel))
+        self.wait_until("!$('answer').hidden")
+        return self.page.inner_text("#answer")
+
+    def figures(self, n: int = 0) -> dict[str, Any]:
+        figures: dict[str, Any] = self.page.evaluate(f"drawn[{n}].figures")
+        return figures
+
+    def picture(self) -> str:
+        return str(self.page.inner_html("#timelines svg"))
+
+    def command(self) -> Sequence[str]:
+        """What the page says the command is, without the program's name."""
+        import shlex
+
+        return shlex.split(self.page.inner_text("#command"))[1:]
+
+
+Open = Callable[..., Studio]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def library_server() -> Iterator[StudioServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def studio(browser: Any, library_server: StudioServer) -> Iterator[Open]:
+    """Opens the page at a setting, and holds at the end that nothing complained, and nobody else was asked."""
+    opened_pages: list[Studio] = []
+
+    def visit(server: StudioServer | None = None, *, width: int = 1280, **setting: Any) -> Studio:
+        context = browser.new_context(viewport={"width": width, "height": 900}, accept_downloads=True)
+        opened_pages.append(Studio(context.new_page(), server or library_server, **setting))
+        return opened_pages[-1]
+
+    yield visit
+    for one in opened_pages:
+        own = one.server.address.partition("?")[0]
+        assert [url for url in one.requests if not url.startswith((own, "blob:", "data:"))] == []
+        assert one.complaints == []
+        one.page.context.close()
+
+
