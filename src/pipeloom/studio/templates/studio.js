@@ -186,17 +186,24 @@ async function showTrade(now) {
 function tradeShapes(width) {
   if (!trade.length) return null;
   const plot = plotShapes({ series: [{ points: trade, dots: true }], x: "step", y: "peak, micro-batches", height: 320 }, width);
-  const taken = [];
-  const points = trade.flatMap(([step, peak, name]) => {
+  const taken = [], places = new Map();
+  for (const [step, peak, name] of trade) {
+    const key = `${digits(step)} ${digits(peak)}`;
+    places.set(key, { step, peak, names: [...(places.get(key)?.names ?? []), name] });
+  }
+  const points = [...places.values()].flatMap(({ step, peak, names }) => {
     const left = plot.x(step), top = plot.y(peak), at = { left: `${left}px`, top: `${top}px` };
-    const point = make("button", { className: "point", title: `${name}: step ${digits(step)}, peak ${digits(peak)}`,
-      ariaLabel: `${name}: step ${digits(step)}, peak ${digits(peak)} micro-batches`, onclick: () => add(name) });
-    point.classList.toggle("chosen", state.entries.some((entry) => entry.name === name));
+    const drawnAlready = (name) => state.entries.some((entry) => entry.name === name);
+    const said = `${names.join(", ")}: step ${digits(step)}, peak ${digits(peak)} micro-batches`;
+    const point = make("button", { className: "point", title: said, ariaLabel: said,
+      onclick: () => add(names.find((name) => !drawnAlready(name))) });
+    point.classList.toggle("chosen", names.some(drawnAlready));
     Object.assign(point.style, at);
-    const crowded = taken.some(([x, y]) => Math.abs(y - top) < 11 && left - x < 90 && x - left < name.length * 7);
+    const short = names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(", ");
+    const crowded = taken.some(([x, y, length]) => Math.abs(y - top) < 11 && left - x < length * 6.5 + 12 && x - left < short.length * 6.5 + 12);
     if (crowded) return [point];
-    taken.push([left, top]);
-    const text = make("span", { className: "name", textContent: name });
+    taken.push([left, top, short.length]);
+    const text = make("span", { className: "name", textContent: short });
     Object.assign(text.style, at);
     return [point, text];
   });
