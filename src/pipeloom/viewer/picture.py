@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, byte_unit, show_share, show_time, time_unit
 from ..ir.timeline import MemoryCurve, Timeline
@@ -14,7 +16,7 @@ from .tables import source_name
 
 Picture: TypeAlias = dict[str, Any]
 
-LANES = ("compute", "recv", "send", "d2h", "h2d", "host")
+LANE = {stream: i for i, stream in enumerate(("compute", "recv", "send", "d2h", "h2d", "host"))}
 """Streams that a rank's row has strips for; events of any other one are drawn as computing."""
 
 TICKS = 10**8
@@ -46,24 +48,28 @@ def picture(
     span_s = timeline.end_s
     ticks = TICKS / span_s if span_s else 0.0
     unit, per_second = scale or time_unit(span_s)
-    groups: dict[str, int] = {}
-    kinds: dict[str, int] = {}  # text of an action without its numbers -> its group
-    lanes: list[int] = []  # of the first of each group
-    blocks: dict[str, list[Any]] = {name: [] for name in ("lane", "rank", "group", "start", "end", "action")}
     few = len(timeline.events) <= MANY
-    for stream, rank, action, start_s, end_s in zip(*_listed(timeline), strict=True):
-        lane = LANES.index(stream) if stream in LANES else 0
-        length_s = end_s - start_s
-        if length_s <= 0 or (lane and (length_s < SHORTEST * span_s or not few)):
-            continue
-        kind = action.translate(NO_DIGITS)
-        if kind not in kinds:
-            kinds[kind] = groups.setdefault(label(action).group, len(groups))
-            if len(lanes) < len(groups):
-                lanes.append(lane)
-        row = lane, rank, kinds[kind], round(start_s * ticks), round(end_s * ticks), action
-        for column, value in zip(blocks.values(), row, strict=True):
-            column.append(value)
+    streams, ranks, actions, starts, ends = _listed(timeline, () if few else ("compute",))
+    begin, end = (np.array(times, np.float64) for times in (starts, ends))
+    lanes = np.array([LANE.get(stream, 0) for stream in streams], np.int64)
+    least_s = np.where(lanes > 0, SHORTEST * span_s, 0.0)
+    kept = np.flatnonzero((end - begin > 0) & (end - begin >= least_s)).tolist()
+    groups: dict[str, int] = {}
+    group_of: dict[str, int] = {}  # text of an action without its numbers -> its group
+    first: dict[int, int] = {}  # group -> its first event
+    blocks: dict[str, list[Any]] = {
+        "lane": lanes[kept].tolist(),
+        "rank": [ranks[i] for i in kept],
+        "start": np.rint(begin[kept] * ticks).astype(np.int64).tolist(),
+        "end": np.rint(end[kept] * ticks).astype(np.int64).tolist(),
+        "action": [actions[i] for i in kept],
+    }
+    kinds = [action.translate(NO_DIGITS) for action in blocks["action"]]
+    for i, kind in enumerate(kinds):
+        if kind not in group_of:
+            group_of[kind] = groups.setdefault(label(blocks["action"][i]).group, len(groups))
+            first.setdefault(group_of[kind], i)
+    blocks["group"] = [group_of[kind] for kind in kinds]
     shades = {stage: shade for stage, shade in (chunks or {}).items() if shade}
     drawn: Picture = {
         "title": title,
@@ -73,8 +79,8 @@ def picture(
         "unit": unit,
         "ticks": TICKS,
         "groups": [
-            {"name": group_name(group), "lane": lane, "colours": [colour(group, s) for s in range(4)]}
-            for group, lane in zip(groups, lanes, strict=True)
+            {"name": group_name(group), "lane": blocks["lane"][first[n]], "colours": [colour(group, s) for s in range(4)]}
+            for group, n in groups.items()
         ],
         "shades": shades,
         "blocks": blocks,
@@ -89,15 +95,16 @@ def picture(
     return drawn
 
 
-def _listed(timeline: Timeline) -> tuple[Sequence[Any], ...]:
-    """Streams, ranks, actions, starts and ends of the events, in the order of time."""
+def _listed(timeline: Timeline, streams: Sequence[str]) -> tuple[Sequence[Any], ...]:
+    """Streams, ranks, actions, starts and ends of the events on these streams, or on all, in the order of
+    time."""
     listed = getattr(timeline.events, "listed", None)  # of a simulation, whose events are arrays
     if listed is not None:
-        return tuple(listed())
-    events = sorted(timeline.events, key=lambda e: e.start_s)
-    return tuple(zip(*((e.stream, e.rank, e.action, e.start_s, e.end_s) for e in events), strict=True)) or (
-        (),
-    ) * 5
+        return tuple(listed(streams))
+    events = [e for e in timeline.events if not streams or e.stream in streams]
+    events.sort(key=lambda e: e.start_s)
+    names = ("stream", "rank", "action", "start_s", "end_s")
+    return tuple([getattr(e, name) for e in events] for name in names)
 
 
 def _reasons(explanation: Explanation, ticks: float) -> Picture:
