@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b")
     name = parser.parse_args().schedule
-    start, answers = opened(None, None, read_words)
+    start, answers = opened(None, read_words)
     server_s: list[float] = []
 
     def timed(question: dict[str, object]) -> object:

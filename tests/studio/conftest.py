@@ -19,8 +19,8 @@ DRAWN = "document.body.dataset.drawn === String(changes) && !timelines.waiting"
 
 
 @contextmanager
-def running(what: str | None = None, model: str | None = None) -> Iterator[StudioServer]:
-    server = StudioServer(*opened(what, model, read_words))
+def running(what: str | None = None, **more: Any) -> Iterator[StudioServer]:
+    server = StudioServer(*opened(what, read_words, **more))
     thread = Thread(target=server.run)
     thread.start()
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
+from .common import cluster_of, job_of, plan_options
 from .schedule import shape_options
 
 if TYPE_CHECKING:
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("what", metavar="[PLAN | RUN | FILE]", required=False)
 @click.argument("model", required=False)
+@plan_options("cluster")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; 0 for any free one.")
-def studio(*, what: str | None, model: str | None, port: int) -> None:
+def studio(*, what: str | None, model: str | None, cluster: str | None, port: int) -> None:
     """Open a page to play with schedules and plans: draw, compare, ask why, edit, save.
 
     Serves it on this machine only, until Ctrl-C, and prints its address, which nobody else knows. It opens
     with a saved plan, the directory of a run, rows of a schedule (.txt, .csv), or a schedule in the language,
-    as mine.py:zigzag; without any, with 1F1B. With MODEL, a plan can be changed and planned again.
+    as mine.py:zigzag; without any, with 1F1B. With MODEL, the cuts of a plan can be moved, and it can be
+    planned again for another cap.
     """
     from ..studio.opened import opened
     from ..studio.server import StudioServer
 
-    start, answers = opened(what, model, read_words)
+    job = None if model is None else job_of(model)
+    start, answers = opened(what, read_words, job=job, cluster=cluster_of(cluster))
     server = StudioServer(start, answers, port=port)
     click.echo(f"{server.address}\nCtrl-C ends the studio")
     server.run()

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import jinja2
 import msgspec
 
 from ..ir.errors import ConfigError, PipeloomError
-from ..viewer.html import TEMPLATES
+from ..viewer.html import environment
 
 Answer: TypeAlias = Callable[[dict[str, Any]], Any]
 """Answers one question of the page; its errors are shown there."""
@@ -41,12 +40,9 @@ HEADERS = {
 
 def page_text(start: Mapping[str, Any]) -> str:
     """The page. start: what it begins with, as JSON."""
-    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     data = msgspec.json.encode(start).decode().replace("<", "\\u003c")
-    return environment.get_template("studio.html").render(start=data)
+    page: str = environment(Path(__file__).parent / "templates").get_template("studio.html").render(start=data)
+    return page
 
 
 def studio_app(page: str, answers: Mapping[str, Answer], *, token: str, port: int) -> Any:

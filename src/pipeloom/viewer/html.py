@@ -13,7 +13,7 @@ from ..ir.text import SizeUnit, show_share, write_whole
 from ..ir.timeline import Timeline
 from .labels import chunks
 from .picture import legend, memory_panels, pictures
-from .stage_graph import StageEdge, draw_stages
+from .stage_graph import StageDrawing, StageEdge, draw_stages
 from .tables import (
     Comparison,
     StageRow,
@@ -27,6 +27,24 @@ from .tables import (
 )
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+
+def environment(*folders: Path) -> Any:
+    """What renders templates: of these folders, and of the viewer."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, TEMPLATES]),
+        autoescape=jinja2.select_autoescape(["html", "svg"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def stages_svg(drawn: StageDrawing) -> str:
+    text: str = environment().get_template("stages.svg").render(stage_graph=drawn)
+    return text
 
 
 def write_report(path: Path, *, title: str, **parts: Any) -> None:
@@ -56,8 +74,6 @@ def report_page(
     caps: bytes each rank may hold.  size_unit: what memory is counted in, instead of bytes.
     note: a sentence on how the two were compared.  forecast: the first card.
     """
-    import jinja2
-
     both = predicted, measured
     timelines = [t for t in both if t is not None]
     drawn = [t for t in timelines if t.events]
@@ -81,14 +97,7 @@ def report_page(
         stage: [f"F {forward.value}", f"B {back.value}"]
         for stage, (forward, back) in stage_figures(stages, both).items()
     }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    page: str = environment.get_template("report.html").render(
+    page: str = environment().get_template("report.html").render(
         title=title,
         note=note,
         cards=cards if forecast is None else [forecast, *cards],

@@ -10,7 +10,7 @@ const make = (tag, more = {}, ...children) => {
   return element;
 };
 const DEFAULTS = { "-p": "4", "-m": "8", "-v": "", "-F": "1", "-I": "1", "-W": "1", "-T": "0", "--memory": "", "--per-node": "",
-  "--per-uplink": "", "-k": "", "--pair-factor": "" };
+  "--per-uplink": "", "-k": "", "--pair-factor": "", "--times": "" };
 const state = { entries: [], options: { ...DEFAULTS }, path: false, edited: null, past: [], future: [] };
 const view = new View(1), shown = { pictures: [], marks: [], path: false, right: 122 };
 let drawn = [], memory = null, trade = [];
@@ -36,7 +36,8 @@ function say(problem = "") {
 // --- the setting: words of a command, and the address ---
 
 function words() {
-  return Object.entries(state.options).flatMap(([flag, value]) => (value.trim() && value !== DEFAULTS[flag] ? [flag, value.trim()] : []));
+  const timed = state.options["--times"] !== "";
+  return Object.entries(state.options).filter(([flag]) => !(timed && ["-F", "-I", "-W"].includes(flag))).flatMap(([flag, value]) => (value.trim() && value !== DEFAULTS[flag] ? [flag, value.trim()] : []));
 }
 const setting = (more = {}) => ({ words: words(), ...more });
 const asked = (n, more = {}) => setting({ name: state.entries[n].name, rows: state.entries[n].rows, ...more });
@@ -74,6 +75,8 @@ function showSetting() {
   history.replaceState(null, "", `${location.pathname}${location.search}#${address()}`);
   $("command").textContent = command();
   $("path").checked = state.path;
+  $("planned").hidden = !start.plan;
+  $("times").checked = state.options["--times"] !== "";
   for (const input of document.querySelectorAll("[data-option]")) {
     if (document.activeElement !== input) input.value = state.options[input.dataset.option];
   }
@@ -244,7 +247,6 @@ async function picked({ panel, picture, rank, time, block: i, gap }) {
   if (drawn[n].stale) return;
   const compute = i !== null && !picture.blocks.lane[i], action = compute ? picture.blocks.action[i] : null;
   shown.marks[panel] = {};
-  if (start.plan && drawn[n].plan) return showWords(picture, i, gap);
   if (!compute && i !== null) return view.changed();
   try {
     const answer = await ask("ask", asked(n, compute ? { action } : { rank, time }));
@@ -273,7 +275,7 @@ async function picked({ panel, picture, rank, time, block: i, gap }) {
 }
 
 async function answerPath() {
-  const n = drawn.findIndex((one) => !one.error && !one.plan), now = changes;
+  const n = drawn.findIndex((one) => !one.error), now = changes;
   if (n < 0) return;
   const { legs, reasons, idle_s: idle } = await ask("path", asked(n));
   if (now !== changes || !state.path) return;
@@ -434,6 +436,7 @@ $("path").addEventListener("change", (event) => {
   view.changed();
   later();
 });
+$("times").addEventListener("change", (event) => { state.options["--times"] = event.target.checked ? start.plan : ""; change(); });
 $("undo").addEventListener("click", () => travel(state.past, state.future));
 $("redo").addEventListener("click", () => travel(state.future, state.past));
 $("close").addEventListener("click", () => { state.edited = null; showSetting(); showEditor(); });
