@@ -54,7 +54,7 @@ class Visit:
         self.page.evaluate(
             f"""new Promise((done, fail) => {{
               let frames = 0;
-              const again = () => ++frames > 2_000 ? fail("never") : requestAnimationFrame(look);
+              const again = () => ++frames > 10_000 ? fail("never") : requestAnimationFrame(look);
               const look = () => ({condition}) ? done() : again();
               look();
             }})"""

@@ -14,6 +14,7 @@ from ..clusters.names import cpu_cluster
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, PipeloomError, PlanError
 from ..ir.graph import OpGraph
+from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, StagePlan
 from ..ir.text import as_plain, format_bytes, show_time
 from ..plan_request import CapturedModel
@@ -68,11 +69,13 @@ class PlanDesk:
         plan, given = self._plan, asked.get("cuts")
         if given is not None and [int(cut) for cut in given] != cuts_of(self._pieces):
             plan = with_cuts(plan, self._pieces, [int(cut) for cut in given])
+        used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
             "caps": [format_bytes(cap) for cap in plan.caps],
             "cap": max(plan.caps, default=0),
             "planner": plan.planner,
+            "used": next(name for name, allowed in TREATMENTS.items() if used <= set(allowed)),
             "schedule": plan.schedule,
             "notes": plan.notes,
             "step": plan.predicted_step_s,
@@ -97,12 +100,12 @@ class PlanDesk:
             raise ConfigError(
                 "a plan alone does not say what ops cost", hint="name its model: pipeloom studio PLAN MODEL"
             )
-        memory = str(asked["memory"])
+        memory, treatments = str(asked["memory"]), str(asked["treatments"])
         with self._lock:
             if self._search["running"]:
                 raise ConfigError("the planner is at work", hint="wait until it has ended")
             self._search |= {"running": True, "said": f"planning for {memory}"}
-        Thread(target=self._plan_again, args=(memory, self._model), daemon=True).start()
+        Thread(target=self._plan_again, args=(memory, treatments, self._model), daemon=True).start()
         return self._search
 
     def progress(self, asked: Json) -> Json:
@@ -116,7 +119,7 @@ class PlanDesk:
         so_far = f", best so far {best[0]} with {show_time(best[1])}" if best else ""
         self._search["said"] = f"{schedule}, {number} of {of}{so_far}"
 
-    def _plan_again(self, memory: str, model: PlanModel) -> None:
+    def _plan_again(self, memory: str, treatments: str, model: PlanModel) -> None:
         old = self._plan
         try:
             request = planning.make_request(
@@ -130,6 +133,7 @@ class PlanDesk:
                 weights=old.weights,
                 cluster=model.cluster,
                 memory=memory,
+                treatments=treatments,
             )
             (profile, *others) = {id(p): p for p in model.captured.profiles.values()}.values()
             plan, _ = planning.plan_size(

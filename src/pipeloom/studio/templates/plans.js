@@ -39,8 +39,9 @@ async function openPlan() {
       make("button", { id: "uncut", textContent: "Undo the cut", disabled: true, onclick: () => { plan.cuts = plan.past.pop() ?? null; showPlan(); } }),
       make("button", { textContent: "Save plan", onclick: savePlan }),
       make("label", { className: "control cap" }, make("span", { textContent: "memory per device" }),
-        make("input", { type: "range", id: "cap", min: 10, max: 200, value: 100, ariaLabel: "cap, in percent of the largest peak" }),
+        make("input", { type: "range", id: "cap", min: 1, max: 200, value: 100, ariaLabel: "cap, in percent of the largest peak" }),
         make("output", { id: "cap-text" })),
+      make("select", { id: "treatments", ariaLabel: "what residuals may be" }, ...["none", "recompute", "offload", "both"].map((value) => make("option", { value, textContent: value === "none" ? "keep residuals" : value === "both" ? "recompute, offload" : value }))),
       make("button", { id: "plan-again", textContent: "Plan again" }), make("span", { id: "search", role: "status" })));
     box.append(make("h3", { textContent: "its step, simulated" }), figure("plan-step"), figure("plan-memory"));
     plan.charts = stepCharts("plan");
@@ -64,7 +65,7 @@ async function showPlan(first = false) {
     if (start.model) {
       $("plan-graph").innerHTML = answer.svg;
       $("uncut").disabled = !plan.past.length;
-      if (first) { plan.base = answer.cap || Math.max(...answer.peaks); showCap(); }
+      if (first) { plan.base = answer.cap || Math.max(...answer.peaks); $("treatments").value = answer.used; showCap(); }
       showCuts(answer);
       plan.charts.show(answer);
     } else {
@@ -83,7 +84,7 @@ function showCuts({ pieces, cuts }) {
   if (!pieces.length) { $("cuts").textContent = "The stages form branches, so there is no list of layers to cut."; return; }
   const focused = document.activeElement?.dataset?.cut;
   const cells = pieces.map(([layer, ops, stage]) => {
-    const cell = make("span", { className: "layer", title: `${layer || "(no layer)"}: ${ops} ops, stage ${stage}`, textContent: layer || "…" });
+    const cell = make("span", { className: "layer", title: `${layer || "(no layer)"}: ${ops} ops, stage ${stage}`, textContent: layer.split(".").slice(-2).join(".") || "·" });
     cell.style.background = STAGE_COLOURS[stage % STAGE_COLOURS.length];
     cell.style.flexGrow = Math.sqrt(ops);
     return cell;
@@ -156,7 +157,7 @@ async function planAgain() {
   try {
     $("plan-again").disabled = true;
     const before = (await ask("progress", {})).plans;
-    let now = await ask("cap", { memory: `${capBytes()}B` });
+    let now = await ask("cap", { memory: `${capBytes()}B`, treatments: $("treatments").value });
     while (now.running) {
       $("search").textContent = now.said;
       await new Promise((done) => setTimeout(done, 200));

@@ -228,7 +228,6 @@ function memoryShapes(memory, view, options) {
       shapes.push({ line: [[LEFT, y(size)], [end, y(size)]], stroke: "grid", width: 1 },
         { text: digits(size, 3), x: LEFT - 6, y: y(size) + 4, size: 10, anchor: "end", fill: "soft" });
     }
-    shapes.push({ text: `rank ${rank}`, x: LEFT + 5, y: top + 12, size: 11, fill: "soft" });
     for (const curve of curves.filter((c) => c.rank === rank)) {
       const line = [];
       curve.points.forEach(([time, size], i) => {
@@ -236,11 +235,13 @@ function memoryShapes(memory, view, options) {
         line.push([x(time), y(size)]);
       });
       const [stroke, dash] = style(curve);
-      if (curve.source === "measured" && curve.tier === "device") {
+      const alone = names.length === 1;
+      if ((curve.source === "measured" || alone) && curve.tier === "device") {
         shapes.push({ area: [...line, [line.at(-1)[0], y(0)], [line[0][0], y(0)]], fill: stroke });
       }
-      shapes.push({ line, stroke, width: 1.8, dash: curve.tier === "host" ? "1 3" : dash });
+      shapes.push({ line, stroke, width: 1.8, dash: alone ? "" : curve.tier === "host" ? "1 3" : dash });
     }
+    shapes.push({ text: `rank ${rank}`, x: LEFT + 5, y: top + high - 5, size: 11, fill: "ink" });
     const cap = memory.caps[rank];
     if (cap) {
       shapes.push({ line: [[LEFT, y(cap[0])], [end, y(cap[0])]], stroke: CAP, width: 1.2, dash: "2 3" },
