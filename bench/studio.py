@@ -42,11 +42,15 @@ def changes(page: Page, server_s: list[float], option: str, values: list[float])
         taken.append(page.evaluate(CHANGE, [option, str(value)]))
     middle, slowest = statistics.median(taken), max(taken)
     server = 1000 * statistics.median(server_s[before:])
-    return f"middle {middle:.0f} ms (server {server:.0f} ms), slowest {slowest:.0f} ms, of {len(taken)} changes"
+    return (
+        f"middle {middle:.0f} ms (server {server:.0f} ms), slowest {slowest:.0f} ms, of {len(taken)} changes"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedule", default="1f1b")
     name = parser.parse_args().schedule
     start, answers = opened(None, read_words)
@@ -71,7 +75,8 @@ def main() -> None:
             page.wait_for_selector("body[data-drawn]", timeout=300_000)
             for option in ("-T", "-F"):
                 values = [round(0.05 * (1 + n % 40), 2) for n in range(1, count + 1)]
-                print(f"{name}, p = {ranks}, m = {microbatches}, {option}: {changes(page, server_s, option, values)}")
+                taken = changes(page, server_s, option, values)
+                print(f"{name}, p = {ranks}, m = {microbatches}, {option}: {taken}")
         browser.close()
     server.stop()
     thread.join()

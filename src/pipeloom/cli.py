@@ -34,5 +34,17 @@ def main() -> None:
 
 
 schedule.add_command(search)
-for command in (train, profile, plan, simulate, schedule, studio, verify, bench, export, export_plan, cluster):
+for command in (
+    train,
+    profile,
+    plan,
+    simulate,
+    schedule,
+    studio,
+    verify,
+    bench,
+    export,
+    export_plan,
+    cluster,
+):
     main.add_command(command)

@@ -26,7 +26,7 @@ def library_server() -> Iterator[StudioServer]:
 
 @pytest.fixture
 def studio(browser: Any, library_server: StudioServer) -> Iterator[Open]:
-    """Opens the page at a setting, and holds at the end that nothing complained, and nobody else was asked."""
+    """Opens the page at a setting. At the end nothing has complained, and nobody else was asked."""
     opened_pages: list[Studio] = []
 
     def visit(server: StudioServer | None = None, *, width: int = 1280, **setting: Any) -> Studio:
@@ -40,5 +40,3 @@ def studio(browser: Any, library_server: StudioServer) -> Iterator[Open]:
         assert [url for url in one.requests if not url.startswith((own, "blob:", "data:"))] == []
         assert one.complaints == []
         one.page.context.close()
-
-

@@ -40,7 +40,9 @@ def write(page: Any, rank: int, row: str) -> None:
         (1, "1F0 1B0 1F1 1B1 1F2 1B2 0F1", "stand"),
     ],
 )
-def test_the_rule_stands_under_the_row_that_breaks_it(studio: Any, rank: int, row: str, sentence: str) -> None:
+def test_the_rule_stands_under_the_row_that_breaks_it(
+    studio: Any, rank: int, row: str, sentence: str
+) -> None:
     page = edited(studio)
     write(page, rank, row)
     broken = page.page.locator(".row .broken")

@@ -27,7 +27,6 @@ FLAGS = [
 ]
 
 
-
 @contextmanager
 def chromium() -> Iterator["sync_api.Browser"]:
     with sync_api.sync_playwright() as playwright:

@@ -8,9 +8,7 @@ from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, simulate_sche
 MiB = 1024**2
 
 
-def simulated_step(
-    *, ranks: int, mbs: int, source: str = "predicted", forward_s: float = 0.01
-) -> Timeline:
+def simulated_step(*, ranks: int, mbs: int, source: str = "predicted", forward_s: float = 0.01) -> Timeline:
     times = MicrobatchTimes(
         forward_s=forward_s,
         input_grad_s=forward_s,

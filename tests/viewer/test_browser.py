@@ -23,7 +23,7 @@ DRAWN = """
 PANELS = ["Timelines, rank by rank", "Memory", "Stages", "Loss", "Configuration"]
 TABLES = ["why ranks are idle", "memory at each rank's peak, MiB", "stages, ms per micro-batch"]
 INK = {"light": "rgb(27, 36, 51)", "dark": "rgb(230, 234, 241)"}
-PATH = "[...document.querySelectorAll('#timelines path')].filter((p) => p.getAttribute('stroke-width') === '2.5')"
+PATH = "[...document.querySelectorAll('#timelines path[stroke-width=\"2.5\"]')]"
 
 EXPLANATION = Explanation(
     source="predicted",

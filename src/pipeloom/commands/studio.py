@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.argument("what", metavar="[PLAN | RUN | FILE]", required=False)
 @click.argument("model", required=False)
 @plan_options("cluster")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; 0 for any free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; 0 for any free one."
+)
 def studio(*, what: str | None, model: str | None, cluster: str | None, port: int) -> None:
     """Open a page to play with schedules and plans: draw, compare, ask why, edit, save.
 

@@ -45,8 +45,14 @@ def opened(
         plan, times = load_plan(file), file
         desk = PlanDesk(plan, None if job is None else PlanModel.load(job, plan, cluster))
         answers |= {name: getattr(desk, name) for name in ("plan", "save_plan", "cap", "progress")}
-        start |= {"plan": str(file), "model": job is not None, "words": _words(file, len(plan.schedule_rows), plan.microbatches)}
-        start["entries"] = [{"name": "plan", "rows": str(plan.as_schedule)}] if plan.steady is None else start["entries"]
+        start |= {
+            "plan": str(file),
+            "model": job is not None,
+            "words": _words(file, len(plan.schedule_rows), plan.microbatches),
+        }
+        start["entries"] = (
+            [{"name": "plan", "rows": str(plan.as_schedule)}] if plan.steady is None else start["entries"]
+        )
     elif job is not None:
         raise ConfigError(f"{what} is no plan, so a model says nothing of it", hint="leave MODEL out")
     elif file is not None and file.suffix in (".txt", ".csv"):

@@ -1,11 +1,10 @@
-"""A plan on the page: its stages, its cuts between the model's layers, and what another cap would make of it."""
+"""A plan on the page: its stages, its cuts between the layers, and what another cap would make of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from math import prod
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -66,9 +65,7 @@ class PlanDesk:
     def plan(self, asked: Json) -> Json:
         """The plan, or that of other cuts: `asked["cuts"]`, before which piece each stage but the first
         begins."""
-        plan, given = self._plan, asked.get("cuts")
-        if given is not None and [int(cut) for cut in given] != cuts_of(self._pieces):
-            plan = with_cuts(plan, self._pieces, [int(cut) for cut in given])
+        plan, cuts = self._cut(asked)
         used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
@@ -81,13 +78,19 @@ class PlanDesk:
             "step": plan.predicted_step_s,
             "peaks": list(plan.peaks),
         }
-        return answer if self._model is None else answer | self._simulated(plan, self._model)
+        if self._model is None:
+            return answer
+        edges = [0, *cuts, len(self._pieces)]
+        parts = [
+            [piece.layer, len(piece.ops), stage]
+            for stage, (a, b) in enumerate(pairwise(edges))
+            for piece in self._pieces[a:b]
+        ]
+        return answer | {"cuts": cuts, "pieces": parts} | self._simulated(plan, self._model)
 
     def save_plan(self, asked: Json) -> Json:
         """The file of the plan as it is cut now, with its figures."""
-        plan = self._plan
-        if asked.get("cuts") is not None:
-            plan = with_cuts(plan, self._pieces, [int(cut) for cut in asked["cuts"]])
+        plan, _ = self._cut(asked)
         if self._model is not None:
             timeline = self._simulate(plan, self._model)
             peaks = tuple(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
@@ -147,6 +150,12 @@ class PlanDesk:
             said = f"planned for {memory}: step {show_time(plan.predicted_step_s)}"
         self._search |= {"running": False, "said": said}
 
+    def _cut(self, asked: Json) -> tuple[Plan, list[int]]:
+        """The plan with the cuts that are asked for, and these."""
+        own = cuts_of(self._pieces)
+        cuts = own if asked.get("cuts") is None else [int(cut) for cut in asked["cuts"]]
+        return (self._plan if cuts == own else with_cuts(self._plan, self._pieces, cuts)), cuts
+
     def _simulate(self, plan: Plan, model: PlanModel) -> Any:
         return planning.simulate(plan, model.captured.graph, model.captured.profiles, model.cluster)
 
@@ -159,21 +168,18 @@ class PlanDesk:
         peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
         over = [rank for rank, cap in enumerate(plan.caps) if peaks[rank] > cap]
         drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), texts)
-        moved = pieces(plan, graph)
-        shape = {parameter.name: prod(parameter.shape) for parameter in graph.parameters}
-        stages = plan.stage_graph(graph)
         return {
             "svg": stages_svg(drawn),
             "rows": as_plain(rows),
             "step": timeline.step_s,
             "bubble": timeline.bubble,
             "peaks": peaks,
-            "over": [f"rank {r} holds {format_bytes(peaks[r])}, its cap is {format_bytes(plan.caps[r])}" for r in over],
+            "over": [
+                f"rank {r} holds {format_bytes(peaks[r])}, its cap is {format_bytes(plan.caps[r])}"
+                for r in over
+            ],
             "pictures": pictures([timeline], reports.explain_steps(plan, graph, [timeline], model.cluster)),
             "memory": memory_panels([timeline], plan.caps),
-            "pieces": [[p.layer, len(p.ops), p.stage] for p in moved],
-            "parameters": [sum(shape[name] for name in stages.params[s.index]) for s in stages.stages],
-            "cuts": cuts_of(moved),
         }
 
 

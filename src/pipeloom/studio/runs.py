@@ -1,4 +1,4 @@
-"""A run's directory on the page, also while it trains: its losses, and the predicted over the measured step."""
+"""A run's directory on the page, also while it trains: losses, and the predicted over the measured step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class RunDesk:
         lines = read_metrics(self.folder / METRICS)
         losses = {
             "train": [(line.step, line.loss) for line in lines if line.loss is not None],
-            "validation": [(line.step, line.validation_loss) for line in lines if line.validation_loss is not None],
+            "validation": [
+                (line.step, line.validation_loss) for line in lines if line.validation_loss is not None
+            ],
         }
         steps_s = [line.step_s for line in lines if line.step_s is not None]
         trace = self.folder / "trace.json"

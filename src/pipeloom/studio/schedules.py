@@ -1,4 +1,4 @@
-"""What the page asks of schedules: to draw them, why things are as they are, whether an edit can run, and files.
+"""What the page asks of schedules: to draw them, why things are as they are, if an edit can run, and files.
 
 A request names the setting by the words of the command line (`-p 4 -m 8 -F 1,2`), which the command itself
 reads: so figures here and there are the same.
@@ -120,7 +120,9 @@ class ScheduleDesk:
             "holds": None
             if until is None
             else {"share": share, "until": until.action, "from": events[action].start_s, "to": until.end_s},
-            "followers": [{"action": e.action, "rank": e.rank, "start": e.start_s} for e in causes.followers(action)],
+            "followers": [
+                {"action": e.action, "rank": e.rank, "start": e.start_s} for e in causes.followers(action)
+            ],
         }
 
     def path(self, asked: Json) -> Json:
@@ -167,23 +169,25 @@ class ScheduleDesk:
         text = repeating_recipe(simulated.schedule, simulated.stages, name=name)
         if text is None:
             raise ScheduleError(
-                f"{asked['name']} does not repeat: no line per rank gives these rows, one micro-batch further "
-                "each time",
-                hint="save the rows; or move the blocks in the middle so that each turn is like the one before",
+                f"{asked['name']} does not repeat: no line per rank gives these rows, again and again",
+                hint="save the rows; or let each turn in the middle be like the one before",
             )
         return {"file": f"{name}.py", "text": text}
 
     def _scenario(self, asked: Json) -> Scenario:
         words = [str(word) for word in asked["words"]]
         if "--times" in words and str(self._times) != words[words.index("--times") + 1]:
-            raise ConfigError("the page may not name files", hint="start the studio with the plan: pipeloom studio PLAN")
+            raise ConfigError(
+                "the page may not name files", hint="start the studio with the plan: pipeloom studio PLAN"
+            )
         return self._read(words)
 
     def _studied(self, entry: Json, scenario: Scenario) -> Studied:
         name, rows = str(entry["name"]), str(entry.get("rows") or "")
         if not rows and parse_name(name).in_file and name not in self.files:
             raise ConfigError(
-                f"the page may not name files, as {name}", hint=f"start the studio with it: pipeloom studio {name}"
+                f"the page may not name files, as {name}",
+                hint=f"start the studio with it: pipeloom studio {name}",
             )
         return studied(name, rows, scenario)
 
@@ -198,7 +202,10 @@ def broken_rule(error: PipeloomError) -> Json:
     ranks = [int(numbered[1]) - 1] if numbered else [int(n) for n in re.findall(r"\branks? (\d+)", text)]
     circle: list[Any] = []
     if isinstance(error, DeadlockError):
-        stuck = {int(r): (int(r), at, needs) for r, at, needs in re.findall(r"rank (\d+) at (\S+) needs ([^;\s]+)", text)}
+        stuck = {
+            int(r): (int(r), at, needs)
+            for r, at, needs in re.findall(r"rank (\d+) at (\S+) needs ([^;\s]+)", text)
+        }
         loop = re.search(r"rank ([\d> -]+\d)", error.hint or "")
         order = [int(n) for n in loop[1].split(" -> ")[:-1]] if loop else []
         circle = [stuck[rank] for rank in order if rank in stuck]

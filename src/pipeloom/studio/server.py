@@ -1,8 +1,8 @@
 """The studio's server: one page and its questions, on the loopback address, for whoever has the token.
 
-Three locks, because any page that a browser shows may send requests to this machine: each request carries the
-token, which only the printed address has; it names this server as its host (a foreign name that resolves to the
-loopback address is refused); and where a browser says which page asked, that page is this one.
+Three locks, because any page that a browser shows may send requests to this machine. Each request carries the
+token, which only the printed address has. It names this server as its host: a foreign name that resolves to
+the loopback address is refused. And where a browser says which page asked, that page is this one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ HEADERS = {
 def page_text(start: Mapping[str, Any]) -> str:
     """The page. start: what it begins with, as JSON."""
     data = msgspec.json.encode(start).decode().replace("<", "\\u003c")
-    page: str = environment(Path(__file__).parent / "templates").get_template("studio.html").render(start=data)
+    page: str = (
+        environment(Path(__file__).parent / "templates").get_template("studio.html").render(start=data)
+    )
     return page
 
 

@@ -101,7 +101,9 @@ def read_trace(path: Path) -> list[Timeline]:
         events = msgspec.json.decode(path.read_bytes(), type=_Trace).traceEvents
         return _timelines(events)
     except (OSError, msgspec.MsgspecError, KeyError, ValueError) as error:
-        raise ConfigError(f"{path} is no trace of pipeloom: {error}", hint="name the directory of a run") from None
+        raise ConfigError(
+            f"{path} is no trace of pipeloom: {error}", hint="name the directory of a run"
+        ) from None
 
 
 class _TraceEvent(msgspec.Struct):

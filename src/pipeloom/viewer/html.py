@@ -97,26 +97,32 @@ def report_page(
         stage: [f"F {forward.value}", f"B {back.value}"]
         for stage, (forward, back) in stage_figures(stages, both).items()
     }
-    page: str = environment().get_template("report.html").render(
-        title=title,
-        note=note,
-        cards=cards if forecast is None else [forecast, *cards],
-        losses=losses,
-        legend=legend(figures["timelines"]),
-        explained=bool(drawn and explanations),
-        paired=any(t.paired for t in drawn),
-        chunks=any(any(chunks(t).values()) for t in drawn),
-        idle=idle_table(explanations, alone=measured is None) if any(e.idle for e in explanations) else None,
-        # No `<` can end the script element early that the JSON stands in.
-        figures={
-            name: msgspec.json.encode(figure).decode().replace("<", "\\u003c") if figure else ""
-            for name, figure in figures.items()
-        },
-        stages=stage_table(stages, both, errors=True),
-        replicas=max((row.replicas for row in stages), default=1),
-        stage_graph=draw_stages(stages, edges, times) if edges else None,
-        memory=memory_table(both, stages, caps, size_unit),
-        config=_flat(config or {}),
+    page: str = (
+        environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            note=note,
+            cards=cards if forecast is None else [forecast, *cards],
+            losses=losses,
+            legend=legend(figures["timelines"]),
+            explained=bool(drawn and explanations),
+            paired=any(t.paired for t in drawn),
+            chunks=any(any(chunks(t).values()) for t in drawn),
+            idle=idle_table(explanations, alone=measured is None)
+            if any(e.idle for e in explanations)
+            else None,
+            # No `<` can end the script element early that the JSON stands in.
+            figures={
+                name: msgspec.json.encode(figure).decode().replace("<", "\\u003c") if figure else ""
+                for name, figure in figures.items()
+            },
+            stages=stage_table(stages, both, errors=True),
+            replicas=max((row.replicas for row in stages), default=1),
+            stage_graph=draw_stages(stages, edges, times) if edges else None,
+            memory=memory_table(both, stages, caps, size_unit),
+            config=_flat(config or {}),
+        )
     )
     return page
 

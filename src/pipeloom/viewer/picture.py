@@ -79,7 +79,11 @@ def picture(
         "unit": unit,
         "ticks": TICKS,
         "groups": [
-            {"name": group_name(group), "lane": blocks["lane"][first[n]], "colours": [colour(group, s) for s in range(4)]}
+            {
+                "name": group_name(group),
+                "lane": blocks["lane"][first[n]],
+                "colours": [colour(group, s) for s in range(4)],
+            }
             for group, n in groups.items()
         ],
         "shades": shades,

@@ -30,6 +30,7 @@ from .orders import OrderCandidate
 from .problem import SearchProblem, SearchStage
 from .search import Progress, SearchOptions, SearchResult, search_orders
 
+
 def found_text(result: SearchResult, name: str = "found.py", declared_in: str = "") -> str:
     """The best repeating order of a search as a file's text. Raises: ScheduleError if none keeps to the
     limits."""
