@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import planning, reports
+from ..caches import beside_ranks
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, PipeloomError, PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, StagePlan
+from ..ir.profile import Profile
 from ..ir.text import as_plain, format_bytes, show_time
 from ..plan_request import CapturedModel
 from ..planner.search.layer_groups import layer_names
@@ -31,17 +33,29 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class PlanModel:
-    """A plan's model, to simulate its changes: captured, with costs on the devices it was planned for."""
+    """A plan's model, to simulate its changes.
+
+    costs: on the devices it was planned for.  described: these, None for processes of this machine.
+    """
 
     job: Job
     captured: CapturedModel
-    cluster: Cluster
+    costs: Mapping[str, Profile]
+    ranks: int
+    described: Cluster | None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.described or cpu_cluster(self.ranks)
 
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
         """cluster: None for processes of this machine, whose op times are measured within the last day."""
         captured = planning.captured_model(job, plan.microbatch_size, cluster)
-        return cls(job, captured, cluster or cpu_cluster(len(set(plan.placement))))
+        costs, ranks = captured.profiles, len(set(plan.placement))
+        if cluster is None:
+            costs = {name: beside_ranks(each, captured.graph, ranks) for name, each in costs.items()}
+        return cls(job, captured, costs, ranks, cluster)
 
 
 @dataclass(frozen=True)
@@ -134,14 +148,11 @@ class PlanDesk:
                 microbatches=old.microbatches,
                 microbatch_size=old.microbatch_size,
                 weights=old.weights,
-                cluster=model.cluster,
+                cluster=model.described,
                 memory=memory,
                 treatments=treatments,
             )
-            (profile, *others) = {id(p): p for p in model.captured.profiles.values()}.values()
-            plan, _ = planning.plan_size(
-                request, model.job, captured=model.captured.captured, profiled=None if others else profile
-            )
+            plan, _ = planning.plan_size(request, model.job, captured=model.captured.captured)
         except PipeloomError as error:
             said = f"{error.message}\n{error.hint or ''}"
         else:
@@ -157,7 +168,7 @@ class PlanDesk:
         return (self._plan if cuts == own else with_cuts(self._plan, self._pieces, cuts)), cuts
 
     def _simulate(self, plan: Plan, model: PlanModel) -> Any:
-        return planning.simulate(plan, model.captured.graph, model.captured.profiles, model.cluster)
+        return planning.simulate(plan, model.captured.graph, model.costs, model.cluster)
 
     def _simulated(self, plan: Plan, model: PlanModel) -> Json:
         graph = model.captured.graph

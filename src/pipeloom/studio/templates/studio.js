@@ -208,6 +208,7 @@ function tradeShapes(width) {
     taken.push([left, top, short.length]);
     const text = make("span", { className: "name", textContent: short });
     Object.assign(text.style, at);
+    text.classList.toggle("before", left > width - short.length * 6.5 - 20);
     return [point, text];
   });
   const focused = document.activeElement?.title;

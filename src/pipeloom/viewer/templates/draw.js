@@ -104,7 +104,34 @@ class View {
   changed() { for (const chart of this.charts ?? []) chart.redraw(); }
 }
 
-// A row of rectangles that touch, of which those under half a pixel are left out.
+// Blocks narrower than a pixel or two are drawn by how much of each strip of 3 pixels each colour fills.
+const STRIP = 3, NARROW = 1.6;
+function mixedColour(shares) {
+  const parts = [...shares].map(([colour, share]) => [colour, Math.round(4 * share)]).filter(([, part]) => part);
+  const whole = parts.reduce((sum, [, part]) => sum + part, 0);
+  const channel = (i) => Math.round(parts.reduce((sum, [colour, part]) => sum + part * parseInt(colour.slice(i, i + 2), 16), 0) / whole);
+  return whole ? `#${[1, 3, 5].map((i) => channel(i).toString(16).padStart(2, "0")).join("")}` : null;
+}
+function denseRow(picture, row, x, end, box) {
+  const strips = [];
+  for (const i of row) {
+    const x0 = Math.max(LEFT, x(picture.start(i))), x1 = Math.min(end, x(picture.end(i))), colour = picture.colour(i);
+    for (let at = Math.floor((x0 - LEFT) / STRIP); LEFT + at * STRIP < x1; at++) {
+      const within = Math.min(x1, LEFT + (at + 1) * STRIP) - Math.max(x0, LEFT + at * STRIP);
+      const strip = (strips[at] ??= new Map());
+      strip.set(colour, (strip.get(colour) ?? 0) + within / STRIP);
+    }
+  }
+  let begun = 0, last = null;
+  for (let at = 0; at <= strips.length; at++) {
+    const colour = strips[at] ? mixedColour(strips[at]) : null;
+    if (colour === last) continue;
+    if (last) box(last, LEFT + begun * STRIP, LEFT + at * STRIP);
+    begun = at; last = colour;
+  }
+}
+
+// What lies in the rows of one picture: gaps, blocks, messages, pairs, the path, and a chain of causes.
 function timeShapes(picture, view, frame, options) {
   const { width, top, row, right } = frame, scale = (width - LEFT - right) / (view.to - view.from);
   const x = (time) => LEFT + (time - view.from) * scale, boxes = new Map(), texts = [], shapes = [];
@@ -125,13 +152,14 @@ function timeShapes(picture, view, frame, options) {
         texts.push({ text: reason, x: (x0 + x1) / 2, y: y + high / 2 + 4, size: 10, anchor: "middle", fill: "soft" });
       }
     }
-    const own = picture.computing[rank];
-    let last = -Infinity;
-    for (let at = picture.from(rank, view.from); at < own.length; at++) {
-      const i = own[at], x0 = x(picture.start(i)), x1 = x(picture.end(i));
-      if (x0 > end) break;
-      if (x1 < last + finest) continue;
-      last = x1;
+    const own = picture.computing[rank].slice(picture.from(rank, view.from), picture.from(rank, view.to) + 1);
+    const seen = own.length && Math.min(end, x(picture.end(own.at(-1)))) - Math.max(LEFT, x(picture.start(own[0])));
+    if (own.length > 20 && seen < NARROW * own.length) {
+      denseRow(picture, own, x, end, (fill, x0, x1) => box(fill, x0, x1, y, high));
+      continue;
+    }
+    for (const i of own) {
+      const x0 = x(picture.start(i)), x1 = x(picture.end(i));
       box(picture.colour(i), x0, x1, y, high);
       const action = picture.blocks.action[i], number = /^\d+[A-Z]+(\d+)$/.exec(action)?.[1];
       if (number === undefined || row < 11) continue;
@@ -211,7 +239,7 @@ function axisShapes(view, { width, y, right, title }) {
 
 function memoryShapes(memory, view, options) {
   const { width, right = 14 } = options, { ranks, curves, top: most } = memory, shapes = [];
-  const high = ranks.length <= 8 ? 72 : 44, gap = 10;
+  const high = ranks.length <= 8 ? 68 : 42, gap = 18;
   const scale = (width - LEFT - right) / (view.to - view.from), end = width - right;
   const x = (time) => Math.max(LEFT, Math.min(end, LEFT + (time - view.from) * scale));
   const names = [...new Set(curves.map((curve) => curve.name))];
@@ -223,7 +251,7 @@ function memoryShapes(memory, view, options) {
     left += 54 + name.length * 7;
   }
   ranks.forEach((rank, panel) => {
-    const top = TOP + panel * (high + gap), y = (size) => top + high * (1 - size / most);
+    const top = TOP + 6 + panel * (high + gap), y = (size) => top + high * (1 - size / most);
     for (const size of niceTicks(0, most, high / 24)) {
       shapes.push({ line: [[LEFT, y(size)], [end, y(size)]], stroke: "grid", width: 1 },
         { text: digits(size, 3), x: LEFT - 6, y: y(size) + 4, size: 10, anchor: "end", fill: "soft" });
@@ -241,14 +269,14 @@ function memoryShapes(memory, view, options) {
       }
       shapes.push({ line, stroke, width: 1.8, dash: alone ? "" : curve.tier === "host" ? "1 3" : dash });
     }
-    shapes.push({ text: `rank ${rank}`, x: LEFT + 5, y: top + high - 5, size: 11, fill: "ink" });
+    shapes.push({ text: `rank ${rank}`, x: LEFT, y: top - 4, size: 11, fill: "ink" });
     const cap = memory.caps[rank];
     if (cap) {
       shapes.push({ line: [[LEFT, y(cap[0])], [end, y(cap[0])]], stroke: CAP, width: 1.2, dash: "2 3" },
         { text: cap[1], x: end - 4, y: y(cap[0]) - 3, size: 10, anchor: "end", fill: CAP });
     }
   });
-  const foot = TOP + ranks.length * (high + gap) - gap;
+  const foot = TOP + 6 + ranks.length * (high + gap) - gap;
   const axis = axisShapes(view, { width, y: foot, right, title: `${memory.unit}; ${options.title ?? "time"}` });
   return { shapes: [...shapes, ...axis.axis], height: foot + FOOT };
 }
