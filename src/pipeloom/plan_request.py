@@ -42,8 +42,8 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
         )
     if replicas > 1 and shape.replicas > 1:
         raise PlanError(
-            f"schedule {settings.named_schedule} holds every stage on {shape.replicas} ranks by itself, so it "
-            f"cannot have {replicas} replicas of each beside",
+            f"schedule {settings.named_schedule} holds every stage on {shape.replicas} ranks by itself, so "
+            f"it cannot have {replicas} replicas of each beside",
             hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
     if replicas > 1 and settings.devices > len(cluster.devices):

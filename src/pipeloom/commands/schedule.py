@@ -361,16 +361,8 @@ def _present(
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "microbatches": simulated.microbatches,
-        **_figures(simulated),
-        "by_rank": [
-            {
-                "rank": r.rank,
-                "busy_s": r.busy_s,
-                "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
-                "peak": simulated.peaks[r.rank],
-            }
-            for r in simulated.summary.ranks
-        ],
+        **simulated.figures(),
+        "by_rank": simulated.by_rank(),
         "rows": str(schedule).splitlines() if as_json else [],  # of large schedules this takes a while
         "weights": versions if stages else None,
     }
@@ -400,12 +392,6 @@ def _present(
     emit(figures, screen(), as_json=as_json)
 
 
-def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """Seconds, shares of rank-time, micro-batches and bytes; peak_bytes: None where sizes are not known."""
-    figures = {key: getattr(simulated.summary, key) for key in ("step_s", "bubble", "span_s", "span_bubble")}
-    return figures | {"peak": simulated.peak, "peak_bytes": max(simulated.peaks_bytes, default=None)}
-
-
 def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
     size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
     return f"{simulated.peak:.4g}{unit}{size}"
@@ -433,7 +419,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
             by_name[name] = simulate_schedule(name, scenario)
         except (ScheduleError, PlanError) as error:
             refused[name] = error
-    figures = {name: _figures(simulated) for name, simulated in by_name.items()}
+    figures = {name: simulated.figures() for name, simulated in by_name.items()}
     errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
 
     def screen() -> Iterator[Table]:
@@ -472,7 +458,7 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     simulated = simulate_schedule(name, scenario)
     explanation = idle_reasons(simulated)
     causes, legs = sources(explanation), fold(explanation.path)
-    figures = {key: _figures(simulated)[key] for key in ("step_s", "bubble", "span_s", "span_bubble")}
+    figures = {key: simulated.figures()[key] for key in ("step_s", "bubble", "span_s", "span_bubble")}
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
 
     def screen() -> Iterator[str]:
@@ -567,9 +553,9 @@ def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ACTION, such as 2B5, of the schedule NAME begins when it does: the chain of causes back to the
     start."""
     from ..schedules.scenario import simulate_schedule
-    from ..schedules.tuning import why as causes_of
+    from ..schedules.tuning import Causes
 
-    causes = causes_of(simulate_schedule(name, scenario), action)
+    causes = Causes(simulate_schedule(name, scenario)).chain(action)
     words = {
         "rank": "its rank ran {} until then",
         "message": "it needed {}",

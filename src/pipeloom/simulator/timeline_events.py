@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
@@ -89,9 +89,12 @@ class SimulatedEvents(Sequence[Event]):
         sends: Bools = (kind == SEND_F_) | (kind == SEND_B_)
         return sends
 
-    def listed(self) -> EventLists:
-        """All events as lists, without an object for each."""
+    def listed(self, streams: Collection[str] = ()) -> EventLists:
+        """The events on these streams, or all, as lists, without an object for each."""
         columns, shown = self._columns, self._shown
+        if streams:
+            wanted = np.array([stream in streams for stream in self._stream])
+            shown = shown[wanted[columns.kind[shown]]]
         start, end = self._start.copy(), self._end.copy()
         sends = self._sends
         start[sends], end[sends] = (moves[self._message[sends]] for moves in self._moves)
