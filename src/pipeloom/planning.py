@@ -49,6 +49,7 @@ def capture(
     autocast: dtype | None = None,
     device: str = "cpu",
     devices: Iterable[str] = (),
+    split: Mapping[str, int] | None = None,
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
 
@@ -57,6 +58,7 @@ def capture(
     whose first dimension is the micro-batch, by the names of the forward's arguments.
     autocast: torch.bfloat16 for mixed precision, as `torch.autocast` does it on `device`; None for none.
     devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
+    split: weights to cut by words, as a plan has them (`Plan.split_words`).
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
@@ -76,7 +78,8 @@ def capture(
     from .options import mixed_precision
     from .tracer.capture import capture as trace
 
-    captured = trace(job, microbatch_size, batch=batch, autocast=mixed_precision(autocast, device))
+    mixed = mixed_precision(autocast, device)
+    captured = trace(job, microbatch_size, batch=batch, autocast=mixed, split=split)
     return replace(captured, graph=with_updates(captured.graph, job, devices))
 
 
@@ -89,7 +92,7 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
     kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
-    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind, graph.rows))
 
 
 def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:

@@ -40,7 +40,7 @@ def export_plan(
     else:
         from .. import planning
 
-        graph = planning.capture(job_of(model), plan.microbatch_size).graph
+        graph = planning.capture(job_of(model), plan.microbatch_size, split=plan.split_words).graph
     made = export_for(plan, graph, engine, csv_file)
     if csv_file is not None and made.order is not None:
         write_whole(csv_file, schedule_text(made.order))

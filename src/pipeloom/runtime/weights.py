@@ -21,10 +21,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..ir.graph import UpdateBytes, step_bytes
+from ..ir.graph import Rows, UpdateBytes, step_bytes
 from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
+    NO_ROWS,
     MakeOptimizer,
     default_optimizer,
     forget_stand_ins,
@@ -104,6 +105,7 @@ class Weights:
     shares: of all ranks: who steps which parameter; empty where each steps all that it has.
     everywhere: all that the model trains, in its order, without data; by default what this rank has. The
         optimizer is made for all of these, so that it groups them as in one process, and keeps what it steps.
+    rows: of those that are parts of a parameter.
     optimizers: those that hold the state of `optimizer`, which may be several in one.
     copied_bytes: by updates, to make new versions.
     """
@@ -122,6 +124,7 @@ class Weights:
         shares: Sequence[OptimizerShares] = (),
         rank: int = 0,
         everywhere: Mapping[str, nn.Parameter] | None = None,
+        rows: Mapping[str, Rows] = NO_ROWS,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -137,7 +140,8 @@ class Weights:
         self._stand_ins = {n: stand_in(p.shape, p.dtype) for n, p in trained.items()}
         self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
-        self.optimizer = make_checked(self._make_optimizer, here) if here else None
+        self.rows = rows
+        self.optimizer = make_checked(self._make_optimizer, here, rows) if here else None
         self.optimizers = optimizers_of(self.optimizer)
         if self.optimizer is not None:
             refuse_kept_beside(self.optimizer)
@@ -305,7 +309,8 @@ class Weights:
         """What the optimizer takes for each parameter that this rank steps."""
         if not self.stepped:
             return {}
-        known = update_bytes(self._make_optimizer, self._stand_ins, torch.device(self.device).type)
+        device = torch.device(self.device).type
+        known = update_bytes(self._make_optimizer, self._stand_ins, device, self.rows)
         return {name: known[name] for name in self.stepped}
 
     @cached_property
