@@ -273,7 +273,9 @@ class PlanRequest:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
-        return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else (), notes=notes)
+        split = model.captured.split_words if isinstance(model, CapturedModel) else {}
+        caps = plan.caps if self.capped else ()
+        return replace(plan, microbatch_size=model.size, caps=caps, notes=notes, split_words=split)
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The fastest plan for all replicas. What the sums of their gradients take is seen only here, so that

@@ -26,6 +26,7 @@ from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
+from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.planners import planner
@@ -273,6 +274,10 @@ def plan_size(
     model = _model_for(request, job, request.options.microbatch_size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     made_here = captured is None and profiled is None
+    if request.options.word_parts is None and (made_here or captured is not None):
+        best = best_words(request, model, partial(_split_model, request, job, model.size, profiled))
+        if best is not None:
+            return best
     quick = made_here and took_s < QUICK_S and not request.options.compile  # each size would be compiled
 
     def largest() -> int | None:
@@ -287,10 +292,23 @@ def plan_at_size(
     """The plan for the micro-batch size that a search (`largest_plan` or `best_plan`) finds, and the model at
     it. If the job has no batch of any size that was tried, its own error is passed on."""
     try:
-        return search(request, partial(_model_if_batch, request, job))
+        plan, model = search(request, partial(_model_if_batch, request, job))
     except _NoBatch as error:
         assert error.__cause__ is not None, "it was raised from what Job.batch raised"
         raise error.__cause__ from None
+    if request.options.word_parts is None and isinstance(model, CapturedModel):
+        model_of = partial(_split_model, request, job, model.size, None)
+        plan, model = best_words(request, model, model_of) or (plan, model)
+    return plan, model
+
+
+def _split_model(
+    request: PlanRequest, job: Job, size: int, profiled: Profile | None, split: Captured
+) -> CapturedModel:
+    """The model with split words. profiled: of whole ones, on the device where it is to be measured again."""
+    if profiled is not None:
+        profiled = profile(split, device=profiled.device, compile=request.options.compile)
+    return _model_for(request, job, size, captured=split, profiled=profiled)
 
 
 class _NoBatch(CaptureError):
@@ -318,6 +336,13 @@ def _model_for(
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
     """What is measured here has the machine to itself."""
+    if (parts := request.options.word_parts or 1) > 1 and (captured is None or not captured.split_words):
+        if profiled is not None:
+            raise PlanError(
+                "the profile is of a model with whole words, the plan is to split them",
+                hint="leave the profile out, or --split-words",
+            )
+        captured = in_parts(captured or capture(job, size, batch=batch), parts)
     model_for = partial(
         captured_model, job, size, profiled=profiled, batch=batch, compiled=request.options.compile
     )

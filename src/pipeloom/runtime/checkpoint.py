@@ -4,8 +4,9 @@ Names are made from the model's own FQNs: `model.<fqn>` for parameters and buffe
 name>` for optimizer state that is a tensor, `previous.<fqn>` for the version of the weights before the
 newest. Each rank writes one safetensors file with the tensors of which it is the lowest holder; all else
 stands in JSON (`checkpoint_files`). Of a parameter that is split by words each rank writes the rows that it
-has, and reads those that it needs, whatever parts they were saved in. Hyper-parameters belong to a parameter, not to a numbered group, so that
-they find their way when parameters are spread over other ranks.
+has, and reads those that it needs, whatever parts they were saved in.
+
+Hyper-parameters belong to a parameter, not to a numbered group, so that they find their way when parameters are spread over other ranks.
 
 One rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
 that none of them waits for another that has given up. With several machines the directory must be one that
@@ -292,9 +293,9 @@ def joined(tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str,
     for name in tensors:
         if name in rows:
             parts.setdefault(rows[name].whole, []).append((rows[name].start, tensors[name]))
-    whole = {
-        name: torch.cat([t for _, t in sorted(each, key=lambda p: p[0])]) for name, each in parts.items()
-    }
+    for each in parts.values():
+        each.sort(key=lambda part: part[0])
+    whole = {name: torch.cat([tensor for _, tensor in each]) for name, each in parts.items()}
     return {name: tensor for name, tensor in tensors.items() if name not in rows} | whole
 
 

@@ -308,10 +308,7 @@ def _refuse_parts_if_not_elementwise(
         return {n: torch.rand(shape, generator=draw, dtype=torch.float64) for n, shape in shapes.items()}
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            w: torch.cat([tensors[n] for n in ns]) if ns[0] in rows else tensors[w]
-            for w, ns in wholes.items()
-        }
+        return {name: torch.cat([tensors[part] for part in parts]) for name, parts in wholes.items()}
 
     def updated(start: Mapping[str, Tensor], rows: Mapping[str, Rows], gradient: Mapping[str, Tensor]) -> Any:
         stepped = {name: nn.Parameter(value.clone()) for name, value in start.items()}
@@ -327,8 +324,8 @@ def _refuse_parts_if_not_elementwise(
     for name in {each.whole for each in rows.values()} & one.keys():
         if not torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-9):
             raise PlanError(
-                f"the optimizer of {name} does not update each of its rows by itself, so that its words cannot "
-                "be split",
+                f"the optimizer of {name} does not update each of its rows by itself, so its words cannot be "
+                "split",
                 hint="leave it whole (--split-words off), or let AdamW have it",
             )
 

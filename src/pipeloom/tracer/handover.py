@@ -104,7 +104,8 @@ def _require_same_model(graph: OpGraph, blueprint: Blueprint, job: Job) -> None:
             missing.pop(name, None)
     if missing:
         raise CaptureError(
-            f"{job.name} was captured without the parameter {next(iter(missing))} of the model in this process",
+            f"{job.name} was captured without the parameter {next(iter(missing))} of the model in this "
+            "process",
             hint=_HINT,
         )
 

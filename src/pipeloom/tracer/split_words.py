@@ -3,14 +3,12 @@
 A product with a large vocabulary, and the loss that reads it, become parts that a planner may put on
 different ranks. Part k has rows [a, b) of the weight:
 
-    h ─┬─ linear, cap, cast by W[0:a] ─▶ maximum, sum of exponentials, the label's value ─┬─▶ loss
-       ├─ linear, cap, cast by W[a:b] ─▶ maximum, sum of exponentials, the label's value ─┤
-       └─ ...                                                                             ┘
+    h ─┬─ linear, cap, cast by W[0:a] ─▶ log sum exp of its words, the label's value ─┬─▶ loss
+       ├─ linear, cap, cast by W[a:b] ─▶ log sum exp of its words, the label's value ─┤
+       └─ ...                                                                         ┘
 
-    log sum exp = M + log(sum_k s_k exp(m_k - M)),   M = max_k m_k,   s_k = sum exp(x_k - m_k)
-
-The maxima cancel out, so no gradient flows through them; all others are autograd's, of ordinary ops. An
-embedding looks up each word in the part that has it, takes zeros from the others, and adds them.
+The log sum exp of all words is that of the parts' own. An embedding looks up each word in the part that has
+it, takes zeros from the others, and adds them. All are ordinary ops, with autograd's gradients.
 
 Values are followed through the graph as `Parts` until a reduction joins them again. An op that has no rule
 here reads the parts put together, which is right and gains nothing.
@@ -21,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import Any, TypeAlias
 
 import torch
@@ -74,7 +72,7 @@ def heads(captured: Captured) -> list[Head]:
         return []
     graph = captured.graph
     losses = [op for op in graph.ops if _base(op.target) in _OVER_WORDS]
-    words = {size for op in losses for name in op.inputs[:1] for size in graph.value[name].shape}
+    words = {size for op in losses for name in op.inputs for size in graph.value[name].shape}
     found = []
     for weight in graph.parameters:
         if len(weight.shape) != 2 or weight.shape[0] not in words or not weight.trainable:
@@ -280,27 +278,14 @@ class _Rewrite:
 
     def log_sum(self, parts: Parts) -> fx.Node:
         """log sum exp over the words, which are no dimension any more."""
-        dim = parts.dim
-        least = torch.finfo(parts.dtype).min  # a part of nothing but -inf has no maximum to subtract
-        maxima, sums = [], []
-        for k, x in enumerate(parts.nodes):
-            most = self.call(k, _aten.amax.default, self.call(k, _aten.detach.default, x), [dim], True)
-            most = self.call(k, _aten.clamp_min.default, most, least)
-            above = self.call(k, _aten.exp.default, self.call(k, _aten.sub.Tensor, x, most))
-            sums.append(self.call(k, _aten.sum.dim_IntList, above, [dim]))
-            maxima.append(self.call(k, _aten.squeeze.dim, most, dim))
-        each = self.call(None, _aten.stack.default, maxima)
-        most = self.call(None, _aten.amax.default, each, [0])
-        scale = self.call(None, _aten.exp.default, self.call(None, _aten.sub.Tensor, each, most))
-        scaled = self.call(None, _aten.mul.Tensor, self.call(None, _aten.stack.default, sums), scale)
-        total = self.call(None, _aten.sum.dim_IntList, scaled, [0])
-        return self.call(None, _aten.add.Tensor, self.call(None, _aten.log.default, total), most)
+        each = [self.call(k, _aten.logsumexp.default, x, [parts.dim]) for k, x in enumerate(parts.nodes)]
+        return self.call(None, _aten.logsumexp.default, self.call(None, _aten.stack.default, each), [0])
 
     def total(self, nodes: Iterable[fx.Node]) -> fx.Node:
         return self.call(None, _aten.sum.dim_IntList, self.call(None, _aten.stack.default, list(nodes)), [0])
 
     def picked(self, parts: Parts, labels: fx.Node) -> fx.Node:
-        """The value of each label; 0 where it is no word. labels: with a dimension of size 1 for the words."""
+        """The value of each label; 0 where it is no word. labels: with a dimension in place of the words."""
         found = []
         for k, x in enumerate(parts.nodes):
             inside, row = self.of_labels(k, labels, parts)
@@ -363,7 +348,10 @@ def _elementwise(rewrite: _Rewrite, node: fx.Node) -> Result:
     for k in range(len(first.nodes)):
         operands = {n: operand(k, n) for n in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
-        nodes.append(rewrite.call(k, node.target, *args, **kwargs))
+        made = rewrite.call(k, node.target, *args, **kwargs)
+        if -inf in node.args:  # words that are ruled out: the log sum exp of none but these has no gradient
+            made = rewrite.call(k, _aten.clamp_min.default, made, torch.finfo(first.dtype).min)
+        nodes.append(made)
     return replace(first, nodes=tuple(nodes), shape=shape, dtype=node.meta["val"].dtype)
 
 
@@ -511,9 +499,8 @@ def _log_softmax(rewrite: _Rewrite, node: fx.Node) -> Result:
     if dtype.itemsize < torch.float32.itemsize:  # PyTorch rounds only what comes out
         return None
     parts = rewrite.cast(parts, dtype)
-    return replace(
-        parts, minus=rewrite.call(None, _aten.unsqueeze.default, rewrite.log_sum(parts), parts.dim)
-    )
+    log_sum = rewrite.log_sum(parts)
+    return replace(parts, minus=rewrite.call(None, _aten.unsqueeze.default, log_sum, parts.dim))
 
 
 def _log_sum_exp(rewrite: _Rewrite, node: fx.Node) -> Result:
