@@ -515,7 +515,7 @@ class Pipeline:
             whole = {**theirs, **whole}
         whole = checkpoint.joined(whole, state.rows)
         whole |= {alias: whole[name] for alias, name in state.aliases.items()}
-        ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
+        ordered = [n for n in self.captured.blueprint.model.state_dict(keep_vars=True) if n in whole]
         return {name: whole[name] for name in ordered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -43,7 +43,9 @@ def in_parts(captured: Captured, count: int) -> Captured:
     return split_words(captured, _parts(found, count))
 
 
-def best_words(request: PlanRequest, whole: CapturedModel, model_of: ModelOf) -> tuple[Plan, CapturedModel] | None:
+def best_words(
+    request: PlanRequest, whole: CapturedModel, model_of: ModelOf
+) -> tuple[Plan, CapturedModel] | None:
     """The fastest plan with words that are split or whole, and its model; None where no head is so large that
     splitting it could help, or nothing fits.
 
@@ -108,7 +110,8 @@ def _large_heads(request: PlanRequest, model: CapturedModel) -> list[Head]:
 
     def share(head: Head, profile: Profile) -> float:
         seconds = {
-            name: cost.forward_s + cost.input_grad_s + cost.weight_grad_s for name, cost in profile.costs.items()
+            name: cost.forward_s + cost.input_grad_s + cost.weight_grad_s
+            for name, cost in profile.costs.items()
         }
         return sum(seconds[name] for name in head.ops) / (sum(seconds.values()) or 1.0)
 

@@ -123,7 +123,8 @@ class PlanSettings:
             parse_bytes(self.memory)
         if self.word_parts is not None and not 1 <= self.word_parts <= MOST_DEVICES:
             raise ConfigError(
-                f"split_words is {shown(self.split_words)}", hint=f"use auto, off or 1 to {MOST_DEVICES} parts"
+                f"split_words is {shown(self.split_words)}",
+                hint=f"use auto, off or 1 to {MOST_DEVICES} parts",
             )
         for word in self.allowed or ():
             _refuse_value("treatments", word, words=get_args(Treatment))
