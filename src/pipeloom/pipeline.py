@@ -57,6 +57,7 @@ from .tracer.example import Batch, BatchForm, job_of
 from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
+from .tracer.split_words import split_words
 from .verification import verify_once
 
 Data: TypeAlias = Literal["every", "first"]
@@ -190,9 +191,11 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = captured or capture(
-            job, plan.microbatch_size, autocast=mixed_precision(options.autocast, options.device)
-        )
+        if captured is None:
+            captured = capture(
+                job, plan.microbatch_size, autocast=mixed_precision(options.autocast, options.device)
+            )
+        self.captured = split_words(captured, plan.split_words)
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(
@@ -533,8 +536,9 @@ class Pipeline:
         whole: dict[str, Tensor] = {}
         for theirs in everyone:
             whole = {**theirs, **whole}
+        whole = checkpoint.joined(whole, state.rows)
         whole |= {alias: whole[name] for alias, name in state.aliases.items() if name in whole}
-        ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
+        ordered = [n for n in self.captured.blueprint.model.state_dict(keep_vars=True) if n in whole]
         return {name: whole[name] for name in ordered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -558,21 +562,23 @@ class Pipeline:
             stays as it is, such as an adapter.
         Raises: CheckpointError as `load_state_dict`, and if there is no such file.
         """
-        files, own = SafetensorsFolder(Path(path)), self._train_state({}).model
+        files = SafetensorsFolder(Path(path))
 
         def read(name: str) -> Tensor | None:
             stored = named(name)
-            return own.get(name) if stored is None else files.read(stored)
+            return None if stored is None else files.read(stored)
 
-        self._load_weights(read)
+        self._load_weights(read, stays=lambda name: named(name) is None)
 
-    def _load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+    def _load_weights(
+        self, read: Callable[[str], Tensor | None], stays: Callable[[str], bool] = lambda name: False
+    ) -> None:
         self._run.drain()
         state = self._train_state({})
-        found = find_weights(state, read, channel=self.channel)
+        found = find_weights(state, read, channel=self.channel, stays=stays)
         with self._call("loading weights", heals=True):
-            for name, tensor in state.model.items():
-                tensor.copy_(found[name])
+            for name, tensor in found.items():
+                state.model[name].copy_(tensor)
             self.weights.cast_parameters()
             if self.weights.updates is not None:
                 self.weights.restart_versions(self.weights.newest, {})
@@ -598,7 +604,8 @@ class Pipeline:
             parameters=weights.params,
             buffers={n: t for n, t in weights.buffers.items() if n in persistent},
             optimizers=weights.optimizers,
-            aliases={alias: p.name for p in graph.parameters for alias in p.aliases},
+            aliases={alias: p.own_name for p in graph.parameters for alias in p.aliases},
+            rows=graph.rows,
             previous=previous,
             keeps_previous=weights.updates is not None,
         )

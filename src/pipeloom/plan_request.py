@@ -294,7 +294,9 @@ class PlanRequest:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
-        plan = replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else (), notes=notes)
+        split = model.captured.split_words if isinstance(model, CapturedModel) else {}
+        caps = plan.caps if self.capped else ()
+        plan = replace(plan, microbatch_size=model.size, caps=caps, notes=notes, split_words=split)
         if isinstance(model, CapturedModel) and model.by_length:
             return self._mean_step(plan, model.by_length)
         return plan

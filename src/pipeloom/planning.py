@@ -26,6 +26,7 @@ from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
+from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
 from .planner.planners import chooses, planner
@@ -49,6 +50,7 @@ def capture(
     autocast: dtype | None = None,
     device: str = "cpu",
     devices: Iterable[str] = (),
+    split: Mapping[str, int] | None = None,
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
 
@@ -57,6 +59,7 @@ def capture(
     whose first dimension is the micro-batch, by the names of the forward's arguments.
     autocast: torch.bfloat16 for mixed precision, as `torch.autocast` does it on `device`; None for none.
     devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
+    split: weights to cut by words, as a plan has them (`Plan.split_words`).
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
@@ -76,7 +79,8 @@ def capture(
     from .options import mixed_precision
     from .tracer.capture import capture as trace
 
-    captured = trace(job, microbatch_size, batch=batch, autocast=mixed_precision(autocast, device))
+    mixed = mixed_precision(autocast, device)
+    captured = trace(job, microbatch_size, batch=batch, autocast=mixed, split=split)
     return replace(captured, graph=with_updates(captured.graph, job, devices))
 
 
@@ -89,7 +93,7 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
     kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
-    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind, graph.rows))
 
 
 def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:
@@ -278,6 +282,10 @@ def plan_size(
     model = _model_for(request, job, size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     made_here = captured is None and profiled is None
+    if request.options.word_parts is None and (made_here or captured is not None):
+        best = best_words(request, model, partial(_split_model, request, job, model.size, profiled))
+        if best is not None:
+            return best
     quick = made_here and took_s < QUICK_S and not request.options.compile  # each size would be compiled
 
     def largest() -> int | None:
@@ -361,10 +369,23 @@ def plan_at_size(
     """The plan for the micro-batch size that a search (`largest_plan` or `best_plan`) finds, and the model at
     it. If the job has no batch of any size that was tried, its own error is passed on."""
     try:
-        return search(request, partial(_model_if_batch, request, job))
+        plan, model = search(request, partial(_model_if_batch, request, job))
     except _NoBatch as error:
         assert error.__cause__ is not None, "it was raised from what Job.batch raised"
         raise error.__cause__ from None
+    if request.options.word_parts is None and isinstance(model, CapturedModel):
+        model_of = partial(_split_model, request, job, model.size, None)
+        plan, model = best_words(request, model, model_of) or (plan, model)
+    return plan, model
+
+
+def _split_model(
+    request: PlanRequest, job: Job, size: int, profiled: Profile | None, split: Captured
+) -> CapturedModel:
+    """The model with split words. profiled: of whole ones, on the device where it is to be measured again."""
+    if profiled is not None:
+        profiled = profile(split, device=profiled.device, compile=request.options.compile)
+    return _model_for(request, job, size, captured=split, profiled=profiled)
 
 
 class _NoBatch(CaptureError):
@@ -392,6 +413,13 @@ def _model_for(
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
     """What is measured here has the machine to itself."""
+    if (parts := request.options.word_parts or 1) > 1 and (captured is None or not captured.split_words):
+        if profiled is not None:
+            raise PlanError(
+                "the profile is of a model with whole words, the plan is to split them",
+                hint="leave the profile out, or --split-words",
+            )
+        captured = in_parts(captured or capture(job, size, batch=batch), parts)
     model_for = partial(
         captured_model, job, size, profiled=profiled, batch=batch, compiled=request.options.compile
     )

@@ -67,11 +67,16 @@ class RankStages:
         origins = [self.stages.origin(s) for s in self.indices]
         params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
         buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
+        graph = captured.graph
+        own_names = dict.fromkeys(graph.parameter[n].own_name for n in params)
         tensors = captured.blueprint.materialise(
-            options.seed, [*params, *(b for b in buffers if b not in captured.constants)]
+            options.seed, [*own_names, *(b for b in buffers if b not in captured.constants)]
         )
         tensors |= {name: t for name, t in captured.constants.items() if name in buffers}
-        trainable = {name: captured.graph.parameter[name].trainable for name in params}
+        for name, rows in graph.rows.items():
+            if name in params:
+                tensors[name] = tensors[rows.whole][rows.start : rows.stop].clone()
+        trainable = {name: graph.parameter[name].trainable for name in params}
         lower: dict[str, torch.dtype] = {}
         if options.master_weights:
             if self.plan.updates is not None:
@@ -93,7 +98,8 @@ class RankStages:
             together=[reduction.names for reduction in shared],
             shares=shares,
             rank=rank,
-            everywhere=stand_ins(captured.graph),
+            everywhere=stand_ins(graph),
+            rows=graph.rows,
             computed_in=lower,
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )

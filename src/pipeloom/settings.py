@@ -106,6 +106,11 @@ class PlanSettings:
     branches: bool = setting(
         True, "Stages that read nothing of each other may run side by side; if not, all are a chain."
     )
+    split_words: str | int = setting(
+        "auto",
+        "Parts into which the words of the head (and of an embedding that is tied to it) are cut, to be put on "
+        "different ranks: a number; off; or auto: in as many as make the step fastest, if in any.",
+    )
     memory: str | int | None = setting(None, "Cap per rank, as 300MiB: what does not fit is refused.")
     treatments: str | tuple[Treatment, ...] | None = setting(
         None,
@@ -140,6 +145,11 @@ class PlanSettings:
         if self.memory is not None:
             parse_bytes(self.memory)
         _ = self.histogram
+        if self.word_parts is not None and not 1 <= self.word_parts <= MOST_DEVICES:
+            raise ConfigError(
+                f"split_words is {shown(self.split_words)}",
+                hint=f"use auto, off or 1 to {MOST_DEVICES} parts",
+            )
         for word in self.allowed or ():
             _refuse_value("treatments", word, words=get_args(Treatment))
         if self.cluster is not None and self.offload_dir is not None:
@@ -201,6 +211,12 @@ class PlanSettings:
                 hint="give each length once, with its share of the batches: 128:0.5,512:0.3,1024:0.2",
             )
         return {length: shares[length] / sum(shares.values()) for length in sorted(shares)}
+
+    @property
+    def word_parts(self) -> int | None:
+        """In how many parts words are cut, 1 for none; None if the planner chooses; 0 for what is no number."""
+        text = str(self.split_words)
+        return {"auto": None, "off": 1}.get(text, int(text) if text.isdecimal() else 0)
 
     @property
     def allowed(self) -> tuple[Treatment, ...] | None:

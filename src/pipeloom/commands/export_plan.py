@@ -41,7 +41,7 @@ def export_plan(
     else:
         from .. import planning
 
-        graph = planning.capture(job_of(model), plan.microbatch_size).graph
+        graph = planning.capture(job_of(model), plan.microbatch_size, split=plan.split_words).graph
         if model is None and graph.fingerprint != plan.graph:
             raise ConfigError(
                 f"{plan_file} is not of the built-in GPT, and MODEL was not given",

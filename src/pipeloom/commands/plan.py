@@ -43,7 +43,8 @@ SHOWN = 5
 
 CHOSEN = (
     *("replicas", "chunks", "microbatches", "microbatch_size", "max_batch", "best_batch"),
-    *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile", "lengths"),
+    *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile"),
+    *("lengths", "split_words"),
 )
 """Options that say what --ranks auto chooses, or do not go with a cluster described by figures."""
 
@@ -106,6 +107,7 @@ def reported(
     they did not rehearse one, and not_rehearsed says why.
     """
     from .. import plan_request
+    from ..plan_words import WHOLE_STEP, words_sentence
     from ..planner import plan_table
     from ..planner.joint.ledger import searched_for
     from ..planner.notes import branch_figures
@@ -113,7 +115,7 @@ def reported(
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
     # The steps beside it were only simulated: they are scaled as this one is.
     scale = step_s / plan.predicted_step_s if plan.predicted_step_s else 1.0
-    beside = [key for key in STEPS_OF_BRANCHES if key in plan.notes]
+    beside = [key for key in (*STEPS_OF_BRANCHES, WHOLE_STEP) if plan.notes.get(key, "none") != "none"]
     notes = {**plan.notes, **{key: str(scale * float(plan.notes[key])) for key in beside}}
     scaled = replace(plan, predicted_step_s=step_s, notes=notes)
     return {
@@ -125,6 +127,8 @@ def reported(
         "replicas": plan.width,
         **{key: getattr(plan, key) for key in ("microbatches", "microbatch_size", "graph")},
         "compiled": plan.notes.get(plan_request.COMPILED),
+        "split_words": plan.split_words or None,
+        "words": words_sentence(scaled),
         "limits": plan_table.limits(scaled),
         "branches": branch_figures(scaled) or None,
         "updates": proof,
@@ -282,6 +286,8 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
     each += f" on {report['replicas']} replicas of every stage" if report["replicas"] > 1 else ""
     yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms, {each}"
     yield from about
+    if report["words"] is not None:
+        yield report["words"]
     yield from report["limits"]
     yield str(report["updates"])
     for change in report["what_if"]:

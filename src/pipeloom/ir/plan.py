@@ -95,6 +95,7 @@ class Plan:
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
     width: pipelines side by side; a schedule of two directions has replicas in one of them.
+    split_words: weights that are cut by words, see `tracer/split_words.py`: FQN -> in how many parts.
     modules: of each module that other engines know as a whole, by FQN, its first and its last op.
     notes: what else its planner has to say, by subject.
 
@@ -136,6 +137,7 @@ class Plan:
     shard_optimizer: bool = False
     width: int = 1
     predicted_step_s: float = 0.0
+    split_words: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 

@@ -24,10 +24,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..ir.graph import UpdateBytes, step_bytes
+from ..ir.graph import Rows, UpdateBytes, step_bytes
 from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
+    NO_ROWS,
     MakeOptimizer,
     default_optimizer,
     forget_stand_ins,
@@ -109,6 +110,7 @@ class Weights:
     shares: of all ranks: who steps which parameter; empty where each steps all that it has.
     everywhere: all that the model trains, in its order, without data; by default what this rank has. The
         optimizer is made for all of these, so that it groups them as in one process, and keeps what it steps.
+    rows: of those that are parts of a parameter.
     optimizers: those that hold the state of `optimizer`, which may be several in one.
     computed_in: dtypes of parameters that actions get copies of in these, and not as they are kept: in a
         higher precision, in which gradients are summed and stepped (master weights).
@@ -130,6 +132,7 @@ class Weights:
         rank: int = 0,
         everywhere: Mapping[str, nn.Parameter] | None = None,
         computed_in: Mapping[str, torch.dtype] | None = None,
+        rows: Mapping[str, Rows] = NO_ROWS,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -145,7 +148,8 @@ class Weights:
         self._stand_ins = {n: stand_in(p.shape, self.params.get(n, p).dtype) for n, p in trained.items()}
         self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
-        self.optimizer = make_checked(self._make_optimizer, here) if here else None
+        self.rows = rows
+        self.optimizer = make_checked(self._make_optimizer, here, rows) if here else None
         self.optimizers = optimizers_of(self.optimizer)
         if self.optimizer is not None:
             refuse_kept_beside(self.optimizer)
@@ -332,7 +336,8 @@ class Weights:
         """What the optimizer takes for each parameter that this rank steps."""
         if not self.stepped:
             return {}
-        known = update_bytes(self._make_optimizer, self._stand_ins, torch.device(self.device).type)
+        device = torch.device(self.device).type
+        known = update_bytes(self._make_optimizer, self._stand_ins, device, self.rows)
         return {name: known[name] for name in self.stepped}
 
     @cached_property
