@@ -197,9 +197,10 @@ class SteadyRun(Run):
 
     def _settle(self, *, leave: int) -> None:
         """Read what all rows but the last `leave` have made."""
-        while len(self._under_way) > leave:
-            row = self._under_way.popleft()
-            numbers = iter(row.numbers())
+        rows = [self._under_way.popleft() for _ in range(len(self._under_way) - leave)]
+        read = [row.numbers() for row in reversed(rows)]  # the latest first: so the host waits once
+        for row, values in zip(rows, reversed(read), strict=True):
+            numbers = iter(values)
             for index, (batch, share) in row.losses.items():
                 batch.losses[index] = next(numbers) * share
             self._grad_norm = next(numbers, None)
