@@ -41,9 +41,10 @@ def changes(page: Page, server_s: list[tuple[float, float]], option: str, values
     for value in values:
         taken.append(page.evaluate(CHANGE, [option, str(value)]))
     middle, slowest = statistics.median(taken), max(taken)
-    server = 1000 * statistics.median(server_s[before:])
+    wall, cpu = (1000 * statistics.median(times) for times in zip(*server_s[before:], strict=True))
     return (
-        f"middle {middle:.0f} ms (server {server:.0f} ms), slowest {slowest:.0f} ms, of {len(taken)} changes"
+        f"middle {middle:.0f} ms (server {wall:.0f} ms, {cpu:.0f} ms of CPU), slowest {slowest:.0f} ms, "
+        f"of {len(taken)} changes"
     )
 
 
