@@ -2,8 +2,8 @@
 
     python bench/studio.py
 
-The middle of 50 changes at p = 8, m = 32, of a few at p = 64, m = 512; and the server's part of it (simulating and
-explaining), by the clock and in CPU time, which other work on the machine does not lengthen.
+The middle of 50 changes at p = 8, m = 32, of a few at p = 64, m = 512; and the server's part of it, by the
+clock and in CPU time, which other work on the machine does not lengthen as much.
 """
 
 from __future__ import annotations

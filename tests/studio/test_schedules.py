@@ -108,6 +108,7 @@ def test_a_block_says_what_it_waited_for_and_what_waits_for_it(studio: Any, acti
 def test_a_gap_says_its_reason_and_the_path_is_that_of_explain(studio: Any) -> None:
     page = studio(s="1f1b", **{"-F": "1,1,2,1", "-T": "0.1"})
     result = command("schedule", "explain", "1f1b", "-F", "1,1,2,1", "-T", "0.1")
+    page.settled()
     x, y = page.page.evaluate(
         """() => { const gap = shown.pictures[0].gaps[0].find((one) => one[3] === "imbalance");
         const [, y] = timelines.middle(0, "0F0"), box = timelines.canvas.getBoundingClientRect();
@@ -130,12 +131,12 @@ def test_the_address_holds_the_whole_setting(studio: Any) -> None:
     page.set("-F", "1,2,1,1")
     page.page.select_option("#add", "zb_h1")
     page.page.check("#path")
-    page.drawn()
+    page.settled()
     again = studio(s="gpipe")
     again.page.goto("about:blank")
     again.page.goto(page.page.url)
     again.page.wait_for_selector("body[data-drawn]")
-    again.drawn()
+    again.settled()
     assert again.picture() == page.picture() and again.command() == page.command()
 
 
