@@ -29,6 +29,7 @@ def write(page: Any, rank: int, row: str) -> None:
     page.drawn()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rank", "row", "sentence"),
     [
@@ -86,6 +87,7 @@ def test_a_block_is_dragged_to_another_place(studio: Any) -> None:
     assert page.figures()["step_s"] == step
 
 
+@pytest.mark.slow
 def test_an_order_of_the_library_is_recognised(studio: Any) -> None:
     page = edited(studio)
     page.settled()
@@ -125,6 +127,7 @@ def test_saved_files_are_read_by_the_commands(
         assert rows[0] == rows[1] != ""
 
 
+@pytest.mark.slow
 def test_an_order_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
     page = edited(studio)
     write(page, 0, "0F0 0F1 0F2 0B0 0B2 0B1")
@@ -135,6 +138,7 @@ def test_an_order_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
     page.complaints.clear()  # the browser notes the refusal, which is the answer
 
 
+@pytest.mark.slow
 def test_drawings_are_saved_for_papers_and_perfetto(studio: Any, tmp_path: Path) -> None:
     page = studio(s="1f1b", **SMALL)
     svg, pdf, png = (saved(page, form, tmp_path).read_bytes() for form in ("SVG", "PDF", "PNG"))

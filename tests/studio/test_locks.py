@@ -11,6 +11,10 @@ from pipeloom.studio.server import StudioServer
 DRAW = {"words": [], "entries": [{"name": "1f1b"}]}
 
 
+def api(name: str) -> str:
+    return f"/api/{name}"
+
+
 def asked(
     server: StudioServer, path: str, question: Any = None, *, token: bool = True, **headers: str
 ) -> tuple[int, str]:
@@ -36,7 +40,7 @@ def asked(
     ids=["no token", "a wrong token", "another page", "a page of a file", "a foreign name"],
 )
 def test_others_are_refused(library_server: StudioServer, token: bool, headers: dict[str, str]) -> None:
-    status, text = asked(library_server, "/api/draw", DRAW, token=token, **headers)
+    status, text = asked(library_server, api("draw"), DRAW, token=token, **headers)
     assert status == 403 and "step_s" not in text
     path = library_server.address.rpartition(str(library_server.port))[2] if token else "/"
     status, text = asked(library_server, path, **headers)
@@ -45,12 +49,12 @@ def test_others_are_refused(library_server: StudioServer, token: bool, headers: 
 
 def test_the_page_and_its_questions_are_answered(library_server: StudioServer) -> None:
     own = f"http://127.0.0.1:{library_server.port}"
-    status, text = asked(library_server, "/api/draw", DRAW, Origin=own)
+    status, text = asked(library_server, api("draw"), DRAW, Origin=own)
     assert status == 200 and json.loads(text)["drawn"][0]["figures"]["step_s"] == 33
     status, text = asked(library_server, library_server.address.removeprefix(own), token=False)
     assert status == 200 and "<html" in text
-    assert asked(library_server, "/api/other", DRAW)[0] == 404
-    assert asked(library_server, "/api/draw", [1])[0] == 400
+    assert asked(library_server, api("other"), DRAW)[0] == 404
+    assert asked(library_server, api("draw"), [1])[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -66,5 +70,5 @@ def test_the_page_and_its_questions_are_answered(library_server: StudioServer) -
 def test_what_cannot_be_is_refused_with_a_sentence(
     library_server: StudioServer, question: dict[str, Any], word: str
 ) -> None:
-    status, text = asked(library_server, "/api/draw", question)
+    status, text = asked(library_server, api("draw"), question)
     assert status == 422 and word in json.loads(text)["error"]["message"]

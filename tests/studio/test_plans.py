@@ -43,6 +43,7 @@ def planned(page: Any, times: int) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServer, plan_file: Path) -> None:
     page = studio(plan_server)
     first = planned(page, 1)
@@ -63,6 +64,7 @@ def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServe
     assert load_plan(saved).stages != load_plan(plan_file).stages
 
 
+@pytest.mark.slow
 def test_another_cap_is_planned_for_in_the_background(studio: Any, plan_server: StudioServer) -> None:
     page = studio(plan_server)
     planned(page, 1)
@@ -78,6 +80,7 @@ def test_another_cap_is_planned_for_in_the_background(studio: Any, plan_server: 
     assert "planned for" in page.page.inner_text("#search")
 
 
+@pytest.mark.slow
 def test_a_plan_alone_is_drawn_by_its_own_times(studio: Any, plan_file: Path) -> None:
     with running(str(plan_file)) as server:
         page = studio(server)
@@ -93,6 +96,7 @@ def test_a_plan_alone_is_drawn_by_its_own_times(studio: Any, plan_file: Path) ->
         assert page.figures()["step_s"] > 1
 
 
+@pytest.mark.slow
 def test_every_cut_between_pieces_is_a_plan_with_the_same_ops(plan_file: Path) -> None:
     from pipeloom.planning import capture
 

@@ -69,6 +69,7 @@ def do(page: Any, verb: str, *words: str) -> None:
     page.drawn()
 
 
+@pytest.mark.slow
 def test_the_levels_lead_to_a_schedule_that_torch_runs(
     studio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

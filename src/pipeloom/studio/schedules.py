@@ -36,7 +36,7 @@ from ..viewer.chrome import chrome_trace
 from ..viewer.html import report_page
 from ..viewer.labels import chunks
 from ..viewer.path import fold
-from ..viewer.picture import MANY, memory_panels, picture
+from ..viewer.picture import MANY, memory_panels, picture, reasons
 from ..viewer.reasons import sentence
 
 Json: TypeAlias = dict[str, Any]
@@ -126,12 +126,15 @@ class ScheduleDesk:
         }
 
     def path(self, asked: Json) -> Json:
-        """The critical path in legs, and idle time by reason."""
-        explanation = self._studied(asked, self._scenario(asked)).explanation
+        """Why ranks are idle: the critical path in legs, idle time by reason, and both for the picture."""
+        one = self._studied(asked, self._scenario(asked))
+        explanation, timeline = one.explanation, one.simulated.timeline
+        few = len(timeline.events) <= MANY
         return {
             "legs": [[leg.start_s, leg.end_s - leg.start_s, str(leg)] for leg in fold(explanation.path)],
             "reasons": explanation.by_reason,
             "idle_s": explanation.idle_s,
+            "picture": reasons(explanation, timeline.end_s) if few or asked.get("path") else {},
         }
 
     def recognise(self, asked: Json) -> Json:
@@ -232,7 +235,6 @@ def _described(name: str, one: Studied) -> Json:
         timeline,
         f"{name}   step {figures['step_s']:.6g}, bubble {show_share(figures['bubble'])}, "
         f"peak {figures['peak']:.4g} micro-batches",
-        explanation=one.explanation if few else None,
         chunks=chunks(timeline) if schedule.stages > schedule.ranks else None,
         scale=("", 1.0),
     )

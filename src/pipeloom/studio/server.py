@@ -48,8 +48,8 @@ def page_text(start: Mapping[str, Any]) -> str:
 
 
 def studio_app(page: str, answers: Mapping[str, Answer], *, token: str, port: int) -> Any:
-    """The application that answers GET /?token=... with the page, and POST /api/NAME with the answer of that
-    name. A refusal is a sentence of plain text."""
+    """The application that answers GET with the page, and a POST to the name of a question with its answer.
+    A refusal is a sentence of plain text."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request

@@ -78,8 +78,9 @@ def report_page(
     timelines = [t for t in both if t is not None]
     drawn = [t for t in timelines if t.events]
     losses = {name: points for name, points in (losses or {}).items() if points}
-    figures = {
-        "timelines": pictures(drawn, explanations),
+    panels = pictures(drawn, explanations)
+    figures: dict[str, Any] = {
+        "timelines": panels,
         "memory": memory_panels(timelines, caps, size_unit),
         "loss": [{"name": name, "points": points} for name, points in losses.items()],
     }
@@ -105,7 +106,7 @@ def report_page(
             note=note,
             cards=cards if forecast is None else [forecast, *cards],
             losses=losses,
-            legend=legend(figures["timelines"]),
+            legend=legend(panels),
             explained=bool(drawn and explanations),
             paired=any(t.paired for t in drawn),
             chunks=any(any(chunks(t).values()) for t in drawn),

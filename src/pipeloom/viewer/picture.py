@@ -94,9 +94,7 @@ def picture(
         ],
         "partner": {one: other for pair in timeline.pairs for one, other in (pair, pair[::-1])},
     }
-    if explanation is not None:
-        drawn |= _reasons(explanation, ticks)
-    return drawn
+    return drawn if explanation is None else drawn | reasons(explanation, span_s)
 
 
 def _listed(timeline: Timeline, streams: Sequence[str]) -> tuple[Sequence[Any], ...]:
@@ -111,7 +109,9 @@ def _listed(timeline: Timeline, streams: Sequence[str]) -> tuple[Sequence[Any], 
     return tuple([getattr(e, name) for e in events] for name in names)
 
 
-def _reasons(explanation: Explanation, ticks: float) -> Picture:
+def reasons(explanation: Explanation, span_s: float) -> Picture:
+    """What an explanation adds to the picture of a timeline of `span_s` seconds: gaps, and the path."""
+    ticks = TICKS / span_s if span_s else 0.0
     points: list[tuple[int, int]] = []
     for step in explanation.path:
         ends = (step.rank, step.to_rank if step.kind == "transfer" else step.rank)

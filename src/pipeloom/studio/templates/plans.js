@@ -138,12 +138,17 @@ function showTreatments({ stages, rows }) {
       bar.append(part);
     });
     const named = Object.entries(treatments).map(([residual, how]) => `${residual}: ${how}`).join(", ");
-    const cells = [`stage ${stage}`, `rank ${rank}`, rows?.[stage]?.contents ?? `${ops} ops`, ...times.map((s) => (s ? time(s) : "–")), bar, named];
-    return make("tr", {}, ...cells.map((cell) => make("td", { className: "left" }, cell)));
+    return [`stage ${stage}`, `rank ${rank}`, rows?.[stage]?.contents ?? `${ops} ops`, ...times.map((s) => (s ? time(s) : "")), bar, named];
   });
-  const heads = ["", "", "contents", "F", "B", "recompute", `residuals: ${names.join(", ")}`, "treated"];
-  $("treated").replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { className: "left", textContent: head })))),
-    make("tbody", {}, ...lines)));
+  const heads = ["stage", "rank", "contents", "F", "B", "recompute", "residuals", "treated"];
+  const used = range(heads.length).filter((at) => lines.some((line) => line[at]));
+  const row = (tag, cells) => make("tr", {}, ...used.map((at) => make(tag, { className: "left" }, cells[at])));
+  $("treated").replaceChildren(make("table", {}, make("thead", {}, row("th", heads)), make("tbody", {}, ...lines.map((line) => row("td", line)))),
+    make("ul", { className: "legend" }, ...names.map((name, i) => {
+      const mark = make("i");
+      mark.style.background = colours[i];
+      return make("li", {}, mark, name);
+    })));
 }
 
 async function savePlan() {

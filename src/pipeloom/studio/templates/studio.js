@@ -115,7 +115,26 @@ async function draw() {
   }
   busy = false;
   document.body.dataset.drawn = changes;
-  if (again) { again = false; draw(); } else timer = setTimeout(later, 500);
+  if (again) { again = false; draw(); } else explain();
+}
+
+// Reasons come behind the picture, so that sliders need not wait for them.
+async function explain() {
+  const now = changes, many = state.path;
+  try {
+    for (const [n, one] of drawn.entries()) {
+      if (one.error) continue;
+      one.why = await ask("path", asked(n, { path: many }));
+      if (now !== changes) return;
+      one.picture.explain(one.why.picture);
+      view.changed();
+    }
+    if (state.path) showPath();
+  } catch (error) {
+    if (now === changes) say(error.message);
+  }
+  clearTimeout(timer);
+  timer = setTimeout(later, 500);
 }
 
 function show(answer) {
@@ -148,7 +167,6 @@ function show(answer) {
 async function later() {
   const now = changes;
   try {
-    if (state.path) await answerPath();
     await recognise(now);
     await showTrade(now);
   } catch (error) {
@@ -275,13 +293,12 @@ async function picked({ panel, picture, rank, time, block: i, gap }) {
   }
 }
 
-async function answerPath() {
-  const n = drawn.findIndex((one) => !one.error), now = changes;
-  if (n < 0) return;
-  const { legs, reasons, idle_s: idle } = await ask("path", asked(n));
-  if (now !== changes || !state.path) return;
+function showPath() {
+  const one = drawn.find(({ why }) => why);
+  if (!one) return;
+  const { legs, reasons, idle_s: idle } = one.why;
   $("answer").replaceChildren(
-    make("h3", { textContent: `critical path of ${drawn[n].name}: only what makes one of these shorter makes the step shorter` }),
+    make("h3", { textContent: `critical path of ${one.name}: only what makes one of these shorter makes the step shorter` }),
     list("ol", legs.map(([from, length, text]) => [`from ${digits(from)} for ${digits(length)}: ${text}`])),
     make("h3", { textContent: "idle, rank-time" }),
     list("ul", Object.entries(reasons).map(([reason, seconds]) => [`${reason}: ${digits(seconds)} (${digits(100 * seconds / idle, 3)} %)`])));
@@ -435,7 +452,7 @@ $("path").addEventListener("change", (event) => {
   if (!state.path) $("answer").hidden = true;
   showSetting();
   view.changed();
-  later();
+  explain();
 });
 $("times").addEventListener("change", (event) => { state.options["--times"] = event.target.checked ? start.plan : ""; change(); });
 $("undo").addEventListener("click", () => travel(state.past, state.future));

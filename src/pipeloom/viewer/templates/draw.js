@@ -51,11 +51,16 @@ class Picture {
     this.computing = range(given.ranks).map(() => []);
     this.beside = range(given.ranks).map(() => []);
     for (let i = 0; i < count; i++) (blocks.lane[i] ? this.beside : this.computing)[blocks.rank[i]].push(i);
-    this.gaps = range(given.ranks).map(() => []);
-    for (const gap of given.idle ?? []) this.gaps[gap[0]].push(gap);
+    this.explain(given);
     this.several = Object.keys(given.shades).length > 0;
     this.number = new Map();
     for (let i = 0; i < count; i++) if (!blocks.lane[i]) this.number.set(blocks.action[i], i);
+  }
+  // Why ranks are idle, and the critical path.
+  explain({ idle = [], path = null }) {
+    this.path = path;
+    this.gaps = range(this.ranks).map(() => []);
+    for (const gap of idle) this.gaps[gap[0]].push(gap);
   }
   start(i) { return this.blocks.start[i] * this.scale; }
   end(i) { return this.blocks.end[i] * this.scale; }
