@@ -95,6 +95,8 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
         ({"treatments": "bth"}, "both"),
         ({"treatments": ("recompute", "drop")}, "drop"),
         ({"memory": "3 apples"}, "apples"),
+        ({"split_words": "3 parts"}, "split_words"),
+        ({"split_words": 0}, "split_words"),
         ({"cluster": "2 x a100-40", "offload_dir": "."}, "cluster"),
         ({"replica": 2}, "replicas"),
         ({"stages": 2}, "ranks"),

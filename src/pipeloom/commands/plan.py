@@ -104,8 +104,8 @@ def reported(
     they did not rehearse one, and not_rehearsed says why.
     """
     from .. import plan_request
-    from ..planner import plan_table
     from ..plan_words import WHOLE_STEP, words_sentence
+    from ..planner import plan_table
     from ..planner.notes import STEP_BESIDE, branch_figures
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
