@@ -88,7 +88,7 @@ def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) 
     assert f"words of head.weight in {parts} parts" in said and "times as fast" in said
     simulated = CliRunner().invoke(main, ["simulate", str(saved), f"{file}:job", "--cluster", "2 x a100-40"])
     assert simulated.exit_code == 0
-    other = CliRunner().invoke(main, ["export-plan", str(saved), f"{file}:job", "--engine", "torch"])
+    other = CliRunner().invoke(main, ["export-plan", str(saved), f"{file}:job", "--for", "torch"])
     assert other.exit_code == 1 and "split" in other.output
 
 

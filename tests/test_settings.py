@@ -29,6 +29,7 @@ OTHER = {
     "planner": "auto",
     "granularity": "module",
     "branches": False,
+    "split_words": "off",
     "memory": "3GiB",
     "treatments": "both",
     "cluster": "6 x a100-40",
