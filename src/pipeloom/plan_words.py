@@ -24,7 +24,7 @@ ModelOf = Callable[["Captured"], CapturedModel]
 """A captured model -> the same with its costs."""
 
 WHOLE_STEP = "words.whole_step_s"
-"""Note of a plan with split words: seconds of a step with whole ones; "none" if there is no plan with these."""
+"""Note of a plan with split words: seconds of a step with whole ones; "none" if these have no plan."""
 
 FEW = (2, 3, 4)
 """Numbers of parts that are tried with any number of ranks, as those of a few balance them better."""
@@ -36,7 +36,7 @@ def in_parts(captured: Captured, count: int) -> Captured:
 
     if not (found := heads(captured)):
         raise PlanError(
-            f"{captured.graph.name} has no head whose words can be split: a product whose result is only read "
+            f"{captured.graph.name} has no head whose words can be split: a product that is only read "
             "element by element, and then by a loss over the words",
             hint="leave it whole: --split-words off",
         )

@@ -108,8 +108,8 @@ class PlanSettings:
     )
     split_words: str | int = setting(
         "auto",
-        "Parts into which the words of the head (and of an embedding that is tied to it) are cut, to be put on "
-        "different ranks: a number; off; or auto: in as many as make the step fastest, if in any.",
+        "Parts into which the words of the head (and of an embedding tied to it) are cut, so that ranks can "
+        "share them: a number; off; or auto: as many as make the step fastest.",
     )
     memory: str | int | None = setting(None, "Cap per rank, as 300MiB: what does not fit is refused.")
     treatments: str | tuple[Treatment, ...] | None = setting(
@@ -214,7 +214,7 @@ class PlanSettings:
 
     @property
     def word_parts(self) -> int | None:
-        """In how many parts words are cut, 1 for none; None if the planner chooses; 0 for what is no number."""
+        """In how many parts words are cut, 1 for none; None if the planner chooses; 0 if it is nonsense."""
         text = str(self.split_words)
         return {"auto": None, "off": 1}.get(text, int(text) if text.isdecimal() else 0)
 

@@ -101,7 +101,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         )
     ),
 }
-"""Tied: gpt2, gemma2, qwen2, opt, bloom, bert, t5. With a bias: phi, bert. Scaled: t5, granite. Capped: gemma2."""
+"""Tied: gpt2, gemma2, qwen2, opt, bloom, bert, t5. With a bias: phi, bert. Scaled: t5, granite. Capped:
+gemma2."""
 
 
 def batch(seed: int, rows: int) -> dict[str, Tensor]:

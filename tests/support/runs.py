@@ -79,6 +79,7 @@ def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: A
         *map(_what, (job.model, job.batch, job.loss, job.weight, job.modules)),
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),
+        tuple((kwargs.get("split") or {}).items()),
     )
     return _kept(_CAPTURES, key, lambda: (job, real(job, *args, **kwargs)))
 

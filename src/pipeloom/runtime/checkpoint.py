@@ -6,7 +6,8 @@ newest. Each rank writes one safetensors file with the tensors of which it is th
 stands in JSON (`checkpoint_files`). Of a parameter that is split by words each rank writes the rows that it
 has, and reads those that it needs, whatever parts they were saved in.
 
-Hyper-parameters belong to a parameter, not to a numbered group, so that they find their way when parameters are spread over other ranks.
+Hyper-parameters belong to a parameter, not to a numbered group, so that they find their way when parameters
+are spread over other ranks.
 
 One rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
 that none of them waits for another that has given up. With several machines the directory must be one that
@@ -18,7 +19,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -351,7 +351,7 @@ class SavedTensors:
     def names(self, prefix: str, fqn: str) -> list[str]:
         """What stands behind a prefix in the keys of a parameter's tensors, whole or in parts."""
         ends = tuple(files.key_of("", rows) for rows in self._index.parts.get(fqn, ()))
-        found = {}
+        found: dict[str, None] = {}
         for key in self._index.tensors:
             if key.startswith(prefix):
                 end = next((end for end in ends if key.endswith(end)), "")
@@ -362,8 +362,9 @@ class SavedTensors:
         """A tensor of a parameter or buffer, or some of its rows."""
         keys = self._index.keys(key, fqn)
         if len(keys) == 1:
-            return self._read(key, rows and (rows.start, rows.stop), of=rows.of if rows else 0)
-        start, stop = (0, inf) if rows is None else (rows.start, rows.stop)
+            part = None if rows is None else (rows.start, rows.stop)
+            return self._read(key, part, of=0 if rows is None else rows.of)
+        start, stop = (0, self._index.parts[fqn][-1][1]) if rows is None else (rows.start, rows.stop)
         inside = [
             self._read(part, (max(start, a) - a, min(stop, b) - a), of=b - a)
             for part, (a, b) in zip(keys, self._index.parts[fqn], strict=True)

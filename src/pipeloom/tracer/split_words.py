@@ -77,7 +77,7 @@ def heads(captured: Captured) -> list[Head]:
     for weight in graph.parameters:
         if len(weight.shape) != 2 or weight.shape[0] not in words or not weight.trainable:
             continue
-        names = (weight.name,)
+        names: tuple[str, ...] = (weight.name,)
         if (rewrite := _cut_in_two(captured, names)) is None:
             continue
         read = (name for op in graph.ops if op.name in rewrite.replaced for name in op.params)
@@ -381,6 +381,7 @@ def _new_place(node: fx.Node, parts: Parts) -> int | None:
     """Where a view puts the dimension of the words; None if it changes it."""
     name, arguments = _name(node), _arguments(node)
     rank, dim = len(parts.shape), parts.dim
+    dims: list[int] = [d % rank for d in arguments.get("dims") or ()]
     if name in _RESHAPES:
         before, after = parts.shape, _shape(node)
         around = prod(before[:dim]), before[dim], prod(before[dim + 1 :])
@@ -392,12 +393,12 @@ def _new_place(node: fx.Node, parts: Parts) -> int | None:
         pair = arguments["dim0"] % rank, arguments["dim1"] % rank
         return pair[1 - pair.index(dim)] if dim in pair else dim
     if name == "permute":
-        return [d % rank for d in arguments["dims"]].index(dim)
+        return dims.index(dim)
     if name == "unsqueeze":
-        return dim + (arguments["dim"] % (rank + 1) <= dim)
+        return dim + int(arguments["dim"] % (rank + 1) <= dim)
     if name in ("slice", "select"):
         taken = arguments["dim"] % rank
-        return None if taken == dim else dim - (name == "select" and taken < dim)
+        return None if taken == dim else dim - int(name == "select" and taken < dim)
     return dim
 
 

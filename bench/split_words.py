@@ -1,0 +1,158 @@
+"""What splitting the words of a head gains: simulated for clusters, and measured on two ranks here.
+
+    python bench/split_words.py [simulated] [measured] [--rounds 12]
+
+simulated: a GPT with 64,000 words (8 layers, width 512, context 256; micro-batches of 8, m = 16, 4 x a100-40)
+    and Gemma 2 with 256,000 words (26 layers, width 2304, 2,048 tokens, micro-batches of 1, m = 32, 8 x
+    h100), by roofline.
+measured: Llamas of 16,000 words whose heads are half and three quarters of their work. Two ranks of one
+    thread take steps of both plans in turns. With h as the head's share, two ranks gain 2 h at most.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from machine import on_ranks, parser_of, run_parts, tokens
+
+from pipeloom import Job, Options, Pipeline, Plan, planning
+from pipeloom.ir.text import from_json, to_json
+
+WORDS, LENGTH, WIDTH = 16_000, 64, 256
+LAYERS = {"three quarters": 2, "half": 6}
+MICROBATCHES, ROWS, WARM_UP = 8, 4, 2
+
+
+def llama(layers: int) -> Job:
+    config = hf.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(WORDS, LENGTH))
+
+
+def gpt() -> Job:
+    config = hf.GPT2Config(
+        vocab_size=64_000,
+        n_embd=512,
+        n_layer=8,
+        n_head=8,
+        n_positions=256,
+        tie_word_embeddings=False,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return Job(model=lambda: hf.GPT2LMHeadModel(config), batch=tokens(64_000, 256), name="GPT")
+
+
+def gemma() -> Job:
+    config = hf.Gemma2Config(vocab_size=256_000, num_hidden_layers=26, hidden_size=2304, use_cache=False)
+    return Job(model=lambda: hf.Gemma2ForCausalLM(config), batch=tokens(256_000, 2048), name="Gemma 2")
+
+
+CLUSTERS: tuple[tuple[Callable[[], Job], str, int, int, int], ...] = (
+    (gpt, "4 x a100-40", 4, 16, 8),
+    (gemma, "8 x h100", 8, 32, 1),
+)
+"""Model, devices, ranks, micro-batches and rows of each."""
+
+WAYS = (("exact", "1f1b"), ("exact", "zb_h1"), ("exact", "zb_v"))
+
+
+def simulated() -> list[dict[str, Any]]:
+    rows = []
+    for make, cluster, ranks, microbatches, size in CLUSTERS:
+        job = make()
+        captured = planning.capture(job, size)
+        for planner, schedule in WAYS:
+            steps: dict[str, float] = {}
+            for words in ("off", str(ranks)):
+                plan = planning.plan(
+                    job,
+                    ranks=ranks,
+                    microbatches=microbatches,
+                    microbatch_size=size,
+                    cluster=cluster,
+                    planner=planner,
+                    schedule=schedule,
+                    split_words=words,
+                    captured=captured,
+                )
+                steps[words] = plan.predicted_step_s
+            whole_s, split_s = steps.values()
+            rows.append(
+                {
+                    "model": job.name,
+                    "devices": cluster,
+                    "planner": planner,
+                    "schedule": schedule,
+                    "parts": ranks,
+                    "whole s": whole_s,
+                    "split s": split_s,
+                    "times": whole_s / split_s,
+                }
+            )
+    return rows
+
+
+def in_turns(layers: int, texts: list[str], rounds: int) -> list[list[float]]:
+    """On each rank: seconds of the steps of each plan, round by round."""
+    job = llama(layers)
+    plans = [from_json(text.encode(), Plan, what="plan") for text in texts]
+    seconds: list[list[float]] = [[] for _ in plans]
+    pipelines = [Pipeline(job, plan, options=Options(device="cpu", compare=False)) for plan in plans]
+    for number in range(WARM_UP + rounds):
+        batch = job.batch(number, MICROBATCHES * ROWS)
+        for pipeline, own in zip(pipelines, seconds, strict=True):
+            torch.distributed.barrier()
+            begin = time.perf_counter()
+            pipeline.step(batch)
+            torch.distributed.barrier()
+            own.append(time.perf_counter() - begin)
+    for pipeline in reversed(pipelines):
+        pipeline.close()
+    return [own[WARM_UP:] for own in seconds]
+
+
+def measured(rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for share, layers in LAYERS.items():
+        how = {"ranks": 2, "microbatches": MICROBATCHES, "microbatch_size": ROWS}
+        plans = [planning.plan(llama(layers), **how, split_words=words) for words in ("off", "auto")]
+        whole, split = on_ranks(in_turns, 2, layers, [to_json(plan) for plan in plans], rounds)[0]
+        rows.append(
+            {
+                "head's share": share,
+                "parts": max(plans[1].split_words.values(), default=1),
+                "predicted times": plans[0].predicted_step_s / plans[1].predicted_step_s,
+                "whole s": statistics.median(whole),
+                "split s": statistics.median(split),
+                "times": statistics.median(a / b for a, b in zip(whole, split, strict=True)),
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = parser_of(__doc__, ["simulated", "measured"])
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = {"simulated": simulated, "measured": lambda: measured(args.rounds)}
+    return run_parts(args.parts, parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Whether words are split: what the planner chooses and says, and what such a plan may be used for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from runs import capture_of
+from torch import nn
+
+from pipeloom import Job, planning
+from pipeloom.cli import main
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.plan_words import WHOLE_STEP
+from pipeloom.runtime.optimizer_bytes import default_optimizer
+
+WIDTH, WORDS, LENGTH, ROWS = 256, 50_000, 128, 8
+
+MODEL = f"""
+import torch
+from torch import nn
+from pipeloom import Job
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding({WORDS}, {WIDTH})
+        self.middle = nn.Linear({WIDTH}, {WIDTH})
+        self.head = nn.Linear({WIDTH}, {WORDS}, bias=False)
+
+    def forward(self, x, y):
+        logits = self.head(torch.tanh(self.middle(self.embed(x))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+def batch(seed, rows):
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randint({WORDS}, (rows, {LENGTH} + 1), generator=draw)
+    return {{"x": words[:, :-1].contiguous(), "y": words[:, 1:].contiguous()}}
+
+def job():
+    return Job(model=Net, batch=batch, name="words")
+"""
+"""Its head is nearly all of its work."""
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    made: dict[str, object] = {}
+    exec(MODEL, made)
+    return made["job"]()  # type: ignore[operator]
+
+
+def plan(job: Job, **how: object) -> Plan:
+    how = {
+        "ranks": 2,
+        "cluster": "2 x a100-40",
+        "microbatch_size": ROWS,
+        "captured": capture_of(job, ROWS),
+    } | how
+    return planning.plan(job, **how)
+
+
+def test_a_head_above_the_mean_share_of_a_rank_is_split_if_that_is_faster(job: Job) -> None:
+    whole, split, in_three = (plan(job, split_words=words) for words in ("off", "auto", 3))
+    assert {*split.split_words} == {*in_three.split_words} == {"head.weight"}
+    assert split.predicted_step_s < 0.75 * whole.predicted_step_s
+    assert split.predicted_step_s <= in_three.predicted_step_s
+    assert float(split.notes[WHOLE_STEP]) == whole.predicted_step_s
+    captured = planning.capture(job, ROWS, devices=["a100"], split=split.split_words)
+    assert captured.graph.fingerprint == split.graph
+
+
+def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) -> None:
+    file, saved = tmp_path / "words.py", tmp_path / "plan.json"
+    file.write_text(MODEL)
+    command = [
+        "plan",
+        f"{file}:job",
+        "--cluster",
+        "2 x a100-40",
+        "--microbatch-size",
+        str(ROWS),
+        "--no-what-if",
+    ]
+    said = CliRunner().invoke(main, [*command, "-o", str(saved)]).output
+    parts = load_plan(saved).split_words["head.weight"]
+    assert f"words of head.weight in {parts} parts" in said and "times as fast" in said
+    simulated = CliRunner().invoke(main, ["simulate", str(saved), f"{file}:job", "--cluster", "2 x a100-40"])
+    assert simulated.exit_code == 0
+    other = CliRunner().invoke(main, ["export-plan", str(saved), f"{file}:job", "--for", "torch"])
+    assert other.exit_code == 1 and "split" in other.output
+
+
+def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:
+    muon = Job(
+        model=job.model,
+        batch=job.batch,
+        optimizer=lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
+        name="words",
+    )
+    assert not plan(muon).split_words
+    with pytest.raises(PlanError, match="rows"):
+        plan(muon, split_words=2)
+    headless = Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+        batch=lambda seed, rows: {"input": torch.ones(rows, 8)},
+        loss=lambda output, batch: output.square().mean(),
+        optimizer=default_optimizer("cpu"),
+    )
+    with pytest.raises(PlanError, match="head"):
+        plan(headless, split_words=2, captured=None)
