@@ -407,14 +407,11 @@ class JointSearch:
             self.ledger.note(self.ledger.planners, planner, "its cut passes the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
-        """The best few, of different ways."""
+        """The best few, of different ways; and the closest of those that pass caps, if they are faster."""
         ranked = sorted(self.best_of.values(), key=lambda judged: judged.key)
-        if self.best is None:
-            return ranked[:LINES]
-        near = [
-            judged for judged in ranked if judged.fits and judged.step_s <= self.best.step_s * (1 + CLOSE)
-        ]
-        return near[:LINES]
+        best_s = inf if self.best is None else self.best.step_s
+        near = [judged for judged in ranked if judged.fits and judged.step_s <= best_s * (1 + CLOSE)]
+        return near[:LINES] + [j for j in ranked if not j.fits and j.step_s < best_s][:LINES]
 
     def _improve(self) -> None:
         for _ in range(ROUNDS):
@@ -432,7 +429,7 @@ class JointSearch:
             return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
         large = self.places > FEW_OPS
-        for judged in self.lines()[:ORDERS]:
+        for judged in [line for line in self.lines() if line.fits][:ORDERS]:
             if time.monotonic() > self.until:
                 raise TimeIsUp
             below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
