@@ -15,11 +15,11 @@ from ..request import are_alike
 from ..schedule_names import schedule_names
 from ..search.problem import Cuts
 from ..strategies.graphpipe import shallow_cuts
-from .estimates import ClosedForm, climb
+from .estimates import ClosedForm, climb, neighbours
 from .search import FAR, Axis, JointSearch, Judged, Point
 
-SIMULATED = 3
-"""Cuts of one climb that are simulated."""
+SIMULATED, BESIDE = 3, 5
+"""Cuts of one climb that are simulated, and of one move, as estimates are not exact."""
 
 ORDERS, PROPOSED = 3, 3
 """Orders of branches in which cuts are sought, and cuts of each."""
@@ -39,8 +39,8 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
         if line.fits:
             estimate = search.estimate_of(line)
             here = estimate.cuts.places(found.cuts)
-            near = [estimate.cuts.cut(places) for places in climb(estimate, here)[: 2 * SIMULATED]]
-            near = [cuts for cuts in near if cuts != found.cuts][:SIMULATED]
+            places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here)[:BESIDE]]
+            near = [cuts for cuts in map(estimate.cuts.cut, places) if cuts != found.cuts]
         else:
             near = list(_relieved(line))
         for cuts in near:

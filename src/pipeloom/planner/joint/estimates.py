@@ -310,6 +310,15 @@ def weigh_best(
     return found
 
 
+def neighbours(estimate: Estimate, places: Indices) -> list[Indices]:
+    """What becomes of cuts by one move, the best first."""
+    moved = estimate.cuts.moves(places)
+    if not len(moved):
+        return []
+    steps = estimate.steps(moved)
+    return [moved[index] for index in np.argsort(steps, kind="stable") if steps[index] < np.inf]
+
+
 def climb(estimate: Estimate, places: Indices) -> list[Indices]:
     """What becomes of cuts that are moved while that makes the step shorter, the best first; of few places
     the best of all cuts."""
