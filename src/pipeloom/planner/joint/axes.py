@@ -39,7 +39,7 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
         if line.fits:
             estimate = search.estimate_of(line)
             here = estimate.cuts.places(found.cuts)
-            places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here)[:BESIDE]]
+            places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
             near = [cuts for cuts in map(estimate.cuts.cut, places) if cuts != found.cuts]
         else:
             near = list(_relieved(line))

@@ -310,13 +310,18 @@ def weigh_best(
     return found
 
 
-def neighbours(estimate: Estimate, places: Indices) -> list[Indices]:
-    """What becomes of cuts by one move, the best first."""
+def neighbours(estimate: Estimate, places: Indices, most: int) -> list[Indices]:
+    """What becomes of cuts by one move: the best of different ones."""
     moved = estimate.cuts.moves(places)
     if not len(moved):
         return []
     steps = estimate.steps(moved)
-    return [moved[index] for index in np.argsort(steps, kind="stable") if steps[index] < np.inf]
+    different: dict[bytes, Indices] = {}
+    for index in np.argsort(steps, kind="stable"):
+        if len(different) == most or steps[index] == np.inf:
+            break
+        different.setdefault(moved[index].tobytes(), moved[index])
+    return list(different.values())
 
 
 def climb(estimate: Estimate, places: Indices) -> list[Indices]:

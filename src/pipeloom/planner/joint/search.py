@@ -234,9 +234,7 @@ class JointSearch:
             return ClosedForm(cuts)
         few = request
         if short < count:
-            few = replace(
-                request, options=replace(request.options, microbatches=short * layout.replicas), rounds=None
-            )
+            few = replace(request, options=replace(request.options, microbatches=short * layout.replicas))
         flow = flow_of(replicate(chain(layout.stages), layout.replicas))
         return InOrder(cuts, few.usual.columns, flow)
 
