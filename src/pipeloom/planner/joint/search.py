@@ -70,9 +70,9 @@ MOST_ESTIMATED = 20_000
 SHORT, LONG = 3, 5
 """Micro-batches per rank of a short step, and those up to which a step is short enough."""
 
-ORDERS, EFFORT, FEW_OPS = 3, 0.3, 40
-"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts beyond which
-that of the best plan builds the library within its limits, which takes seconds."""
+ORDERS, EFFORT, SMALL = 3, 0.3, 200
+"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts times ranks
+beyond which that of the best plan builds the library within its limits, which takes seconds."""
 
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
@@ -426,7 +426,7 @@ class JointSearch:
         if self.best is None or len(self.names) == 1 or self.request.graph.together:
             return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
-        large = self.places > FEW_OPS
+        large = self.places * len(self.request.cluster.devices) > SMALL
         for judged in [line for line in self.lines() if line.fits][:ORDERS]:
             if time.monotonic() > self.until:
                 raise TimeIsUp
