@@ -89,10 +89,6 @@ ROUNDS_TOGETHER = 16
 LOWERED = (0.95, 0.9, 0.8, 0.7)
 """Shares of all caps that are searched with where that does not come to an end."""
 
-HOPELESS = 0.15
-"""Share of all caps by which the first two candidates pass these, where few rounds are made at all."""
-
-
 # --- finders ------------------------------------------------------------------------------------------
 
 
@@ -145,14 +141,10 @@ class ByCuts(Own):
         if not self.fit(search, log.first_cuts):
             return []
         rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
-        if request.rounds is not None:
-            rounds = request.rounds if rounds is None else min(rounds, request.rounds)
         for candidate in islice(_attempts(fit_caps(request, search, log.first_cuts), self), rounds):
             log.candidates.append(candidate)
             if candidate.keeps_caps:
                 return [candidate]
-            if request.rounds is not None and _is_hopeless(log.candidates, request):
-                break
         return []
 
     def fit(self, search: Search, cuts: Cuts) -> bool:
@@ -281,7 +273,7 @@ def under_less(part: Finder) -> Finder:
 
     def find(request: Request, search: Search, log: SearchLog) -> list[Candidate]:
         found = part.find(request, search, log)
-        if not request.options.fastest or request.rounds is not None or search.large:
+        if not request.options.fastest or search.large:
             return found
 
         def again(less: Request) -> Candidate | None:
@@ -332,12 +324,6 @@ def _below(request: Request, found: Sequence[Candidate]) -> Request:
     """The request for what may be faster than what was found."""
     below_s = min([request.below_s, *map(step_s, found)])
     return request if below_s == request.below_s else replace(request, below_s=below_s)
-
-
-def _is_hopeless(tried: Sequence[Candidate], request: Request) -> bool:
-    """Whether all of several candidates pass the caps by so much that others are not worth their search."""
-    least = min(sum(candidate.over) for candidate in tried)
-    return len(tried) > 1 and least > HOPELESS * sum(d.memory_bytes for d in request.cluster.devices)
 
 
 def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:

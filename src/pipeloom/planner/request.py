@@ -173,8 +173,6 @@ class Request:
     """Micro-batches that a stage may hold besides as many as it is deep, where its stages form a DAG."""
     below_s: float = inf
     """Seconds of a step: no more memory is freed with what takes longer already."""
-    rounds: int | None = None
-    """Searches that are made at most; None for as many as is usual."""
     only_offloading: bool = False
     """Whether the same with more micro-batches offloaded at once found nothing: then only what offloads is
     tried."""

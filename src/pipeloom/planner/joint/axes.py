@@ -10,14 +10,16 @@ from dataclasses import replace
 from itertools import islice
 
 from ...ir.errors import PlanError, ScheduleError
+from ..refusals import scale_caps
 from ..request import are_alike
 from ..schedule_names import schedule_names
+from ..search.problem import Cuts
 from ..strategies.graphpipe import shallow_cuts
-from .estimates import ClosedForm, climb
+from .estimates import ClosedForm, climb, neighbours
 from .search import FAR, Axis, JointSearch, Judged, Point
 
-SIMULATED = 3
-"""Cuts of one climb that are simulated."""
+SIMULATED, BESIDE = 3, 5
+"""Cuts of one climb that are simulated, and of one move, as estimates are not exact."""
 
 ORDERS, PROPOSED = 3, 3
 """Orders of branches in which cuts are sought, and cuts of each."""
@@ -30,18 +32,41 @@ ARRANGED = 24
 
 
 def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
-    """Cuts moved as long as an estimate by the candidate's own order falls; again from what was found."""
+    """Cuts moved as long as an estimate by the candidate's own order falls, or so that the fullest rank holds
+    less; again from what was found."""
     while True:
         found = line.found
-        estimate = search.estimate_of(line)
-        here = estimate.cuts.places(found.cuts)
-        near = [estimate.cuts.cut(places) for places in climb(estimate, here)[: 2 * SIMULATED]]
-        for cuts in [cuts for cuts in near if cuts != found.cuts][:SIMULATED]:
-            yield replace(line.point, cuts=cuts, search=line.point.search)
+        if line.fits:
+            estimate = search.estimate_of(line)
+            here = estimate.cuts.places(found.cuts)
+            places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
+            near = [cuts for cuts in map(estimate.cuts.cut, places) if cuts != found.cuts]
+        else:
+            near = list(_relieved(line))
+        for cuts in near:
+            yield replace(line.point, cuts=cuts)
         best = search.best_of[line.point.way]
         if best.key >= line.key:
             return
         line = best
+
+
+def _relieved(line: Judged) -> Iterator[Cuts]:
+    """Cuts that leave less to the rank that passes its cap by most, or to every rank."""
+    found, layout = line.found, line.point.request.layout
+    fullest = max(range(layout.ranks), key=found.over.__getitem__)
+    places = found.search.model.cut_points.tolist()
+    at = [places.index(cut) for cut in found.cuts]
+    for stage in dict.fromkeys(layout.held[fullest]):
+        for cut, side in ((stage, 1), (stage + 1, -1)):
+            for step in (1, 2, 4):
+                to = at[cut] + side * step
+                if 0 < cut < len(at) - 1 and at[cut - 1] < to < at[cut + 1]:
+                    yield (*found.cuts[:cut], places[to], *found.cuts[cut + 1 :])
+    if not found.search.large:
+        kept = replace(line.point.search, treatments=())
+        shared = scale_caps(kept, 1 / max(map(len, layout.held)))
+        yield from filter(None, (kept.smallest()[1], shared.fastest()[1]))
 
 
 def other_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
@@ -102,15 +127,20 @@ def freed(search: JointSearch, line: Judged) -> Iterator[Point]:
 
 
 def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
-    """Stages side by side, in several orders of branches; and with more micro-batches in flight."""
+    """Stages side by side, in several orders of branches; and with more micro-batches in flight. Of several
+    stages on a rank, which are a chain, the order of branches alone."""
     request = line.point.request
-    if not request.side_by_side:
-        return
     stages = request.layout.stages
     orders = request.branch_orders(stages)
     if len(orders) == 1 and not orders[0].borders:
         return
     treatments = request.treatments if search.pressed else ()
+    if not request.side_by_side:
+        for order in orders[:ORDERS]:
+            own = replace(request.search(order), treatments=treatments)
+            for cuts in search.level_cuts(ClosedForm(search.cut_times(request, own)))[:1]:
+                yield replace(line.point, search=own, cuts=cuts)
+        return
     for order in orders[:ORDERS]:
         own = replace(request.search(order), by_depth=True, treatments=treatments)
         for cuts in islice(shallow_cuts(own), PROPOSED):

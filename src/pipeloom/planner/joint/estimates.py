@@ -103,7 +103,7 @@ class CutTimes:
         return found
 
     def places(self, cuts: Sequence[int]) -> Indices:
-        return np.searchsorted(self.points, np.array(cuts))
+        return np.asarray(np.searchsorted(self.points, np.array(cuts)), dtype=np.int64)
 
     def cut(self, places: Indices) -> tuple[int, ...]:
         return tuple(self.points[places].tolist())
@@ -175,7 +175,7 @@ class ClosedForm:
         turns = np.where(fits[:, None], turns, 0.0)
         filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
         steps = (turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled
-        return np.where(fits, steps, np.inf)
+        return np.asarray(np.where(fits, steps, np.inf), dtype=np.float64)
 
 
 class InOrder:
@@ -244,7 +244,7 @@ class InOrder:
         if (missing := cuts.microbatches // cuts.layout.replicas - self.count) > 0:
             busy = parts.sum(axis=0) @ (cuts.turns_of / cuts.microbatches * cuts.layout.replicas)
             total = total + missing * busy.max(axis=1)
-        return np.where(fits, total, np.inf)
+        return np.asarray(np.where(fits, total, np.inf), dtype=np.float64)
 
     def _message(self, edge: tuple[int, int], places: Indices) -> Array | float:
         if self.message_s is not None:
@@ -304,10 +304,24 @@ def weigh_best(
     again: (which, seconds beyond computing of their stages) -> seconds of the step.
     """
     most = None if len(cuts.points) <= FEW_PLACES else WEIGHED
-    some = np.argsort(steps, kind="stable")[:most]
+    some = np.asarray(np.argsort(steps, kind="stable")[:most], dtype=np.int64)
     found = np.full(len(places), np.inf)
     found[some] = again(some, cuts.exposed(places[some]))
     return found
+
+
+def neighbours(estimate: Estimate, places: Indices, most: int) -> list[Indices]:
+    """What becomes of cuts by one move: the best of different ones."""
+    moved = estimate.cuts.moves(places)
+    if not len(moved):
+        return []
+    steps = estimate.steps(moved)
+    different: dict[bytes, Indices] = {}
+    for index in np.argsort(steps, kind="stable"):
+        if len(different) == most or steps[index] == np.inf:
+            break
+        different.setdefault(moved[index].tobytes(), moved[index])
+    return list(different.values())
 
 
 def climb(estimate: Estimate, places: Indices) -> list[Indices]:

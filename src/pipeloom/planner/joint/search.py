@@ -70,9 +70,9 @@ MOST_ESTIMATED = 20_000
 SHORT, LONG = 3, 5
 """Micro-batches per rank of a short step, and those up to which a step is short enough."""
 
-ORDERS, EFFORT, FEW_OPS = 3, 0.3, 40
-"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts beyond which
-that of the best plan builds the library within its limits, which takes seconds."""
+ORDERS, EFFORT, SMALL = 3, 0.3, 200
+"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts times ranks
+beyond which that of the best plan builds the library within its limits, which takes seconds."""
 
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
@@ -234,9 +234,7 @@ class JointSearch:
             return ClosedForm(cuts)
         few = request
         if short < count:
-            few = replace(
-                request, options=replace(request.options, microbatches=short * layout.replicas), rounds=None
-            )
+            few = replace(request, options=replace(request.options, microbatches=short * layout.replicas))
         flow = flow_of(replicate(chain(layout.stages), layout.replicas))
         return InOrder(cuts, few.usual.columns, flow)
 
@@ -407,14 +405,11 @@ class JointSearch:
             self.ledger.note(self.ledger.planners, planner, "its cut passes the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
-        """The best few, of different ways."""
+        """The best few, of different ways; and the closest of those that pass caps, if they are faster."""
         ranked = sorted(self.best_of.values(), key=lambda judged: judged.key)
-        if self.best is None:
-            return ranked[:LINES]
-        near = [
-            judged for judged in ranked if judged.fits and judged.step_s <= self.best.step_s * (1 + CLOSE)
-        ]
-        return near[:LINES]
+        best_s = inf if self.best is None else self.best.step_s
+        near = [judged for judged in ranked if judged.fits and judged.step_s <= best_s * (1 + CLOSE)]
+        return near[:LINES] + [j for j in ranked if not j.fits and j.step_s < best_s][:LINES]
 
     def _improve(self) -> None:
         for _ in range(ROUNDS):
@@ -431,8 +426,8 @@ class JointSearch:
         if self.best is None or len(self.names) == 1 or self.request.graph.together:
             return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
-        large = self.places > FEW_OPS
-        for judged in self.lines()[:ORDERS]:
+        large = self.places * len(self.request.cluster.devices) > SMALL
+        for judged in [line for line in self.lines() if line.fits][:ORDERS]:
             if time.monotonic() > self.until:
                 raise TimeIsUp
             below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
