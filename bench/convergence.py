@@ -260,38 +260,47 @@ def step_seconds() -> dict[bool, float]:
 
 
 def show(file: Path, picture: Path | None) -> None:
-    runs: dict[tuple[str, str], list[Curve]] = {}
+    """Figures of each rule are compared with those of the same seeds with a flush."""
+    runs: dict[tuple[str, str, int], dict[int, Curve]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
-        runs.setdefault((line["optimizer"], line["rule"]), []).append(line["curve"])
+        steps = line["curve"][-1][0]
+        runs.setdefault((line["optimizer"], line["rule"], steps), {})[line["seed"]] = line["curve"]
     seconds, rows, drawn = step_seconds(), [], {}
-    means = {key: mean(curves) for key, curves in runs.items()}
+    longest = max(steps for _, _, steps in runs)
 
     def clock(rule: str, step: int) -> float:
         flushed = min(step, RULES[rule].flushed)
         return flushed * seconds[True] + (step - flushed) * seconds[False]
 
-    for (optimizer, rule), curve in means.items():
-        finals = [each[-1][1] for each in runs[optimizer, rule]]
-        flush = means[optimizer, "flush"]
-        end_s = clock(rule, curve[-1][0])
-        then = at(end_s / seconds[True], flush)
+    for (optimizer, rule, steps), curves in sorted(runs.items(), key=by_rule):
+        flush = mean([runs[optimizer, "flush", longest][seed] for seed in curves])
+        finals = [curve[-1][1] for curve in curves.values()]
+        end_s = clock(rule, steps)
         rows.append(
             {
                 "optimizer": optimizer,
                 "rule": rule,
-                "seeds": len(finals),
+                "seeds": len(curves),
+                "steps": steps,
                 "loss": f"{fmean(finals):.3f}",
                 "spread": f"{pstdev(finals):.3f}",
                 "over its flush": f"{fmean(finals) - flush[-1][1]:+.3f}",
                 "seconds": round(end_s, 1),
-                "flush then": f"{then:.3f}",
+                "flush by then": f"{at(end_s / seconds[True], flush):.3f}",
             }
         )
-        drawn[optimizer, rule] = curve, [(clock(rule, step), loss) for step, loss in curve]
+        if steps == longest:
+            curve = mean(list(curves.values()))
+            drawn[optimizer, rule] = curve, [(clock(rule, step), loss) for step, loss in curve]
     print(f"step with a flush {seconds[True]:.4f} s, without {seconds[False]:.4f} s")
-    print_table(sorted(rows, key=lambda row: (row["optimizer"], list(RULES).index(row["rule"]))))
+    print_table(rows)
     if picture is not None:
         picture.write_text(svg(drawn))
+
+
+def by_rule(run: tuple[tuple[str, str, int], Any]) -> tuple[str, int, int]:
+    optimizer, rule, steps = run[0]
+    return optimizer, list(RULES).index(rule), steps
 
 
 def mean(curves: list[Curve]) -> Curve:
