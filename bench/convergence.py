@@ -316,7 +316,7 @@ def at(step: float, curve: Curve) -> float:
 
 
 COLOURS = {"flush": "#7d8fa9", "2bw": "#e0592a"}
-OTHERS = ("#12a594", "#9a6be0", "#c99a2e", "#3a77d0")
+OTHERS = ("#12a594", "#9a6be0", "#c99a2e", "#3a77d0", "#d64545", "#10192b", "#7a9a2e", "#b0529c")
 WIDE, HIGH, LOW_LOSS, HIGH_LOSS = 330, 260, 2.0, 3.6
 
 
@@ -324,11 +324,12 @@ def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
     """Losses of each optimizer, a row each, by step and by predicted time."""
     optimizers = list(dict.fromkeys(optimizer for optimizer, _ in drawn))
     rules = sorted({rule for _, rule in drawn}, key=list(RULES).index)
-    colours = COLOURS | dict(zip((r for r in rules if r not in COLOURS), OTHERS, strict=False))
+    others = [rule for rule in rules if rule not in COLOURS]
+    colours = COLOURS | dict(zip(others, itertools.cycle(OTHERS), strict=False))
     parts = []
     for row, optimizer in enumerate(optimizers):
         for column, axis in enumerate(("steps", "predicted seconds")):
-            left, top = 50 + column * (WIDE + 50), 40 + row * (HIGH + 50)
+            left, top = 50 + column * (WIDE + 50), 56 + row * (HIGH + 50)
             shown = {rule: both[column] for (o, rule), both in drawn.items() if o == optimizer}
             end = max(x for curve in shown.values() for x, _ in curve)
             parts.append(f'<rect x="{left}" y="{top}" width="{WIDE}" height="{HIGH}" class="frame"/>')
@@ -346,10 +347,11 @@ def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
                 parts.append(f'<polyline points="{path}" stroke="{colours[rule]}"/>')
     for index, rule in enumerate(rules):
-        parts.append(f'<text x="{50 + 160 * index}" y="16" fill="{colours[rule]}">{rule}</text>')
+        left, top = 50 + index % 6 * 120, 14 + index // 6 * 14
+        parts.append(f'<text x="{left}" y="{top}" fill="{colours[rule]}">{rule}</text>')
     style = "text{font:12px sans-serif}.frame{fill:none;stroke:#888}.grid{stroke:#8884}"
     style += "polyline{fill:none;stroke-width:1.6}"
-    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 50}"'
+    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 60}"'
     body = "".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{body}</svg>'
 
