@@ -260,38 +260,47 @@ def step_seconds() -> dict[bool, float]:
 
 
 def show(file: Path, picture: Path | None) -> None:
-    runs: dict[tuple[str, str], list[Curve]] = {}
+    """Figures of each rule are compared with those of the same seeds with a flush."""
+    runs: dict[tuple[str, str, int], dict[int, Curve]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
-        runs.setdefault((line["optimizer"], line["rule"]), []).append(line["curve"])
+        steps = line["curve"][-1][0]
+        runs.setdefault((line["optimizer"], line["rule"], steps), {})[line["seed"]] = line["curve"]
     seconds, rows, drawn = step_seconds(), [], {}
-    means = {key: mean(curves) for key, curves in runs.items()}
+    longest = max(steps for _, _, steps in runs)
 
     def clock(rule: str, step: int) -> float:
         flushed = min(step, RULES[rule].flushed)
         return flushed * seconds[True] + (step - flushed) * seconds[False]
 
-    for (optimizer, rule), curve in means.items():
-        finals = [each[-1][1] for each in runs[optimizer, rule]]
-        flush = means[optimizer, "flush"]
-        end_s = clock(rule, curve[-1][0])
-        then = at(end_s / seconds[True], flush)
+    for (optimizer, rule, steps), curves in sorted(runs.items(), key=by_rule):
+        flush = mean([runs[optimizer, "flush", longest][seed] for seed in curves])
+        finals = [curve[-1][1] for curve in curves.values()]
+        end_s = clock(rule, steps)
         rows.append(
             {
                 "optimizer": optimizer,
                 "rule": rule,
-                "seeds": len(finals),
+                "seeds": len(curves),
+                "steps": steps,
                 "loss": f"{fmean(finals):.3f}",
                 "spread": f"{pstdev(finals):.3f}",
                 "over its flush": f"{fmean(finals) - flush[-1][1]:+.3f}",
                 "seconds": round(end_s, 1),
-                "flush then": f"{then:.3f}",
+                "flush by then": f"{at(end_s / seconds[True], flush):.3f}",
             }
         )
-        drawn[optimizer, rule] = curve, [(clock(rule, step), loss) for step, loss in curve]
+        if steps == longest:
+            curve = mean(list(curves.values()))
+            drawn[optimizer, rule] = curve, [(clock(rule, step), loss) for step, loss in curve]
     print(f"step with a flush {seconds[True]:.4f} s, without {seconds[False]:.4f} s")
-    print_table(sorted(rows, key=lambda row: (row["optimizer"], list(RULES).index(row["rule"]))))
+    print_table(rows)
     if picture is not None:
         picture.write_text(svg(drawn))
+
+
+def by_rule(run: tuple[tuple[str, str, int], Any]) -> tuple[str, int, int]:
+    optimizer, rule, steps = run[0]
+    return optimizer, list(RULES).index(rule), steps
 
 
 def mean(curves: list[Curve]) -> Curve:
@@ -307,7 +316,7 @@ def at(step: float, curve: Curve) -> float:
 
 
 COLOURS = {"flush": "#7d8fa9", "2bw": "#e0592a"}
-OTHERS = ("#12a594", "#9a6be0", "#c99a2e", "#3a77d0")
+OTHERS = ("#12a594", "#9a6be0", "#c99a2e", "#3a77d0", "#d64545", "#10192b", "#7a9a2e", "#b0529c")
 WIDE, HIGH, LOW_LOSS, HIGH_LOSS = 330, 260, 2.0, 3.6
 
 
@@ -315,11 +324,12 @@ def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
     """Losses of each optimizer, a row each, by step and by predicted time."""
     optimizers = list(dict.fromkeys(optimizer for optimizer, _ in drawn))
     rules = sorted({rule for _, rule in drawn}, key=list(RULES).index)
-    colours = COLOURS | dict(zip((r for r in rules if r not in COLOURS), OTHERS, strict=False))
+    others = [rule for rule in rules if rule not in COLOURS]
+    colours = COLOURS | dict(zip(others, itertools.cycle(OTHERS), strict=False))
     parts = []
     for row, optimizer in enumerate(optimizers):
         for column, axis in enumerate(("steps", "predicted seconds")):
-            left, top = 50 + column * (WIDE + 50), 40 + row * (HIGH + 50)
+            left, top = 50 + column * (WIDE + 50), 56 + row * (HIGH + 50)
             shown = {rule: both[column] for (o, rule), both in drawn.items() if o == optimizer}
             end = max(x for curve in shown.values() for x, _ in curve)
             parts.append(f'<rect x="{left}" y="{top}" width="{WIDE}" height="{HIGH}" class="frame"/>')
@@ -337,10 +347,11 @@ def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
                 parts.append(f'<polyline points="{path}" stroke="{colours[rule]}"/>')
     for index, rule in enumerate(rules):
-        parts.append(f'<text x="{50 + 160 * index}" y="16" fill="{colours[rule]}">{rule}</text>')
+        left, top = 50 + index % 6 * 120, 14 + index // 6 * 14
+        parts.append(f'<text x="{left}" y="{top}" fill="{colours[rule]}">{rule}</text>')
     style = "text{font:12px sans-serif}.frame{fill:none;stroke:#888}.grid{stroke:#8884}"
     style += "polyline{fill:none;stroke-width:1.6}"
-    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 50}"'
+    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 60}"'
     body = "".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{body}</svg>'
 

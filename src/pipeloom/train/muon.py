@@ -56,7 +56,7 @@ class MuonAndAdamW:
                 f"{len(named)} parameters",
                 hint="use adamw; or say in Job.optimizer which parameters are Muon's",
             )
-        both = {"lr": lr, "weight_decay": weight_decay}
+        both: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         self.parts: list[Optimizer] = [Muon(matrices, **both, adjust_lr_fn="match_rms_adamw")]
         if rest:
             self.parts.append(AdamW(rest, **both, **settings))

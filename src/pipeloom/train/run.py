@@ -216,7 +216,7 @@ def against_the_delay(config: Config, plan: Plan, *, own_optimizer: bool) -> str
     wanted = {
         "--optimizer muon+adamw": not own_optimizer and config.optimizer.name != "muon+adamw",
         f"--delay-correction {DELAY_CORRECTION}": not plan.delay_correction,
-        f"--warm-up-with-flush {int(config.steps * FLUSHED_SHARE)}": not plan.warm_up_with_flush,
+        f"--warm-up-with-flush {max(1, int(config.steps * FLUSHED_SHARE))}": not plan.warm_up_with_flush,
     }
     if not (missing := [option for option, lacks in wanted.items() if lacks]):
         return ""
