@@ -43,12 +43,3 @@ def missing(module: ModuleType) -> Iterator[str]:
             owner = getattr(module, node.value.id, None)
             if isinstance(owner, ModuleType) and not hasattr(owner, node.attr):
                 yield f"{node.value.id}.{node.attr}, line {node.lineno}"
-
-
-def test_missing_names_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text("import math\n\n\ndef area(r):\n    return math.pie * r + math.pi\n")
-    spec = importlib.util.spec_from_file_location("script", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert list(missing(module)) == ["math.pie, line 5"]

@@ -31,10 +31,3 @@ def test_other_numbers_are_found() -> None:
     with patch.object(trust, "pipelined", wrong):
         found = trust.try_model("plain modules", "uses numpy", 2)
     assert found.verdict == "wrong" and found.says.startswith("gradients differ by 1e-06")
-
-
-def test_a_library_that_is_not_here_is_named() -> None:
-    with patch.dict(trust.LIBRARIES, {"nothing": "no_such_models"}):
-        (found,) = trust.listed(["nothing"], [])
-    assert isinstance(found, trust.Verdict) and found.verdict == "not here"
-    assert "no_such_models" in found.says

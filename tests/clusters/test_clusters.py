@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 import tomllib
-import zipfile
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -282,16 +278,3 @@ def test_a_path_is_a_file_whatever_it_is_called(tmp_path, monkeypatch):
         wanted = find_cluster(name)
         save_cluster(wanted, Path("mine"))
         assert find_cluster("mine") == load_cluster(Path("mine")) == wanted
-
-
-@pytest.mark.slow
-def test_the_catalogue_is_in_the_wheel(tmp_path):
-    source = tmp_path / "source"  # building leaves folders behind
-    shutil.copytree(ROOT / "src" / "pipeloom", source / "src" / "pipeloom")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
-    subprocess.run([sys.executable, *command, str(source)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    inside = zipfile.ZipFile(wheel).namelist()
-    assert {f"pipeloom/clusters/catalogue/{name}.toml" for name in NAMES} <= set(inside)

@@ -101,14 +101,6 @@ def test_a_message_waits_until_its_receive_is_posted() -> None:
     assert timeline.step_s == 32.0
 
 
-def test_waiting_out_of_order_posts_all_receives_up_to_the_one_waited_for() -> None:
-    rows = ("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F1<0 1F1 1RECV_F0<0 1F0")
-    program = parse_program(2, (0, 1), rows)
-    timeline = simulate(program, chain(2), equal_costs(2), alike(2, 4.0), receive_ahead=1)
-    assert events(timeline, "recv") == [(1, "1RECV_F1<0", 0.0, 3.0)]
-    assert timeline.step_s == 5.0
-
-
 def memory(rank: int, timeline: Timeline) -> list[tuple[float, int]]:
     """What is held from each time on, where it changes."""
     curve = timeline.memory[rank]
