@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small import built, by_hand
+from small import by_hand
 
 from pipeloom.checks.deadlock import Stuck, deadlock
 from pipeloom.checks.schedules import check, check_program
@@ -14,7 +14,6 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, Schedule, parse_program
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.schedules import registry
 from pipeloom.schedules.formats import parse_schedule
 from pipeloom.schedules.language.placements import spread
 
@@ -76,14 +75,6 @@ def test_an_empty_line_of_a_file_is_a_rank_without_a_stage() -> None:
     assert "rank 1 has no stage" in refusal(parse_schedule("0F0,0B0\n\n1F0,1B0\n"), chain(2))
 
 
-def test_an_action_on_the_rank_of_a_replica_is_sent_home() -> None:
-    made = built("chimera", 2, 1)
-    assert made.placement == (0, 1, 1, 0)
-    first, second = made.rows
-    moved = replace(made, rows=(tuple(a for a in first if str(a) != "0F0"), (*second, first[0])))
-    assert "move 0F0 to the row of rank 0" in refusal(moved, registry.default_placement("chimera", 2)[0])
-
-
 WIDE, SHARDS = spread(chain(2), (0, (1, 2)))
 
 
@@ -120,12 +111,6 @@ def test_deadlock_of_many_ranks_is_cut_short() -> None:
     assert deadlock(ranks).message.endswith("rank 15 at 15F0 needs 16F0; and 4 more ranks")
 
 
-def test_gradient_free_edges_need_no_backward_of_the_reader() -> None:
-    early = by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    check(early, dag(2, [(0, 1)], no_gradient=[(0, 1)]))
-    assert "needs" in refusal(early, chain(2))
-
-
 def test_registered_kinds_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     made = by_hand("0F0 0B0")
     odd = replace(made, rows=((Action(0, Kind("CHECKTEST"), 0), *made.rows[0]),))
@@ -156,12 +141,6 @@ def refused_program(made: Program, stages: StageGraph) -> str:
         check_program(made, stages)
     assert caught.value.hint
     return str(caught.value)
-
-
-def test_accepts_a_program_and_waits_in_another_order_than_sent() -> None:
-    check_program(program(*PROGRAM), chain(2))
-    late = edited(1, " 1RECV_F1<0", "").rows[1]
-    check_program(program(PROGRAM[0], "1RECV_F1<0 " + " ".join(map(str, late))), chain(2))
 
 
 @pytest.mark.parametrize(

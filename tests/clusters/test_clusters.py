@@ -161,7 +161,6 @@ def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
         save_cluster(cluster, tmp_path / "missing" / "cluster.toml")
 
 
-ROOT = Path(__file__).parents[2]
 NAMES = list(built_in_devices())
 
 

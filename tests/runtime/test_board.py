@@ -167,18 +167,6 @@ def test_who_was_frozen_itself_blames_nobody() -> None:
     board.stop()
 
 
-def test_a_broken_wait_names_the_rank_that_failed(boards: list[Board]) -> None:
-    watch = Watch(boards[0])
-    boards[1].announce(BOOM)
-
-    def block() -> None:
-        raise ConnectionError("closed")
-
-    with pytest.raises(PeerError) as found:
-        watch.wait("1SEND_B0>0 from rank 1", (1,), block)
-    assert str(found.value) == "rank 1 failed: ValueError: boom\nTraceback ..."
-
-
 def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None:
     def block() -> None:
         raise ConnectionError("closed by peer")
@@ -285,14 +273,6 @@ def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixtur
     assert failure is not None and failure.rank == 0
     assert failure.summary.endswith("s for message 7 from rank 1")
     assert "rank  does  waits for" in capfd.readouterr().err
-
-
-def test_a_transfer_that_ends_is_forgotten() -> None:
-    board, _ = local_boards(2)
-    lookout = StreamWatchdog(Watch(board), timeout_s=0.1)
-    lookout.add(Transfer(ends=True), "message 6 from rank 1")
-    assert board.wait_for_failure(0.6) is None
-    lookout.close()
 
 
 # Collectives outside a step: who is blamed when one fails.

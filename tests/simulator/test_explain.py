@@ -128,24 +128,6 @@ def measured(ranks: int, *events: tuple[int, str, str, float, float]) -> Timelin
     return Timeline(source="measured", ranks=ranks, events=tuple(made))
 
 
-def test_a_busy_link_is_the_reason() -> None:
-    timeline = simulate(TWO, chain(2), equal_costs(2), alike(2, latency_s=5.0))
-    _, _, found = explained(TWO, timeline, chain(2))
-    wait = found.idle[-1]
-    assert (wait.reason, wait.start_s, wait.end_s, wait.root) == ("transfer", 7.0, 11.0, "0SEND_F0>1")
-    assert [p.action for p in found.path] == ["0F0", "0SEND_F0>1", "0SEND_F1>1", "1F1"]
-
-
-def test_waits_for_the_sum_of_tied_gradients() -> None:
-    stages = dag(2, [(0, 1)], params={0: ("x",), 1: ("x",)})
-    program = lower(registry.build("1f1b", stages, (0, 1), 2), stages)
-    costs = tuple(replace(c, step_s=1.0, tied_bytes={"x": 8}) for c in equal_costs(2))
-    _, _, found = explained(program, simulate(program, stages, costs, alike(2, 2.0)), stages)
-    last = [i for i in found.idle if i.rank == 1][-1]
-    assert (last.reason, last.action) == ("reduce", "1STEP")
-    assert [p.kind for p in found.path][-2:] == ["reduce", "compute"]
-
-
 def test_a_measured_step_has_overhead_and_no_send_events() -> None:
     timeline = measured(
         2,

@@ -65,38 +65,6 @@ def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
     assert "link" not in blind.by_reason
 
 
-FOUR = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0")
-
-
-@pytest.mark.parametrize(
-    ("edges", "rows", "seconds", "where", "path"),
-    [
-        # 0SEND leaves the node of rank 1, 4SEND enters that of rank 3 and is longer on its way.
-        (
-            [(0, 2), (1, 3), (4, 3)],
-            (*FOUR, "3RECV_F0<4 3RECV_F0<1 3F0", "4F0 4SEND_F0>3"),
-            (1.0, 1.6, 1.0, 1.0, 1.5),
-            nodes(0, 0, 1, 2, 3, between_nodes=SECOND, node_link=SECOND),
-            [("4F0", 1.5), ("4SEND_F0>3", 2.5), ("1SEND_F0>3", 3.5), ("3F0", 4.5)],
-        ),
-        # A fast link is held for less than a message takes.
-        (
-            [(0, 2), (1, 3)],
-            (*FOUR, "3RECV_F0<1 3F0"),
-            (1.0,) * 4,
-            nodes(0, 0, 1, 1, between_nodes=SECOND, node_link=Link(bandwidth_bytes_per_s=16.0)),
-            [("0F0", 1.0), ("0SEND_F0>2", 1.25), ("1SEND_F0>3", 2.25), ("3F0", 3.25)],
-        ),
-    ],
-)
-def test_of_two_links_the_one_that_was_free_last_is_named(edges, rows, seconds, where, path) -> None:
-    stages = dag(len(rows), edges, loss_stage=3)
-    costs = [replace(equal_costs(1)[0], forward_s=s) for s in seconds]
-    found = explained(parse_program(1, tuple(range(len(rows))), rows), stages, costs, where)
-    assert [(p.action, p.end_s) for p in found.path] == path
-    assert [p.waiting for p in found.path] == ["", "1SEND_F0>3", "", ""]
-
-
 def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
     copied = {"residual_bytes": 8, "offloaded_bytes": 8, "offload_s": 1.0, "reload_s": 1.0}
     cost = replace(equal_costs(1)[0], **copied)

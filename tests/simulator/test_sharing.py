@@ -62,12 +62,6 @@ def test_messages_out_of_one_node_follow_each_other(on, shared, first, second) -
 EQUAL = equal_costs(1)[0]
 
 
-ROW = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
-
-
-COST = replace(EQUAL, residual_bytes=8, offloaded_bytes=8, offload_s=1.0, reload_s=1.0)
-
-
 @pytest.mark.parametrize(
     ("size", "on", "seconds"),
     [

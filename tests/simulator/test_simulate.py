@@ -85,22 +85,6 @@ def events(timeline: Timeline, stream: str) -> list[tuple[int, str, float, float
     return [(e.rank, e.action, e.start_s, e.end_s) for e in timeline.events if e.stream == stream]
 
 
-def test_a_link_carries_one_message_at_a_time() -> None:
-    """4 bytes at 1 byte/s with 1 s latency: 5 s each, while forwards take 1 s."""
-    timeline = step("forward_only", chain(2), 3, where=alike(2, 1.0, 1.0), receive_ahead=3)
-    sent = [(0, f"0SEND_F{b}>1", 1.0 + 5 * b, 6.0 + 5 * b) for b in range(3)]
-    assert events(timeline, "send") == sent
-    waited = [(1, f"1RECV_F{b}<0", start, 6.0 + 5 * b) for b, start in enumerate((0.0, 7.0, 12.0))]
-    assert events(timeline, "recv") == waited
-
-
-def test_a_message_waits_until_its_receive_is_posted() -> None:
-    timeline = step("forward_only", chain(2), 3, (EVEN, EVEN.slowed(10.0)), alike(2, 4.0), receive_ahead=1)
-    # The second receive is posted when the first message is taken, at 2 s; the third at 12 s.
-    assert [start for *_, start, _ in events(timeline, "send")] == [1.0, 2.0, 12.0]
-    assert timeline.step_s == 32.0
-
-
 def memory(rank: int, timeline: Timeline) -> list[tuple[float, int]]:
     """What is held from each time on, where it changes."""
     curve = timeline.memory[rank]
@@ -171,18 +155,6 @@ def test_neighbours_on_one_rank_share_one_copy() -> None:
 def test_residuals_at_the_peak_are_those_in_flight(p: int, m: int) -> None:
     timeline = step("1f1b", chain(p), m, equal_costs(p, residual_bytes=10**6))
     assert [peaks["residuals"] for peaks in timeline.peaks] == [10**6 * min(p - s, m) for s in range(p)]
-
-
-def test_tied_gradients_are_summed_when_both_ranks_are_there() -> None:
-    tied = dag(3, [(0, 1), (1, 2)], params={0: ("wte",), 2: ("wte",)})
-    end = replace(EVEN, step_s=3.0, tied_bytes={"wte": 8})
-    timeline = step("gpipe", tied, 1, (end, EVEN, end), alike(3, latency_s=0.5))
-    # Forwards and backwards with their transfers end at 3 + 4 * 0.5 + 6 = 11 s on rank 0, at 6 s on rank 2.
-    assert [e for e in events(timeline, "recv") if "REDUCE" in e[1]] == [
-        (2, "2REDUCE", 6.0, 12.0),
-        (0, "0REDUCE", 11.0, 12.0),
-    ]
-    assert timeline.step_s == 15.0
 
 
 def test_all_reduce_times() -> None:
