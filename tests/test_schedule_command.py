@@ -123,6 +123,7 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
     assert read("show", "1f1b", "--memory", "4")["peak"] == 4.0
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [n for n in registry.names() if n != "seq1f1b"])
 def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     good("export", name, "-p", "2", "-m", "4", "-o", "mine.csv")

@@ -135,6 +135,7 @@ def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float)
     assert idle(made, s, span=True) <= span + ROUNDED / 10
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
 @pytest.mark.parametrize("name", ["zb_v", "zb_1p", "zb_2p", "gis"])
 def test_never_worse_than_1f1b_with_its_memory(name: str, times: tuple[float, float, float]) -> None:
@@ -143,6 +144,7 @@ def test_never_worse_than_1f1b_with_its_memory(name: str, times: tuple[float, fl
     assert made_for(name, s).step_s <= (m + p - 1) * sum(times) * s.chunks
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])
 @pytest.mark.parametrize(
     ("name", "peak"), [("v_half", 5), ("v_min", 4), ("1f1b_v", 6), ("gis_h", 6), ("po", 6.5)]
@@ -189,6 +191,7 @@ def shown(
     return simulate_schedule(name, where)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "times", "peak", "step_s"),
     [
@@ -208,6 +211,7 @@ def test_no_longer_at_the_same_peak(
     assert made.summary.step_s <= step_s and made.peak <= peak
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [4, *(pytest.param(p, marks=pytest.mark.slow) for p in (8, 16))])
 @pytest.mark.parametrize("times", LONG_MESSAGES)
 def test_gis_is_no_longer_than_its_published_variant(

@@ -175,6 +175,7 @@ def test_nothing_and_a_rank_that_does_nothing() -> None:
     assert [(i.rank, i.reason, i.duration_s) for i in found.idle] == [(1, "drain", 2.0)]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", registry.names())
 @pytest.mark.parametrize("latency_s", [0.0, 0.25])
 def test_laws_hold_for_the_library(name: str, latency_s: float) -> None:
