@@ -178,6 +178,7 @@ def test_a_target_that_cannot_be_loaded_is_reported_once(launched: Launch) -> No
     assert process.returncode == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["sleep", "stubborn"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_process_stays_after_a_signal(
@@ -320,6 +321,7 @@ def printed_by(tmp_path: Path, encoding: str, *args: str) -> subprocess.Complete
     return subprocess.run([sys.executable, script, *args], env=env, capture_output=True, timeout=300)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("encoding", "said", "seen"),
     [
