@@ -91,21 +91,6 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
     all_well(local_channels(3, ahead=ahead), body)
 
 
-def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
-    messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
-
-    def receive(channel: Channel) -> None:
-        assert channel.held_bytes == 2 * 16, "two receives are posted ahead"
-        for message in messages:
-            channel.receive(message)
-            channel.release(message)
-        assert channel._pool.idle_bytes == 3 * 16, "two posted and one in use were enough"
-
-        assert channel.held_bytes == 0
-
-    all_well(local_channels(2), one_way(messages, receive))
-
-
 @pytest.mark.parametrize(("ahead", "opened"), [(1, 2), (2, 2), (3, 3)])
 def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int, opened: int) -> None:
     """Its buffer is taken at once. With none open it would not overlap that work, so it is opened at once."""
@@ -220,19 +205,6 @@ def test_sends_are_finished_in_their_order_when_asked() -> None:
         channel.end()
 
     all_well(local_channels(2, ahead=1), body)
-
-
-def test_what_a_receive_opens_is_known_before_it() -> None:
-    messages = [floats(f"m{k}", 0, 1, (k + 1,)) for k in range(5)]
-
-    def receive(channel: Channel) -> None:
-        for message in messages:
-            before, opened = channel.held_bytes, channel.opening_bytes(message)
-            channel.receive(message)
-            assert channel.held_bytes == before + opened
-            channel.release(message)
-
-    all_well(local_channels(2), one_way(messages, receive))
 
 
 @pytest.mark.parametrize("announced", [False, True])

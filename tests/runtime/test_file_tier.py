@@ -403,17 +403,6 @@ def test_places_never_overlap_and_all_comes_back(moves: list[tuple[bool, int]]) 
     assert list(file.gaps()) == ([(0, file.length)] if file.length else [])
 
 
-@given(MOVES, st.integers(1, 12))
-def test_of_equal_sizes_the_file_holds_no_more_than_there_were_at_once(
-    moves: list[tuple[bool, int]], size: int
-) -> None:
-    file, most = File(), 0
-    for takes, number in moves:
-        file.take(size) if takes else file.give_back(number)
-        most = max(most, len(file.taken))
-    assert file.length == most * size
-
-
 @given(MOVES, st.integers(0, 40))
 def test_where_the_disk_is_full_nothing_changes(moves: list[tuple[bool, int]], limit: int) -> None:
     file = File(limit)
@@ -428,15 +417,3 @@ def test_where_the_disk_is_full_nothing_changes(moves: list[tuple[bool, int]], l
             assert before == (file.length, file.taken)
             assert all(length < number for _, length in file.gaps())
         file.assert_right()
-
-
-@pytest.mark.parametrize("sizes", [range(8, 100, 3), range(100, 8, -3), [40, 80] * 9])
-def test_steps_of_other_sizes_share_the_room(sizes: list[int]) -> None:
-    """Four micro-batches at once, as large as the step's: the file is as long as those of the largest."""
-    file = File()
-    for size in sizes:
-        for _ in range(4):
-            file.take(size)
-        while file.taken:
-            file.give_back(0)
-    assert file.length == 4 * max(sizes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from deep import ROWS, TANH
 from delayed import job_of, steady_plan
-from runs import each_rank, even_plan
+from runs import even_plan
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -67,16 +67,6 @@ def test_without_a_flush_each_row_waits_once() -> None:
     """A step of its own is two rows: one that is fed, and the drain."""
     job = job_of()
     assert len(waits_of_last_step(job, steady_plan(job, 1, 4))) == 2
-
-
-def test_a_rank_takes_only_inputs_that_it_reads() -> None:
-    """The first stage reads x and the last one y; both were copied to both devices."""
-
-    def inputs(pipeline: Pipeline) -> list[set[str]]:
-        parts, _ = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
-        return [set(part.inputs) for part in parts]
-
-    assert each_rank(TANH, two_stages(2, (0, 1)), inputs, compare=False) == [[{"x"}] * 2, [{"y"}] * 2]
 
 
 @pytest.mark.parametrize(
