@@ -12,7 +12,7 @@ from pipeloom.checks.deadlock import Stuck, deadlock
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import KINDS, RECV_B, Action, ActionKind, F, Kind, parse_action
 from pipeloom.ir.errors import DeadlockError, ScheduleError
-from pipeloom.ir.flow import dag
+from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
@@ -207,6 +207,11 @@ def test_tied_gradients_need_a_sum_before_the_step(first: str, second: str, word
         assert words in refused_program(made, tied)
     else:
         check_program(made, tied)
+
+
+def test_a_circle_of_stages_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="circle"):
+        flow_of(dag(3, [(0, 1), (1, 2), (2, 1)]))
 
 
 # Advice in refusals of schedules, found by following it.

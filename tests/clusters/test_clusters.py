@@ -357,6 +357,14 @@ def test_as_many_stages_as_devices_may_be(schedule: str) -> None:
         plan(zoo.job("skips"), ranks=100_000, microbatch_size=2, cluster="2 x cpu", schedule=schedule)
 
 
+def test_counts_of_several_tables(tmp_path: Path) -> None:
+    file = file_of(tmp_path, (CARD + "count = 60000\n") * 2 + LINK)
+    with pytest.raises(ConfigError, match="120000 devices"):
+        load_cluster(file)
+    file.write_text((CARD + "count = 50000\n") * 2 + LINK)
+    assert len(load_cluster(file).devices) == 100_000
+
+
 @pytest.mark.parametrize("value", [f"{HUGE}", "0x" + "f" * 5000], ids=["decimal", "hexadecimal"])
 @pytest.mark.parametrize(
     "row",
@@ -383,6 +391,21 @@ def test_numbers_of_hundreds_of_digits_in_files(tmp_path: Path, row: str, value:
     said = caught.value.message
     assert "device 1" in said and row.partition(" ")[0] in said and caught.value.hint
     assert re.search(r"\d\.\d\de\+\d{3}|1000000\.\.\.0000000", said) and len(said) < len(str(file)) + 120
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{CARD}launch_s = {'9' * 5000}\n{LINK}", "thousands of digits"),
+        (f"{'9' * 6000} = 1", "cluster.toml"),
+        (f'[[device]]\nname = "a"\n[{"n" * 6000}]\nx = 1', "cluster.toml"),
+    ],
+    ids=["number", "key", "table"],
+)
+def test_what_is_thousands_of_characters_long_is_cut_short(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        find_cluster(str(file_of(tmp_path, text)))
+    assert len(str(caught.value)) < 1000
 
 
 def test_figures_beyond_all_measure_are_refused() -> None:

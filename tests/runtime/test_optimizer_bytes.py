@@ -288,6 +288,12 @@ def test_what_is_no_optimizer_is_refused(make: Make, word: str) -> None:
         counted(make)
 
 
+def test_the_parameters_that_are_refused_are_named() -> None:
+    with pytest.raises(PlanError, match="2D") as caught:
+        counted(maker("Muon"))
+    assert "c [24]" in caught.value.message and "1 more" in caught.value.message
+
+
 def test_optimizers_are_found_wherever_they_are_held() -> None:
     params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     sgd, adam = torch.optim.SGD(params[:1], lr=1.0), torch.optim.Adam(params[1:])

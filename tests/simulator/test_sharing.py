@@ -9,6 +9,7 @@ import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from shared_links import (
+    INSTANT,
     nodes,
     random_cluster,
     treated,
@@ -102,6 +103,25 @@ def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ah
     expected = Slow(program, stages, costs, where, ahead).run()
     seen = {(e.stream, e.action): (e.start_s, e.end_s) for e in timeline.events if e.stream != "recv"}
     assert seen == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
+def test_shared_links_that_take_no_time_change_nothing(case: Case, seed: int, ahead: int) -> None:
+    dice = Random(seed)
+    program, stages, costs = treated_case(case, dice)
+    some = random_cluster(len(program.rows), dice)
+    plain = replace(some, node_link=None, devices=tuple(replace(d, switch=None) for d in some.devices))
+    shared = replace(
+        some,
+        node_link=INSTANT,
+        switches={f"{d.node}": INSTANT for d in some.devices},
+        devices=tuple(replace(d, switch=f"{d.node}") for d in some.devices),
+    )
+    one = simulate(program, stages, costs, plain, receive_ahead=ahead)
+    other = simulate(program, stages, costs, shared, receive_ahead=ahead)
+    assert one.events == other.events
+    assert one.memory == other.memory
 
 
 @pytest.mark.slow
