@@ -55,7 +55,7 @@ def test_2bw_needs_two_versions_and_as_many_micro_batches_as_stages_but_one(dept
             assert stage.staleness == (0, *[1] * (made.microbatches // every - 1))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled("forward_only", "eager_1f1b", "zb_1p", "v_min", "dualpipev", "gis", "chimera", "po_h")
 @pytest.mark.parametrize("name", registry.names())
 def test_flush_keeps_one_version(name: str) -> None:
     found = versions(built(name, 4, 8), Updates())

@@ -108,7 +108,7 @@ def test_training_is_the_same_with_rehearsals(schedule: str) -> None:
     require_same(job, plan_of(job, schedule, 2, microbatches=4))
 
 
-@pytest.mark.sampled("2bw")
+@pytest.mark.sampled("stash")
 @pytest.mark.parametrize("policy", ["2bw", "stash"])
 def test_training_without_a_flush_is_the_same_with_rehearsals(policy: str) -> None:
     """A rehearsal uses the sums of gradients and the versions of the weights: nothing of it may stay."""
