@@ -7,7 +7,7 @@ numbers   float32 and bfloat16 train as plain PyTorch under `torch.autocast` doe
 memory    peaks of the ledger against the allocator's, with residuals kept, recomputed and offloaded; what the
           allocator reserves beyond that
 host      waits of the host in a step, and the host's time for a step of tiny ops against plain PyTorch
-forecast  the time of a step as it was predicted before the first one
+forecast  the time of a step as it was predicted before the first one; its MFU
 ranks     two ranks, 1f1b and zb_h1, on a device each: messages end, and losses are those of one rank
 
 Each finding is a line: what was found, what was expected, and in words what differs. All of them go to a file
@@ -224,6 +224,8 @@ def forecast(setup: Setup) -> Iterator[Finding]:
     off = predicted / measured - 1
     problem = f"predicted {predicted:.4f} s, measured {measured:.4f} s" if abs(off) > 0.1 else ""
     yield Finding("a step as predicted over as measured", off, "within 10 %", problem)
+    mfu = reports[-1].mfu
+    yield Finding("MFU", "not known" if mfu is None else mfu, "whatever it is, below 1")
 
 
 def ranks(setup: Setup) -> Iterator[Finding]:

@@ -201,4 +201,6 @@ def by_roofline(graph: OpGraph, cluster: Cluster, size: int) -> ProfiledModel:
 def roofline_plan(graph: OpGraph, cluster: Cluster, **changes: Any) -> Plan:
     """A plan for all devices of a cluster of one kind; changes: of `PlanOptions`, see `make_plan`."""
     profile = roofline(graph, cluster.devices[0])
-    return make_plan(graph, profile, cluster, **{"ranks": len(cluster.devices), **changes})
+    return make_plan(
+        graph, profile, cluster, **{"ranks": len(cluster.devices), "planner": "exact", **changes}
+    )

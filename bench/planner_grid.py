@@ -42,8 +42,7 @@ from graphpipe import SMALL
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.planner.planners import PLANNERS, OneSchedule, chooses_schedule, planners_of
-from pipeloom.planner.request import PlanOptions
+from pipeloom.planner.planners import PLANNERS, Joint, OneSchedule
 
 MODELS: Mapping[str, Callable[[], Job]] = {
     "GPT": lambda: zoo.job("gpt"),
@@ -139,8 +138,7 @@ def ranks_of(cell: Cell) -> int:
 
 def is_slow(planner: str) -> bool:
     """Whether a planner plans with many schedules."""
-    asked = (planner, *planners_of(PlanOptions(planner=planner)))
-    return any(map(chooses_schedule, asked))
+    return isinstance(PLANNERS[planner].plan, Joint)
 
 
 def by_planners(

@@ -1,6 +1,6 @@
 """Planners against each other: distance from the best plan, seconds of the search, schedules, memory.
 
-    python bench/planners.py graphs search auto
+    python bench/planners.py graphs search
 
 The parts, with minutes of one core:
 
@@ -11,8 +11,6 @@ search   1: planners of whole graphs, on graphs captured and profiled, nothing s
          devices, CANDLE-Uno on 8. Processor seconds, the least of three. All cut at layers, one device per
          stage, every residual kept: `graphpipe` in branch order, `pipedream-graph` over antichains, `piper`
          over down-sets. The paper (arXiv 2406.17145): 9 to 21 times for its implementations of the others.
-auto     3: the step of `auto` beside those of the planners that it asks, with and without branches and
-         room, 16 micro-batches, by roofline
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from math import inf
 from multiprocessing import get_context
@@ -31,20 +28,19 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
-from machine import by_roofline, changed, parser_of, print_table, run_parts, tokens
+from machine import parser_of, print_table, run_parts
 
 # isort: split
 import random_stages
 from graphpipe import PUBLISHED
 from layered import layered
 
-from pipeloom import Job, capture, plan_request
+from pipeloom import capture
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
-from pipeloom.planner.notes import planners_asked
 from pipeloom.planner.planners import PLANNERS, ByCuts, ByOrder, finder_of
 from pipeloom.planner.refusals import least_share
 from pipeloom.planner.request import PlanOptions, Request
@@ -54,7 +50,6 @@ from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
 from pipeloom.planner.strategies.graphpipe import shallow_cuts
 from pipeloom.profiler.roofline import roofline
-from pipeloom.train.model import GPT
 
 Table = list[dict[str, Any]]
 BOTH = ("recompute", "offload")
@@ -214,53 +209,13 @@ def search() -> Table:
     return rows
 
 
-# --- auto -----------------------------------------------------------------------------------------
-
-
-def gpt() -> Job:
-    return Job(model=partial(GPT, layers=8, width=512, heads=8, context=256), batch=tokens(256, 256))
-
-
-TOGETHER: dict[str, tuple[Callable[[], Job], int, str, float]] = {
-    "GPT": (gpt, 8, "4 x a100-40", inf),
-    "GPT, 0.6 of its memory": (gpt, 8, "4 x a100-40", 0.6),
-    "case study": (PUBLISHED["case_study"], 8, "2 nodes of 4 x v100-16", inf),
-    "MMT": (PUBLISHED["mmt"], 2, "2 nodes of 4 x v100-16", inf),
-    "CANDLE-Uno": (PUBLISHED["candle"], 256, "1 nodes of 4 x v100-16", inf),
-    "CLIP": (PUBLISHED["clip"], 8, "1 nodes of 4 x v100-16", inf),
-}
-"""A model, its rows, devices, and caps as shares of what the fullest rank by `exact` holds without one."""
-
-
-def auto(names: Sequence[str]) -> Table:
-    """Seconds of the step of each planner that is asked, of the order that was searched, and of the plan."""
-    rows = []
-    for name in names:
-        job, size, devices, share = TOGETHER[name]
-        cluster = find_cluster(devices)
-        model = by_roofline(capture(job(), size).graph, cluster, size)
-        options = PlanOptions(ranks=len(cluster.devices), microbatches=16)
-        request = plan_request.PlanRequest(cluster=cluster, options=options)
-        if share < inf:
-            free = request.changed(treatments=()).plan(model, explained=False)
-            request = replace(request, cluster=changed(cluster, memory_bytes=round(share * max(free.peaks))))
-        begin = time.process_time()
-        plan = request.changed(planner="auto").plan(model, explained=False)
-        row = {"case": name, "cluster": devices, "asked_s": planners_asked(plan)}
-        row |= {"step_s": plan.predicted_step_s, "peak_bytes": max(plan.peaks), "schedule": plan.schedule}
-        rows.append(row | {"processor_s": time.process_time() - begin})
-    return rows
-
-
 def main() -> int:
     run: dict[str, Callable[[], Table]] = {
         "graphs": lambda: on_graphs(given.count),
         "search": search,
-        "auto": lambda: auto(given.cases),
     }
     parser = parser_of(__doc__, run)
     parser.add_argument("--count", type=int, default=500, help="of graphs")
-    parser.add_argument("--cases", nargs="+", choices=[*TOGETHER], default=[*TOGETHER], help="of auto")
     given = parser.parse_args()
     return run_parts(given.parts, run)
 

@@ -82,7 +82,8 @@ def halves(microbatches: int) -> Plan:
 
 def planned(microbatches: int) -> Plan:
     """pipeloom's own cut, between single ops, from costs measured here."""
-    return plan(job(), ranks=2, microbatches=microbatches, microbatch_size=MICROBATCH)
+    sizes = {"microbatches": microbatches, "microbatch_size": MICROBATCH}
+    return plan(job(), ranks=2, planner="exact", schedule="1f1b", **sizes)
 
 
 class TorchPipeline:

@@ -1,7 +1,6 @@
-"""PipeDream-2BW (arXiv 2006.09503): is the pipeline full, what does the delay cost, which shapes win?
+"""PipeDream-2BW (arXiv 2006.09503): is the pipeline full, and which shapes win? Its delay: `convergence.py`.
 
     python bench/two_bw.py paced wide [--steps 4] [--rounds 4]
-    python bench/two_bw.py convergence [--training-steps 120] [--seeds 3]
     python bench/two_bw.py shapes                  2 minutes of one core
 
 paced        Four stages, eight micro-batches per pipeline; every rank is a process with the real worker,
@@ -13,9 +12,6 @@ wide         A GPT of 8 layers of width 256 on two ranks of one thread, in turns
              processes at once, 1F1B, 2BW. Timed are the steps between two moments at which the pipeline is
              full. "limit" is one process alone over each of two at once. Per micro-batch 2BW pays what the
              stages differ by, or the two messages that the first stage waits for, whichever is more.
-convergence  The default GPT with a flush and with 2BW, by AdamW and by SGD with momentum, in one process: the
-             numbers of 2BW do not depend on the number of stages (tests/transparency/test_versions.py).
-             Every run of a seed has the same data, weights and rates.
 shapes       GPT 1.3B, 2.2B and 3.8B on 8 and 64 V100 of 16 GB, machines like p3.16xlarge. The best shape
              (width, depth, rows, recomputation) in closed form for inter-layer model parallelism, GPipe,
              1F1B and 2BW; with everything recomputed, and at the paper's depths. The time per kernel is
@@ -28,7 +24,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
@@ -40,9 +36,8 @@ from machine import by_roofline, changed, next_tokens, on_ranks, parser_of, prin
 from pacing import pace
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, Optimizer
 
-from pipeloom import Job, Options, Pipeline, Plan, capture, plan
+from pipeloom import Job, Pipeline, Plan, capture, plan
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
@@ -61,8 +56,7 @@ from pipeloom.planning import profile
 from pipeloom.runtime.channel import local_channels
 from pipeloom.runtime.connect import connect
 from pipeloom.train.config import Config, ModelConfig, PipelineConfig
-from pipeloom.train.loop import validate
-from pipeloom.train.workload import gpt_workload, job_of, rate_scheduler
+from pipeloom.train.workload import job_of
 
 CPU = torch.device("cpu")
 BUBBLE_FREE, ERROR = 0.97, 0.03
@@ -171,76 +165,6 @@ def real(steps: int, rounds: int) -> bool:
     print_table(rows, f"Two ranks, {config.model.layers} layers of width {config.model.width}")
     steady = rows[-1]
     return bool(steady["peak_error"] <= ERROR and steady["of_limit"] >= BUBBLE_FREE)
-
-
-# --- convergence ----------------------------------------------------------------------------------
-
-EVERY = 10
-"""Steps between two validations."""
-POLICIES = ("flush", "2bw")
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
-    "adamw": partial(AdamW, lr=4e-3, weight_decay=0.05),
-    "sgd-momentum": partial(SGD, lr=0.1, momentum=0.9),
-}
-
-Curve = list[tuple[int, float, float]]
-"""(step, mean, standard deviation over seeds)."""
-
-
-def losses(optimizer: str, weights: str, seed: int, steps: int, shared: dict[str, Any]) -> list[float]:
-    """The validation loss after every `EVERY` steps of one run."""
-    config, rows = Config(seed=seed, steps=steps), 4
-    config = replace(
-        config,
-        pipeline=replace(config.pipeline, microbatches=2, microbatch_size=rows),
-        optimizer=replace(config.optimizer, warmup_steps=20),
-        validation_batches=2,
-    )
-    workload = gpt_workload(config)
-    job = replace(workload.job, optimizer=OPTIMIZERS[optimizer])
-    if not shared:
-        shared["captured"] = capture(job, rows)
-        shared["profiled"] = profile(shared["captured"])
-    made = plan(job, ranks=1, microbatches=2, microbatch_size=rows, weights=weights, **shared)
-    options = Options(
-        seed=seed, clip_norm=config.optimizer.clip_norm, scheduler=rate_scheduler(config), compare=False
-    )
-    with Pipeline(job, made, options=options, captured=shared["captured"]) as pipeline:
-        found = [validate(pipeline, config, workload)]
-        while (done := pipeline.steps_done) < steps:
-            for _ in pipeline.steps(map(workload.train, range(done, min(done + EVERY, steps)))):
-                pass
-            found.append(validate(pipeline, config, workload))
-    print(f"{optimizer:<13} seed {seed} {weights:<6} validation loss {found[-1]:.4f}", flush=True)
-    return found
-
-
-def reaches(curve: Curve, loss: float) -> float | None:
-    """The first step, between two validations by interpolation, at which a curve is as low as a loss."""
-    for (before, high, _), (after, low, _) in zip(curve, curve[1:], strict=False):
-        if low <= loss:
-            return before + (after - before) * (high - loss) / max(high - low, 1e-12)
-    return None
-
-
-def convergence(steps: int, seeds: int) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    shared: dict[str, Any] = {}
-    at = [*range(0, steps, EVERY), steps]
-    curves: dict[str, dict[str, Curve]] = {name: {} for name in OPTIMIZERS}
-    for optimizer, weights in ((o, w) for o in OPTIMIZERS for w in POLICIES):
-        runs = [losses(optimizer, weights, seed, steps, shared) for seed in range(seeds)]
-        values = zip(at, zip(*runs, strict=True), strict=True)
-        curves[optimizer][weights] = [(s, statistics.fmean(v), statistics.pstdev(v)) for s, v in values]
-    return [
-        {
-            "optimizer": optimizer,
-            "flush: mean, spread": flush[-1][1:],
-            "2bw: mean, spread": two[-1][1:],
-            "flush reaches 2bw's final loss at step": reaches(flush, two[-1][1]),
-        }
-        for optimizer, (flush, two) in ((name, tuple(by.values())) for name, by in curves.items())
-    ]
 
 
 # --- shapes: the models ---------------------------------------------------------------------------
@@ -439,15 +363,12 @@ def main() -> int:
     parts: dict[str, Callable[[], Any]] = {
         "paced": lambda: paced(given.steps, given.seconds),
         "wide": lambda: real(given.steps, given.rounds),
-        "convergence": lambda: convergence(given.training_steps, given.seeds),
         "shapes": shapes,
     }
     parser = parser_of(__doc__, parts)
     parser.add_argument("--steps", type=int, default=4, help="of ranks that sleep or compute")
     parser.add_argument("--rounds", type=int, default=4, help="of ranks that compute")
     parser.add_argument("--seconds", type=float, default=0.8, help="of a micro-batch on a paced rank")
-    parser.add_argument("--training-steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     return run_parts(given.parts, parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def captures(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with runs.shared_captures():
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test is marked `whole_search`, planner auto takes 1F1B where no schedule is named, as most
+    tests are about something else: then it plans in little time, and alike."""
+    if not request.node.get_closest_marker("whole_search"):
+        from pipeloom.planner import planners
+
+        quick = planners.Joint(schedules=lambda _: ("1f1b",), axes=("cuts",), planners=("exact",))
+        auto = planners.PLANNERS["auto"]
+        monkeypatch.setitem(planners.PLANNERS, "auto", replace(auto, plan=quick))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The examples run as their first lines say."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def losses(*words: str) -> list[float]:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    return [float(number) for number in re.findall(r"^(?:.*RayTrainWorker.* )?loss (\S+)", done.stdout, re.M)]
 
 
 @pytest.mark.slow
@@ -24,6 +25,16 @@ def test_the_plain_script_learns_the_same_on_two_ranks() -> None:
     piped = losses("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
     assert len(plain) == 20 and plain[-1] < plain[0] - 1.0
     assert piped == pytest.approx(plain, abs=2e-4)  # they are printed with four digits
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_learn_the_same() -> None:
+    missing = 'ray_train.py wants "ray[train]", which is not installed'
+    pytest.importorskip("ray.train", reason=missing, exc_type=ImportError)
+    script = str(EXAMPLES / "ray_train.py")
+    plain = losses(script, "--plain")
+    piped = list(dict.fromkeys(losses(script)))  # Ray may show what a worker prints twice
+    assert len(plain) == 20 and piped == pytest.approx(plain, abs=2e-4)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from pipeloom.planner.placement import stages_for
 from pipeloom.planner.plan_table import limits, plan_rows
 from pipeloom.schedules import registry
 from pipeloom.schedules.formats import program_text
+from pipeloom.tracer.job_calls import at_length
 
 SKIPS, GPT = zoo.job("skips"), gpt_job()
 
@@ -74,7 +75,7 @@ def test_profiles_and_clusters_that_do_not_belong_to_a_plan_are_refused() -> Non
         ({"gpu": right}, cluster, "no profile for device cpu"),
     ):
         with pytest.raises(PlanError, match=said):
-            planning.simulate(made, graph, costs, devices)
+            planning.simulate(replace(made, batch=()), graph, costs, devices)
 
 
 def test_one_profile_stands_for_one_kind_of_device_and_devices_of_one_name_compute_alike() -> None:
@@ -157,7 +158,7 @@ def planned(schedule: str, *, microbatches: int = 4, memory: str | None = None) 
 
 def simulated(made: Plan, memory: str | None = None) -> planning.Timeline:
     graph, cluster = graph_of(GPT, 1), cpu_cluster(2, memory=memory)
-    return planning.simulate(made, graph, planning.estimate(graph, cluster), cluster)
+    return planning.simulate(replace(made, batch=()), graph, planning.estimate(graph, cluster), cluster)
 
 
 @pytest.mark.parametrize("name", ["zb_v", "interleaved_1f1b", "dualpipe"])
@@ -248,3 +249,28 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
     fullest = f"the fullest is rank {found.peaks.index(most)}, with {format_bytes(most)} of 1.0 MiB ("
     assert limits(found)[-1].startswith(f"no rank is full: {fullest}")
     assert "to spare" not in limits(found)[-1], "memory may bind all the same: cuts that just do not fit"
+
+
+def test_a_plan_for_several_lengths_has_the_mean_step_and_room_for_the_longest() -> None:
+    """The head takes most of a short sequence, attention most of a long one: the cut is between."""
+    how = {"ranks": 2, "microbatches": 4, "planner": "exact", "cluster": "2 x a100-40", "microbatch_size": 2}
+    shares = {4: 0.5, 16: 0.5}
+    models = {length: capture_of(at_length(GPT, length), 2).graph for length in shares}
+    cluster = find_cluster("2 x a100-40")
+
+    def steps(made: Plan) -> dict[int, float]:
+        return {
+            length: planning.simulate(
+                replace(made, batch=()), graph, planning.estimate(graph, cluster), cluster
+            ).step_s
+            for length, graph in models.items()
+        }
+
+    mixed, short, long = (planning.plan(GPT, lengths=text, **how) for text in ("4:1,16:1", "4:1", "16:1"))
+    means = [sum(share * steps(made)[n] for n, share in shares.items()) for made in (mixed, short, long)]
+    assert mixed.predicted_step_s == pytest.approx(means[0]) and means[0] <= min(means) * (1 + 1e-9)
+    assert mixed.batch == long.batch != short.batch
+    with pytest.raises(InfeasibleError):
+        planning.plan(GPT, lengths="4:99,16:1", memory=max(short.peaks), **how)
+    with pytest.raises(ConfigError, match="length"):
+        planning.plan(replace(GPT, batch=lambda seed, rows: {"x": torch.zeros(rows)}), lengths="4:1", **how)

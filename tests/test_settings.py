@@ -22,11 +22,14 @@ OTHER = {
     "microbatches": 6,
     "microbatch_size": 5,
     "global_batch": 60,
+    "lengths": "16:0.5,32:0.5",
     "split_backward": True,
     "weights": "stash",
     "clips": True,
     "shard_optimizer": True,
     "planner": "auto",
+    "delay_correction": 0.5,
+    "warm_up_with_flush": 3,
     "granularity": "module",
     "branches": False,
     "memory": "3GiB",
@@ -78,7 +81,7 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
     for command in ("plan", "train", "bench"):
         said = "".join(CliRunner().invoke(main, [command, "--help"], terminal_width=200).output.split())
         for one in fields(PipelineConfig if command == "train" else PlanSettings):
-            if (command, one.name) != ("bench", "cluster"):
+            if command != "bench" or one.name not in ("cluster", "lengths"):
                 assert "".join(one.metadata["help"].split()) in said, one.name
                 assert f"--{one.name.replace('_', '-')}" in said
 
@@ -92,9 +95,14 @@ def test_commands_say_of_a_setting_what_its_field_says() -> None:
         ({"ranks": 10**4, "replicas": 10**4}, "replicas"),
         ({"microbatches": 1.5}, "microbatches"),
         ({"weights": "2b"}, "2bw"),
+        ({"delay_correction": 1.0}, "below 1"),
+        ({"delay_correction": "half"}, "below 1"),
+        ({"warm_up_with_flush": -1}, "warm_up_with_flush"),
         ({"treatments": "bth"}, "both"),
         ({"treatments": ("recompute", "drop")}, "drop"),
         ({"memory": "3 apples"}, "apples"),
+        ({"lengths": "128:0.5,many:0.5"}, "many"),
+        ({"lengths": "128:0"}, "128:0"),
         ({"cluster": "2 x a100-40", "offload_dir": "."}, "cluster"),
         ({"replica": 2}, "replicas"),
         ({"stages": 2}, "ranks"),

@@ -1,5 +1,6 @@
 """Our cut and order on the engine of torch.distributed.pipelining give what one process gives: four processes
-are started once, and asked for every order, plain, with each stage sharded, and with tensor parallelism."""
+are started once, and asked for every order, plain, with each stage sharded (traced by torch.fx and by
+torch.export), and with tensor parallelism."""
 
 from __future__ import annotations
 

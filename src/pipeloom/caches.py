@@ -184,6 +184,8 @@ def contention(ranks: int) -> Contention:
 
 def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> Plan:
     """The plan of the last day for the same model, machine and request, or the one that `make` makes now."""
+    from .tracer.split_words import split_words
+
     if not may_keep(captured):
         return make()
     updates = [(p.name, p.trainable, p.given_update) for p in captured.graph.parameters]
@@ -191,7 +193,7 @@ def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> P
 
     def fits(plan: Plan) -> bool:
         with suppress(CutError, PlanError):
-            return len(plan.stage_graph(captured.graph).stages) > 0
+            return len(plan.stage_graph(split_words(captured, plan.split_words).graph).stages) > 0
         return False
 
     return daily(path, Plan, lambda _: make(), fits)

@@ -15,6 +15,7 @@ from .commands.profile import profile
 from .commands.schedule import schedule
 from .commands.schedule_search import search
 from .commands.simulate import simulate
+from .commands.studio import studio
 from .commands.train import train
 from .commands.verify import verify
 
@@ -33,5 +34,17 @@ def main() -> None:
 
 
 schedule.add_command(search)
-for command in (train, profile, plan, simulate, schedule, verify, bench, export, export_plan, cluster):
+for command in (
+    train,
+    profile,
+    plan,
+    simulate,
+    schedule,
+    studio,
+    verify,
+    bench,
+    export,
+    export_plan,
+    cluster,
+):
     main.add_command(command)

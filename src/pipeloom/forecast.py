@@ -130,7 +130,8 @@ class Forecast:
     ) -> Timeline:
         caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
         stages, ordered = self.variant.stages, by_stage(costs)
-        return simulate(program, stages, ordered, cluster, caps=caps, small_bytes=SMALL_BYTES, **begun)
+        small = SMALL_BYTES if self.device.type == "cpu" else 0
+        return simulate(program, stages, ordered, cluster, caps=caps, small_bytes=small, **begun)
 
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""

@@ -48,6 +48,9 @@ class Options:
     scheduler: optimizer -> LR scheduler, stepped once a step. If the job's optimizer only holds others, it is
     called for each of these.
     autocast: torch.bfloat16 for mixed precision, None for none.  compile: run stages through torch.compile.
+    master_weights: keep parameters of lower precision in float32 as well: their gradients are summed, and the
+    optimizer steps them, in float32. Needs weights that are updated with a flush.
+    tf32: whether GPUs may multiply float32 matrices in TF32; None leaves PyTorch's setting as it is.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
     keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.
@@ -69,6 +72,8 @@ class Options:
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     autocast: torch.dtype | None = None
     compile: bool = False
+    master_weights: bool = False
+    tf32: bool | None = None
     accumulate: int = 1
     timeout_s: float = 300.0
     keep_gradients: bool = False

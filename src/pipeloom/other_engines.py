@@ -179,6 +179,11 @@ def export_for(plan: Plan, graph: OpGraph, engine: str, csv: Path | None = None)
         CSV file where the engine reads none.
     """
     title = ENGINES[engine]
+    if plan.split_words:
+        raise PlanError(
+            f"the plan splits the words of {next(iter(plan.split_words))}, and {title} takes whole modules",
+            hint="plan with --split-words off",
+        )
     stages = plan.stage_graph(graph)
     modules = stage_modules(plan)
     order = engine_order(plan, title)

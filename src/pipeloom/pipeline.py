@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .find_nan import Look, OnAction
+from .action_hooks import Look, OnAction
+from .clusters.devices import peak_flops_per_s
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
 from .ir.errors import ConfigError, PlanError
@@ -33,7 +34,7 @@ from .pipeline_request import (
     require_same_weights,
 )
 from .rank_stages import RankStages, StageVariants
-from .ranks import join_ranks, rank_device, require_same_plan
+from .ranks import join_ranks, limit_memory, rank_device, require_same_plan
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .runtime import checkpoint
 from .runtime.allocator import give_back_freed_memory, keep_freed_memory
@@ -56,6 +57,7 @@ from .tracer.example import Batch, BatchForm, job_of
 from .tracer.guards import attributes_kept
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
+from .tracer.split_words import split_words
 from .verification import verify_once
 
 Data: TypeAlias = Literal["every", "first"]
@@ -139,6 +141,7 @@ class Pipeline:
         else:
             self.job, self._form = job_of(model, example, loss=loss, optimizer=optimizer, weight=weight)
         if plan is None:
+            self.job = asked.longest(self.job)
             plan, made = plan_on_rank_0(self.job, asked, rows=self._form.rows, group=group, channel=channel)
             captured = captured or made
         else:
@@ -188,9 +191,11 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = captured or capture(
-            job, plan.microbatch_size, autocast=mixed_precision(options.autocast, options.device)
-        )
+        if captured is None:
+            captured = capture(
+                job, plan.microbatch_size, autocast=mixed_precision(options.autocast, options.device)
+            )
+        self.captured = split_words(captured, plan.split_words)
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(
@@ -219,6 +224,8 @@ class Pipeline:
     def _make_weights(self, rank_stages: RankStages) -> None:
         self.captured.start_over()
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
+        if self.ledger.cap_bytes is not None and self.device.type != "cpu":
+            self.watch.on_exit(limit_memory(self.device, self.ledger.cap_bytes))
         self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
@@ -263,7 +270,11 @@ class Pipeline:
             tensors=self._form.tensors if self._first is None else dict,
         )
         self.record = StepRecord(
-            channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
+            channel=self.channel,
+            recorder=self.recorder,
+            ledger=self.ledger,
+            device=self.device,
+            peak_flops_per_s=self._peak_flops_per_s(),
         )
         stages = plan.replicated(self.stages)
         kind: Callable[..., Run] = FlushedRun
@@ -285,6 +296,16 @@ class Pipeline:
         run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
         self.channel.open_groups(run.groups(stages, plan.placement))
         return run
+
+    def _peak_flops_per_s(self) -> float | None:
+        """Of all ranks' devices together, as far as they are built in."""
+        if self.device.type == "cpu" or self.options.tf32:
+            return None
+        name = torch.get_device_module(self.device).get_device_name(self.device)
+        largest = max(self.captured.graph.parameters, key=lambda p: p.bytes, default=None)
+        dtype = "bfloat16" if self.options.autocast is not None else largest.dtype if largest else ""
+        peaks = self.channel.all_gather_object(peak_flops_per_s(name, dtype))
+        return None if None in peaks else sum(peaks)
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers:
@@ -334,8 +355,8 @@ class Pipeline:
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
 
         batches: each as `step` takes it.
-        Yields: one report per batch, in order; without a flush up to three batches late. What else is called
-            between two of them, such as `evaluate`, drains first.
+        Yields: one report per batch, in order; without a flush up to three batches late, four on a device.
+            What else is called between two of them, such as `evaluate`, drains first.
         Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)
@@ -490,6 +511,7 @@ class Pipeline:
             part = self._train_state(previous)
             step, state = checkpoint.load(Path(directory), part, channel=self.channel)
             self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
+            self.weights.cast_parameters()
             if self.schedulers and "scheduler" in state:
                 states = state["scheduler"].get("schedulers", [state["scheduler"]])
                 for scheduler, loaded in zip(self.schedulers, states, strict=True):
@@ -498,20 +520,25 @@ class Pipeline:
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, frozen: bool = True) -> dict[str, Tensor]:
         """The weights of the whole model on the CPU, by the names that its own `state_dict` has; on every
         rank, which needs the memory for it. Every rank calls it.
 
+        frozen: with the parameters that are not trained.
         Raises: CommunicationError or PeerError as `predict`.
         """
         state = self._train_state({})
+        left_out = {p.name for p in self.captured.graph.parameters if not (frozen or p.trainable)}
         with self._call("gathering the weights"):
-            everyone = self.channel.all_gather_object({n: t.cpu() for n, t in state.model.items()})
+            everyone = self.channel.all_gather_object(
+                {n: t.cpu() for n, t in state.model.items() if n not in left_out}
+            )
         whole: dict[str, Tensor] = {}
         for theirs in everyone:
             whole = {**theirs, **whole}
-        whole |= {alias: whole[name] for alias, name in state.aliases.items()}
-        ordered = [n for n in self.captured.blueprint.model.state_dict() if n in whole]
+        whole = checkpoint.joined(whole, state.rows)
+        whole |= {alias: whole[name] for alias, name in state.aliases.items() if name in whole}
+        ordered = [n for n in self.captured.blueprint.model.state_dict(keep_vars=True) if n in whole]
         return {name: whole[name] for name in ordered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -535,21 +562,24 @@ class Pipeline:
             stays as it is, such as an adapter.
         Raises: CheckpointError as `load_state_dict`, and if there is no such file.
         """
-        files, own = SafetensorsFolder(Path(path)), self._train_state({}).model
+        files = SafetensorsFolder(Path(path))
 
         def read(name: str) -> Tensor | None:
             stored = named(name)
-            return own.get(name) if stored is None else files.read(stored)
+            return None if stored is None else files.read(stored)
 
-        self._load_weights(read)
+        self._load_weights(read, stays=lambda name: named(name) is None)
 
-    def _load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+    def _load_weights(
+        self, read: Callable[[str], Tensor | None], stays: Callable[[str], bool] = lambda name: False
+    ) -> None:
         self._run.drain()
         state = self._train_state({})
-        found = find_weights(state, read, channel=self.channel)
+        found = find_weights(state, read, channel=self.channel, stays=stays)
         with self._call("loading weights", heals=True):
-            for name, tensor in state.model.items():
-                tensor.copy_(found[name])
+            for name, tensor in found.items():
+                state.model[name].copy_(tensor)
+            self.weights.cast_parameters()
             if self.weights.updates is not None:
                 self.weights.restart_versions(self.weights.newest, {})
 
@@ -574,7 +604,8 @@ class Pipeline:
             parameters=weights.params,
             buffers={n: t for n, t in weights.buffers.items() if n in persistent},
             optimizers=weights.optimizers,
-            aliases={alias: p.name for p in graph.parameters for alias in p.aliases},
+            aliases={alias: p.own_name for p in graph.parameters for alias in p.aliases},
+            rows=graph.rows,
             previous=previous,
             keeps_previous=weights.updates is not None,
         )

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .caches import kept_plan
 from .ir.errors import ConfigError
 from .ir.plan import Plan
 from .options import Options
-from .planning import capture, make_request, plan_size, profile
+from .planning import capture, plan_here
 from .ranks import rank_device, result_of_rank_0
 from .runtime.channel import Channel
 from .runtime.connect import connect
@@ -25,6 +24,7 @@ from .settings import PlanSettings
 from .tracer.captured import Captured
 from .tracer.example import weights_digest
 from .tracer.job import Job
+from .tracer.job_calls import at_length
 
 _log = logging.getLogger("pipeloom")
 
@@ -47,15 +47,17 @@ class PipelineRequest:
                 hint="leave it out, or leave the plan out to have one made",
             )
 
+    def longest(self, job: Job) -> Job:
+        """A job with batches of the longest of the lengths that are planned for, if there are several."""
+        histogram = PlanSettings(lengths=self.plan_settings.get("lengths")).histogram
+        return at_length(job, max(histogram)) if histogram else job
+
     def settings(self, *, ranks: int, rows: int | None) -> PlanSettings:
         """Of the plan that is to be made for so many ranks.
 
         rows: of a batch; None if micro-batches are as `PlanSettings` has them.
         """
-        given: dict[str, Any] = {
-            "planner": "auto",
-            "clips": self.options.clip_norm is not None,
-        } | self.plan_settings
+        given: dict[str, Any] = {"clips": self.options.clip_norm is not None} | self.plan_settings
         replicas = given.get("replicas", 1)
         given.setdefault("ranks", max(1, ranks // replicas))
         if given["ranks"] * replicas != ranks:
@@ -111,46 +113,28 @@ def plan_on_rank_0(
     rows: int | None,
     group: dist.ProcessGroup | DeviceMesh | None,
     channel: Channel | None,
-) -> tuple[Plan, Captured | None]:
-    """The plan that rank 0 makes, for all ranks; and what it captured, on rank 0.
+) -> tuple[Plan, Captured]:
+    """The plan that rank 0 makes, for all ranks; and the model that each has captured for it, all at once.
 
     rows: of a batch, if the job was made from one.
     """
     if channel is not None and channel.ranks > 1:
         raise ConfigError("ranks that are threads have no plan", hint="make one with pipeloom.plan")
-    device, mine = rank_device(asked.options), list[Captured]()
+    options, device, ranks = asked.options, rank_device(asked.options), None
+    if group is not None or dist.is_initialized() or "RANK" in os.environ:
+        ranks = connect(device, group=group, timeout_s=options.timeout_s)
+    count = 1 if ranks is None else ranks.size()
+    settings = asked.settings(ranks=count, rows=rows)
+    captured = capture(job, settings.microbatch_size, autocast=options.autocast, device=device.type)
 
-    def make(ranks: int) -> Plan:
-        settings = asked.settings(ranks=ranks, rows=rows)
-        _log.info("planning %s for %d ranks", job.name, ranks)
-        plan, captured = plan_here(job, settings, asked.options, device=device.type)
-        mine.append(captured)
+    def make() -> Plan:
+        _log.info("planning %s for %d ranks", job.name, count)
+        plan = plan_here(job, settings, captured, device=device.type)
         stages, step_ms = len(plan.stages), 1e3 * plan.predicted_step_s
         _log.info("planned: %d stages, %s, %.1f ms a step predicted", stages, plan.schedule, step_ms)
         return plan
 
-    if group is None and not dist.is_initialized() and "RANK" not in os.environ:
-        plan = make(1)
-    else:
-        ranks = connect(device, group=group, timeout_s=asked.options.timeout_s)
-        plan = result_of_rank_0(ranks, lambda: make(ranks.size()))
-    return plan, mine[0] if mine else None
-
-
-def plan_here(job: Job, settings: PlanSettings, options: Options, *, device: str) -> tuple[Plan, Captured]:
-    """The plan for this machine's devices, as kept or made now; and what was captured for it."""
-    size, autocast = settings.microbatch_size, options.autocast
-    captured, request = capture(job, size, autocast=autocast, device=device), make_request(job, settings)
-
-    def make() -> Plan:
-        profiled = None
-        if device != "cpu" or autocast is not None:
-            profiled = profile(captured, device=device, compile=settings.compile)
-        return plan_size(request, job, captured=captured, profiled=profiled)[0]
-
-    if ":" in settings.schedule:  # of a file, which may have changed
-        return make(), captured
-    return kept_plan(captured, make, settings, request.cluster, device), captured
+    return make() if ranks is None else result_of_rank_0(ranks, make), captured
 
 
 def require_same_weights(watch: Watch, module: nn.Module, timeout_s: float) -> None:

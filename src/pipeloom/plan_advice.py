@@ -216,7 +216,7 @@ def _as_many(request: PlanRequest, stages: int) -> tuple[Device, ...]:
 def _stages_sentence(request: PlanRequest, stages: int) -> str:
     """The advice to use more stages, in ranks where the schedule puts several on each. Processes of this
     machine are there; other devices may have to be found."""
-    line = registry.entry(request.options.schedule).place == "line"
+    line = registry.entry(request.options.named_schedule).place == "line"
     flag = f" (--ranks {stages})" if request.local or not line else ""
     devices = stages * request.options.replicas
     there = request.local or devices <= len(request.cluster.devices)

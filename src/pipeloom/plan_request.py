@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
 from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan, widened
-from .ir.text import format_bytes
-from .ir.weights import FLUSH
+from .ir.text import format_bytes, show_time
+from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .lowering.passes import lower
+from .planner.joint.ledger import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
-from .planner.notes import FOUND_BY, fastest_named
 from .planner.plan_costs import PlanCosts
-from .planner.plan_table import Change, what_if
-from .planner.planners import chooses_schedule, first_way, make_plan, planners_of, ways_of
+from .planner.plan_table import Change, changed_clusters, one_more, what_if
+from .planner.planners import chooses, first_way, make_plan, ways_of
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
@@ -34,7 +34,7 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
     replicas = settings.replicas
     if replicas == 1 and not settings.shard_optimizer:
         return
-    shape, _ = registry.default_placement(settings.schedule, settings.ranks)
+    shape, _ = registry.default_placement(settings.named_schedule, settings.ranks)
     if replicas == shape.replicas == 1:
         raise ConfigError(
             "the optimizer's state is to be shared out, but every stage has one replica",
@@ -42,8 +42,8 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
         )
     if replicas > 1 and shape.replicas > 1:
         raise PlanError(
-            f"schedule {settings.schedule} holds every stage on {shape.replicas} ranks by itself, so it "
-            f"cannot have {replicas} replicas of each beside",
+            f"schedule {settings.named_schedule} holds every stage on {shape.replicas} ranks by itself, so "
+            f"it cannot have {replicas} replicas of each beside",
             hint="leave out --replicas, or choose a schedule of one direction, such as 1f1b",
         )
     if replicas > 1 and settings.devices > len(cluster.devices):
@@ -51,6 +51,17 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
             f"{replicas} replicas of {settings.ranks} stages are for {settings.devices} devices, there are "
             f"{len(cluster.devices)}",
             hint="use fewer --replicas or --ranks, or add devices",
+        )
+
+
+def refuse_flush(settings: PlanSettings) -> None:
+    """Raises: ConfigError if something is asked for that softens a delay, and there is none."""
+    policy = settings.weights or registry.entry(settings.named_schedule).weights
+    asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
+    if asked and WEIGHT_POLICIES[policy].flushes:
+        raise ConfigError(
+            f"{' and '.join(asked)} given, but weights are updated with a {policy}, so no gradient is late",
+            hint="add --weights 2bw, or leave it out",
         )
 
 
@@ -215,16 +226,25 @@ LARGEST_MICROBATCH = 1 << 16
 """Rows of the largest micro-batch that is looked at."""
 
 
+LENGTHS = "lengths"
+"""Note of a plan that was made for several sequence lengths: what a step takes at each."""
+
+
 def times_of(plan: Plan) -> list[str]:
-    said = plan.notes.get(COMPILED)
-    return [] if said is None else [f"times of compiled functions: {said}"]
+    beginnings = {COMPILED: "times of compiled functions", LENGTHS: "the mean of steps by sequence length"}
+    return [f"{begins}: {plan.notes[key]}" for key, begins in beginnings.items() if key in plan.notes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel(ProfiledModel):
-    """What its stages can be traced from, too."""
+    """What its stages can be traced from, too.
+
+    by_length: where batches have several sequence lengths, the share and the model of each. It is then itself
+        that of the longest, with times that are means over the batches.
+    """
 
     captured: Captured
+    by_length: Mapping[int, tuple[float, CapturedModel]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +274,7 @@ class PlanRequest:
         """
         options = self.options
         refuse_replicas(options, self.cluster)
+        refuse_flush(options)
         microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 
@@ -273,34 +294,40 @@ class PlanRequest:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
-        return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else (), notes=notes)
+        split = model.captured.split_words if isinstance(model, CapturedModel) else {}
+        caps = plan.caps if self.capped else ()
+        plan = replace(plan, microbatch_size=model.size, caps=caps, notes=notes, split_words=split)
+        if isinstance(model, CapturedModel) and model.by_length:
+            return self._mean_step(plan, model.by_length)
+        return plan
+
+    def _mean_step(self, plan: Plan, by_length: Mapping[int, tuple[float, CapturedModel]]) -> Plan:
+        """The same plan with the mean of its steps at each length. That is more than the step of the mean
+        times, as the slowest stage need not be the same."""
+        mean_s, said = 0.0, []
+        for length, (share, model) in by_length.items():
+            step_s = PlanCosts(model.graph, model.profiles, self.cluster).simulate(plan).step_s
+            mean_s += share * step_s
+            said.append(f"{length} ({share:.0%}) {show_time(step_s)}")
+        return replace(plan, predicted_step_s=mean_s, notes={**plan.notes, LENGTHS: ", ".join(said)})
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The fastest plan for all replicas. What the sums of their gradients take is seen only here, so that
         beside a planner of a DAG of stages others are asked. microbatches: of each pipeline."""
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        wanted, replicas = self.options.planner, self.options.replicas
-        asks = planners_of(self.options)
-        plans: dict[str, Plan] = {}
-        refusals: dict[str, PlanError] = {}
+        replicas, refused = self.options.replicas, list[InfeasibleError]()
 
         def wide(way: PlanRequest) -> Plan:
             return plan_side_by_side(
                 way._search(one, devices, microbatches, explained), replicas, costs, cluster
             )
 
-        for name in asks or (wanted,):
-            refused: list[InfeasibleError] = []
-            ways = (replace(self, options=way) for way in ways_of(self.options.changed(planner=name)))
-            best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
-            if best is not None:
-                plans[name] = replace(best[0], planner=name)
-            if refused:
-                refusals[name] = refused[0]
-        if not plans:
-            raise next(iter(refusals.values()))
-        return fastest_named(plans, refusals, wanted) if asks else plans[wanted]
+        ways = (replace(self, options=way) for way in ways_of(self.options))
+        best = fastest(fitting(ways, wide, passed=InfeasibleError, refusals=refused))
+        if best is None:
+            raise refused[0]
+        return replace(best[0], planner=self.options.planner)
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """For one pipeline."""
@@ -311,7 +338,8 @@ class PlanRequest:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(is_cpu(device.name) for device in self.cluster.devices)
         runs = (
-            self.options.weights in (None, FLUSH) and registry.entry(self.options.schedule).weights == FLUSH
+            self.options.weights in (None, FLUSH)
+            and registry.entry(self.options.named_schedule).weights == FLUSH
         )
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
@@ -334,12 +362,12 @@ class PlanRequest:
         options, batch = self.options, self.options.global_batch
         if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
-        shape, _ = registry.default_placement(options.schedule, options.ranks)
+        shape, _ = registry.default_placement(options.named_schedule, options.ranks)
         directions = shape.replicas * options.replicas
         sizes = [d for d in divisors(batch) if batch // d % directions == 0]
         if not sizes:
             raise ConfigError(
-                f"{options.schedule} cannot divide a global batch of {batch} rows among its directions",
+                f"{options.named_schedule} cannot divide a global batch of {batch} rows among its directions",
                 hint="use an even number of rows",
             )
         return sizes
@@ -357,15 +385,27 @@ class PlanRequest:
         return next(fitting([model], self.any_plan), None) is not None
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth would make of a plan: it is planned again as it was asked for,
-        where several planners were asked by the one whose plan it is, and where that chose the schedule with
-        this one, and its order without copies."""
-        found_by = plan.notes.get(FOUND_BY)
+        """What a bit more memory or bandwidth, or one more device would make of a plan: it is planned again
+        as it was asked for, where the schedule was chosen with this one, and its order without copies."""
+        if (told := searched_for(plan)) is not None and told["ended"] == INTERRUPTED:
+            return []  # nor is the user to wait for this
         schedule = plan.notes.get(ORDER_OF, plan.schedule)
-        names = {schedule: None}
-        if chooses_schedule(found_by or self.options.planner):
-            names[parse_name(schedule).plain(self.options.ranks)] = None
-        same = self.changed(schedules=tuple(names), planners=(found_by,) if found_by else ())
-        return what_if(
-            plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
-        )
+        same = replace(self, watch=None)
+        if chooses(self.options):
+            names = dict.fromkeys((schedule, parse_name(schedule).plain(self.options.ranks)))
+            same = same.changed(schedules=tuple(names))
+
+        clusters, ranks = dict(changed_clusters(self.cluster)), self.options.ranks
+        wider = one_more(self.cluster, ranks)
+        if not self.local and self.options.replicas == 1:
+            clusters["one more device"] = wider
+
+        def again(cluster: Cluster) -> Plan:
+            way = same.changed(ranks=ranks + 1) if cluster is wider else same
+            found = replace(way, cluster=cluster).plan(model, explained=False)
+            if cluster is wider:
+                return found
+            kept_s = PlanCosts(model.graph, model.profiles, cluster).simulate(plan).step_s
+            return replace(found, predicted_step_s=min(found.predicted_step_s, kept_s))
+
+        return what_if(plan, clusters, again)

@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .caches import beside_ranks, kept_profile
+from .caches import beside_ranks, kept_plan, kept_profile
 from .clusters.names import cpu_cluster, find_cluster
 from .compiled_profiles import compiled_profile
 from .ir.cluster import Cluster, Device, is_cpu
@@ -19,16 +19,17 @@ from .ir.errors import CaptureError, ConfigError, PlanError, ScheduleError
 from .ir.graph import OpGraph
 from .ir.memory_policy import TREATMENTS
 from .ir.plan import Plan
-from .ir.profile import Profile
+from .ir.profile import OpCost, Profile
 from .ir.text import parse_bytes
 from .ir.timeline import Timeline
 from .kernel_compilation import kernels_compiled_beside
 from .machine import with_files
 from .plan_advice import plan_with_advice
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
+from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
-from .planner.planners import planner
+from .planner.planners import chooses, planner
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
 from .schedules.registry import with_chunks
@@ -49,6 +50,7 @@ def capture(
     autocast: dtype | None = None,
     device: str = "cpu",
     devices: Iterable[str] = (),
+    split: Mapping[str, int] | None = None,
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
 
@@ -57,6 +59,7 @@ def capture(
     whose first dimension is the micro-batch, by the names of the forward's arguments.
     autocast: torch.bfloat16 for mixed precision, as `torch.autocast` does it on `device`; None for none.
     devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
+    split: weights to cut by words, as a plan has them (`Plan.split_words`).
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
@@ -76,7 +79,8 @@ def capture(
     from .options import mixed_precision
     from .tracer.capture import capture as trace
 
-    captured = trace(job, microbatch_size, batch=batch, autocast=mixed_precision(autocast, device))
+    mixed = mixed_precision(autocast, device)
+    captured = trace(job, microbatch_size, batch=batch, autocast=mixed, split=split)
     return replace(captured, graph=with_updates(captured.graph, job, devices))
 
 
@@ -89,7 +93,7 @@ def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGra
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
     kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
-    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind, graph.rows))
 
 
 def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:
@@ -206,7 +210,7 @@ def plan(
     ScheduleError for a schedule that is unknown or cannot be built for these stages; PlanError, also for a
     compiled plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under
     the caps, with what would.
-    Source: of the cut, that of the planner ("exact" is dynamic programming), see `Planner` in
+    Source: of the cut, that of the planner (auto is a search of this project), see `Planner` in
     `planner/planners.py`; of times on a cluster, the roofline model, see `profiler/roofline.py`.
 
     >>> import pipeloom, torch
@@ -215,14 +219,15 @@ def plan(
     ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
     ...     loss=lambda output, batch: output.square().mean(),
     ... )
-    >>> plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=4, cluster="2 x a100-40")
+    >>> two = {"ranks": 2, "cluster": "2 x a100-40", "microbatch_size": 4}
+    >>> plan = pipeloom.plan(job, schedule="1f1b", microbatches=4, **two)
     >>> print(plan.as_schedule)
     0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
     1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
     With a schedule that puts two stages on each, two devices run four stages:
 
-    >>> plan = pipeloom.plan(job, ranks=2, schedule="zb_v", microbatch_size=4, cluster="2 x a100-40")
+    >>> plan = pipeloom.plan(job, schedule="zb_v", **two)
     >>> len(plan.stages), plan.placement
     (4, (0, 1, 1, 0))
     """
@@ -238,9 +243,12 @@ def make_request(
     if settings.offload_dir is not None and treatments is None and optimises != "never":
         treatments = TREATMENTS["both"]
     options = PlanOptions(**{one.name: getattr(settings, one.name) for one in fields(PlanSettings)})
-    schedule = with_chunks(settings.schedule, settings.chunks)
+    if settings.schedule is not None or not chooses(options):
+        options = replace(
+            options, schedule=with_chunks(settings.named_schedule, settings.chunks), chunks=None
+        )
     return PlanRequest(
-        options=replace(options, treatments=treatments, schedule=schedule, chunks=None),
+        options=replace(options, treatments=treatments),
         cluster=_devices(settings),
         capped=settings.cluster is not None or settings.memory is not None,
         local=settings.cluster is None,
@@ -267,9 +275,17 @@ def plan_size(
     """The plan for the micro-batch size of the request, and the model at it. If nothing fits, the error says
     which size would, if finding out does not take long."""
     begin = time.monotonic()
-    model = _model_for(request, job, request.options.microbatch_size, captured=captured, profiled=profiled)
+    size = request.options.microbatch_size
+    if request.options.lengths is not None:
+        model = _model_of_lengths(request, job, size, captured=captured, profiled=profiled)
+        return plan_with_advice(request, model), model
+    model = _model_for(request, job, size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     made_here = captured is None and profiled is None
+    if request.options.word_parts is None and (made_here or captured is not None):
+        best = best_words(request, model, partial(_split_model, request, job, model.size, profiled))
+        if best is not None:
+            return best
     quick = made_here and took_s < QUICK_S and not request.options.compile  # each size would be compiled
 
     def largest() -> int | None:
@@ -278,16 +294,98 @@ def plan_size(
     return plan_with_advice(request, model, largest), model
 
 
+def plan_here(
+    job: Job, settings: PlanSettings, captured: Captured, *, device: str, clips: bool = False
+) -> Plan:
+    """The plan for this machine's devices, as kept of the last day or made now.
+
+    captured: for `device`, a type that torch knows; of the longest sequence length, if there are several.
+    clips: training will clip gradients, whatever the settings say.
+    """
+    request = make_request(job, settings, clips=clips or settings.clips)
+    options = request.options
+
+    def make() -> Plan:
+        profiled = None
+        if device != "cpu" or captured.autocast is not None:
+            profiled = profile(captured, device=device, compile=options.compile)
+        return plan_size(request, job, captured=captured, profiled=profiled)[0]
+
+    if ":" in options.named_schedule:  # of a file, which may have changed
+        return make()
+    return kept_plan(captured, make, options, request.cluster, device)
+
+
+def _model_of_lengths(
+    request: PlanRequest, job: Job, size: int, *, captured: Captured | None, profiled: Profile | None
+) -> CapturedModel:
+    """That of the longest sequence length, with the mean of the times of all.
+
+    captured: is used for the length that it has.
+    """
+    from .tracer.job_calls import at_length, sample_batch
+
+    if profiled is not None:
+        raise ConfigError("lengths are given, and a profile, which is of one", hint="leave one of them out")
+    shares, by_length = request.options.histogram, dict[int, tuple[float, CapturedModel]]()
+    for length, share in shares.items():
+        batch = sample_batch(at_length(job, length), 0, size)
+        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+        same = captured is not None and {v.name: v.shape for v in captured.graph.inputs} == shapes
+        model = _model_for(request, job, size, captured=captured if same else None, batch=batch)
+        by_length[length] = share, model
+    return mean_of_lengths(by_length)
+
+
+def mean_of_lengths(by_length: Mapping[int, tuple[float, CapturedModel]]) -> CapturedModel:
+    """The model of the longest, whose ops take the mean of the times that they have at each length.
+
+    by_length: ascending; of each its share and its model.
+    Raises: PlanError if the model has other ops at one of them.
+    """
+    (longest, (_, last)) = list(by_length.items())[-1]
+    for length, (_, model) in by_length.items():
+        if model.graph.fingerprint != last.graph.fingerprint:
+            raise PlanError(
+                f"the model has other ops at length {length} than at {longest}",
+                hint="leave that length out, and plan for the others",
+            )
+
+    def mean(device: str, op: str, cost: OpCost) -> OpCost:
+        each = [(share, model.profiles[device].costs[op]) for share, model in by_length.values()]
+        times = ("forward_s", "input_grad_s", "weight_grad_s")
+        return replace(cost, **{t: sum(share * getattr(one, t) for share, one in each) for t in times})
+
+    profiles = {
+        device: replace(known, costs={op: mean(device, op, cost) for op, cost in known.costs.items()})
+        for device, known in last.profiles.items()
+    }
+    return replace(last, profiles=profiles, by_length=by_length)
+
+
 def plan_at_size(
     request: PlanRequest, job: Job, search: Callable[[PlanRequest, ModelAt], tuple[Plan, ProfiledModel]]
 ) -> tuple[Plan, ProfiledModel]:
     """The plan for the micro-batch size that a search (`largest_plan` or `best_plan`) finds, and the model at
     it. If the job has no batch of any size that was tried, its own error is passed on."""
     try:
-        return search(request, partial(_model_if_batch, request, job))
+        plan, model = search(request, partial(_model_if_batch, request, job))
     except _NoBatch as error:
         assert error.__cause__ is not None, "it was raised from what Job.batch raised"
         raise error.__cause__ from None
+    if request.options.word_parts is None and isinstance(model, CapturedModel):
+        model_of = partial(_split_model, request, job, model.size, None)
+        plan, model = best_words(request, model, model_of) or (plan, model)
+    return plan, model
+
+
+def _split_model(
+    request: PlanRequest, job: Job, size: int, profiled: Profile | None, split: Captured
+) -> CapturedModel:
+    """The model with split words. profiled: of whole ones, on the device where it is to be measured again."""
+    if profiled is not None:
+        profiled = profile(split, device=profiled.device, compile=request.options.compile)
+    return _model_for(request, job, size, captured=split, profiled=profiled)
 
 
 class _NoBatch(CaptureError):
@@ -315,6 +413,13 @@ def _model_for(
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
     """What is measured here has the machine to itself."""
+    if (parts := request.options.word_parts or 1) > 1 and (captured is None or not captured.split_words):
+        if profiled is not None:
+            raise PlanError(
+                "the profile is of a model with whole words, the plan is to split them",
+                hint="leave the profile out, or --split-words",
+            )
+        captured = in_parts(captured or capture(job, size, batch=batch), parts)
     model_for = partial(
         captured_model, job, size, profiled=profiled, batch=batch, compiled=request.options.compile
     )
@@ -512,7 +617,7 @@ def best_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, ProfiledMo
     ends = capturable.around(near) if len(sizes) > MOST_VERIFIED else []
     ranked = list(sizes)
     if len(ends) > 1 and ends[0].graph.fingerprint == ends[1].graph.fingerprint:
-        guess = replace(request, watch=None)
+        guess = request.for_advice
         guesses = fitting(
             sizes,
             lambda size: guess.plan(interpolate_sample(ends[0], ends[1], size), explained=False),

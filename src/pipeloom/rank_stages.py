@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
-from .ir.errors import BatchError, CaptureError, CutError, PlanError
+from .ir.errors import BatchError, CaptureError, ConfigError, CutError, PlanError
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
 from .ir.schedule import Program
@@ -20,6 +20,7 @@ from .ir.stages import StageGraph
 from .ir.weights import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
 from .options import Options
+from .profiler.roofline import product_flops
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
 from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
@@ -66,11 +67,27 @@ class RankStages:
         origins = [self.stages.origin(s) for s in self.indices]
         params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
         buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
+        graph = captured.graph
+        own_names = dict.fromkeys(graph.parameter[n].own_name for n in params)
         tensors = captured.blueprint.materialise(
-            options.seed, [*params, *(b for b in buffers if b not in captured.constants)]
+            options.seed, [*own_names, *(b for b in buffers if b not in captured.constants)]
         )
         tensors |= {name: t for name, t in captured.constants.items() if name in buffers}
-        trainable = {name: captured.graph.parameter[name].trainable for name in params}
+        for name, rows in graph.rows.items():
+            if name in params:
+                tensors[name] = tensors[rows.whole][rows.start : rows.stop].clone()
+        trainable = {name: graph.parameter[name].trainable for name in params}
+        lower: dict[str, torch.dtype] = {}
+        if options.master_weights:
+            if self.plan.updates is not None:
+                raise ConfigError(
+                    f"master weights are kept of one version of the parameters, and with weights "
+                    f"{self.plan.weights} there are several",
+                    hint="leave out master_weights, or plan with weights=flush",
+                )
+            kinds = (torch.bfloat16, torch.float16)
+            lower = {n: tensors[n].dtype for n in params if trainable[n] and tensors[n].dtype in kinds}
+            tensors |= {name: tensors[name].float() for name in lower}
         return Weights(
             {n: nn.Parameter(tensors[n].to(self.device), trainable[n]) for n in params},
             {n: tensors[n].to(self.device) for n in buffers},
@@ -81,7 +98,9 @@ class RankStages:
             together=[reduction.names for reduction in shared],
             shares=shares,
             rank=rank,
-            everywhere=stand_ins(captured.graph),
+            everywhere=stand_ins(graph),
+            rows=graph.rows,
+            computed_in=lower,
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )
 
@@ -306,4 +325,5 @@ def make_variant(
         for s in origins
     }
     functions = {s: built[stages.origin(s)] for s in rank_stages}
-    return Variant(stages=plan.replicated(stages), functions=functions)
+    flops = 0.0 if device == "cpu" else product_flops(captured.graph)
+    return Variant(stages=plan.replicated(stages), functions=functions, flops=flops)

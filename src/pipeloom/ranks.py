@@ -135,6 +135,8 @@ def rank_device(options: Options) -> torch.device:
     """The device that this rank computes on, from now on the current one; called before anything that makes
     one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that."""
     device = usable_device(options.device)
+    if options.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     if device.type == "cpu":
         return device
     if device.index is None:
@@ -152,6 +154,23 @@ def rank_device(options: Options) -> torch.device:
         device = torch.device(device.type, local_rank if local_rank >= 0 else int(module.current_device()))
     torch.get_device_module(device).set_device(device)
     return device
+
+
+CAP_SLACK = 1.05
+"""What an allocator may take over a rank's cap: it rounds sizes up, and kernels have workspaces that no plan
+counts."""
+
+
+def limit_memory(device: torch.device, cap_bytes: int) -> Callable[[], None]:
+    """Let the allocator of a device refuse what passes a rank's cap, on top of what this process has there by
+    now. Returns what ends that."""
+    limit = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+    if limit is None:
+        return lambda: None
+    _, whole = torch.accelerator.get_memory_info(device)
+    most = torch.accelerator.memory_allocated(device) + CAP_SLACK * cap_bytes
+    limit(min(1.0, most / whole), device)
+    return lambda: limit(1.0, device)
 
 
 def checkpoint_step(directory: Path) -> int:

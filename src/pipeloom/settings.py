@@ -4,8 +4,10 @@ file are made from the fields of `PlanSettings`, and their descriptions are the 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import inf
 from typing import Any, Self, get_args
 
 from .ir.cluster import MOST_DEVICES, Cluster
@@ -14,13 +16,16 @@ from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.text import parse_bytes
 from .ir.weights import WEIGHT_POLICIES
 
+ONE_STAGE_EACH = "1f1b"
+"""The schedule unless another one is named or chosen."""
+
 LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `words`, a text is one of
-    them; `kind` of a path, "folder" or "file"."""
+    """more: `short`, its one-letter option; `least` and `most`, of a whole number; `below`, it is from 0
+    to less; `words`, a text is one of them; `kind` of a path, "folder" or "file"."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -49,9 +54,10 @@ class PlanSettings:
     replicas: int = setting(
         1, "Pipelines side by side: replicas of every stage, each on a rank of its own.", least=1
     )
-    schedule: str = setting(
-        "1f1b",
-        "Schedule, by name as `pipeloom schedule list` has it, or file.py:function of your own.",
+    schedule: str | None = setting(
+        None,
+        "Schedule, by name as `pipeloom schedule list` has it, or file.py:function of your own. By default "
+        "the choice of a planner that has one, as auto; 1f1b with others.",
         short="-s",
     )
     chunks: int | None = setting(
@@ -62,6 +68,11 @@ class PlanSettings:
     global_batch: int | None = setting(
         None, "Rows per step, which then say how many micro-batches there are.", least=1
     )
+    lengths: str | None = setting(
+        None,
+        "Histogram of the batches' sequence lengths, as 128:0.5,512:0.3,1024:0.2: the plan is made for the "
+        "mean of their steps, and for memory that the longest fits into. Each length is captured and timed.",
+    )
     split_backward: bool = setting(False, "Split each backward into input and weight gradients.")
     weights: str | None = setting(
         None,
@@ -69,11 +80,23 @@ class PlanSettings:
         "By default as the schedule does it.",
         words=WEIGHT_POLICIES,
     )
+    delay_correction: float = setting(
+        0.0,
+        "Without a flush: share of its change since the update before that each update is extrapolated by, "
+        "against the delay; 0 to below 1.",
+        below=1,
+    )
+    warm_up_with_flush: int = setting(
+        0, "Without a flush: steps from the start of training that still drain the pipeline.", least=0
+    )
     clips: bool = setting(
         False, "Training will clip gradients by their global norm, which matters without a flush."
     )
     shard_optimizer: bool = setting(False, "Replicas share out the optimizer's state, as ZeRO-1 does.")
-    planner: str = setting("exact", "Planner, by name; see `pipeloom plan --planners`.")
+    planner: str = setting("auto", "Planner, by name; see `pipeloom plan --planners`.")
+    time_limit: int | None = setting(
+        None, "Seconds after which planner auto takes the best plan so far; Ctrl-C does so, too.", least=1
+    )
     granularity: str = setting(
         "op",
         "Where stages may begin: at any op; or at a whole module (a layer, an embedding, the head), as other "
@@ -82,6 +105,11 @@ class PlanSettings:
     )
     branches: bool = setting(
         True, "Stages that read nothing of each other may run side by side; if not, all are a chain."
+    )
+    split_words: str | int = setting(
+        "auto",
+        "Parts into which the words of the head (and of an embedding that is tied to it) are cut, to be put on "
+        "different ranks: a number; off; or auto: in as many as make the step fastest, if in any.",
     )
     memory: str | int | None = setting(None, "Cap per rank, as 300MiB: what does not fit is refused.")
     treatments: str | tuple[Treatment, ...] | None = setting(
@@ -116,6 +144,12 @@ class PlanSettings:
             )
         if self.memory is not None:
             parse_bytes(self.memory)
+        _ = self.histogram
+        if self.word_parts is not None and not 1 <= self.word_parts <= MOST_DEVICES:
+            raise ConfigError(
+                f"split_words is {shown(self.split_words)}",
+                hint=f"use auto, off or 1 to {MOST_DEVICES} parts",
+            )
         for word in self.allowed or ():
             _refuse_value("treatments", word, words=get_args(Treatment))
         if self.cluster is not None and self.offload_dir is not None:
@@ -142,6 +176,11 @@ class PlanSettings:
         return replace(self, **changes)
 
     @property
+    def named_schedule(self) -> str:
+        """The schedule of a planner that does not choose one."""
+        return self.schedule or ONE_STAGE_EACH
+
+    @property
     def devices(self) -> int:
         """Ranks of all replicas together."""
         return self.ranks * self.replicas
@@ -150,6 +189,34 @@ class PlanSettings:
     def rows(self) -> int:
         """Rows that the schedule runs once."""
         return self.microbatches * self.microbatch_size if self.global_batch is None else self.global_batch
+
+    @property
+    def histogram(self) -> dict[int, float]:
+        """Shares of the steps by sequence length, ascending; empty if all batches are of one.
+
+        Raises: ConfigError if `lengths` cannot be read.
+
+        >>> PlanSettings(lengths="512:1, 128:3").histogram
+        {128: 0.75, 512: 0.25}
+        """
+        shares: dict[int, float] = {}
+        for entry in self.lengths.split(",") if self.lengths is not None else ():
+            length, colon, share = entry.partition(":")
+            with suppress(ValueError):
+                if colon and (at := int(length)) > 0 and at not in shares and 0 < float(share) < inf:
+                    shares[at] = float(share)
+                    continue
+            raise ConfigError(
+                f"lengths has {shown(entry.strip())}",
+                hint="give each length once, with its share of the batches: 128:0.5,512:0.3,1024:0.2",
+            )
+        return {length: shares[length] / sum(shares.values()) for length in sorted(shares)}
+
+    @property
+    def word_parts(self) -> int | None:
+        """In how many parts words are cut, 1 for none; None if the planner chooses; 0 for what is no number."""
+        text = str(self.split_words)
+        return {"auto": None, "off": 1}.get(text, int(text) if text.isdecimal() else 0)
 
     @property
     def allowed(self) -> tuple[Treatment, ...] | None:
@@ -170,6 +237,7 @@ def _refuse_value(
     *,
     least: int | None = None,
     most: int | None = None,
+    below: int | None = None,
     words: Collection[str] = (),
     **_: Any,
 ) -> None:
@@ -178,6 +246,8 @@ def _refuse_value(
     if least is not None and (not isinstance(value, int) or value < least or value > (most or LARGEST)):
         upper = "" if most is None else f" to {most}"
         raise ConfigError(f"{name} is {shown(value)}", hint=f"use a whole number from {least}{upper}")
+    if below is not None and not (isinstance(value, int | float) and 0 <= value < below):
+        raise ConfigError(f"{name} is {shown(value)}", hint=f"use a number from 0 to below {below}")
     if words and isinstance(value, str) and value not in words:
         near = get_close_matches(value, words, n=1)
         raise ConfigError(

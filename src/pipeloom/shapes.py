@@ -16,7 +16,7 @@ from .ir.plan import Plan
 from .ir.weights import FLUSH, WEIGHT_POLICIES
 from .plan_request import CapturedModel, PlanRequest, fitting
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample
-from .planner.planners import planner
+from .planner.planners import first_way, planner
 from .planner.shape_search import (
     PipelineShape,
     RankedShape,
@@ -44,7 +44,7 @@ def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
     """What the formulas of `planner/shape_search.py` are asked. request: its `ranks` and `microbatches` do
     not matter.  job: captured at two sizes of micro-batches."""
     options, batch = request.options, _refuse_unshaped(request)
-    asked = options.schedule, options.weights or registry.entry(options.schedule).weights
+    asked = options.named_schedule, options.weights or registry.entry(options.named_schedule).weights
     if asked not in CLOSED_FORMS:
         known = ", ".join(f"{name} with {policy}" for name, policy in CLOSED_FORMS)
         raise PlanError(
@@ -97,6 +97,9 @@ SIMULATED = 12
 SLACK = 1.25
 """Shapes that seem to need up to this share of the devices' memory are tried: cuts may balance it better."""
 
+OF_SHAPES = "exact"
+"""The planner that plans each shape where the joint search was asked for, which takes longer."""
+
 FREEING = "vpipe"
 """The planner that recomputes where the one that was asked for does not by itself."""
 
@@ -121,12 +124,13 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
     chosen one it is captured, and planned again.
     """
     batch = _refuse_unshaped(request)
-    if registry.entry(request.options.schedule).place != "line":
+    if registry.entry(request.options.named_schedule).place != "line":
         raise PlanError(
-            f"no shape is chosen for {request.options.schedule}, which puts several stages on a rank",
+            f"no shape is chosen for {request.options.named_schedule}, which puts several stages on a rank",
             hint="use a schedule with one stage on each, such as 1f1b; or choose --ranks by hand",
         )
     model_at = cache(lambda size: captured_model(job, size, request.cluster))
+    request = replace(request, options=first_way(request.options, OF_SHAPES))
     search = _ShapeSearch(request, batch, *_sampled_models(model_at))
     found = sorted(search.plans(), key=lambda shaped: -shaped.rows_per_s)
     for shaped in found:
@@ -144,7 +148,7 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
 class _ShapeSearch:
     def __init__(self, request: PlanRequest, batch: int, first: ProfiledModel, second: ProfiledModel) -> None:
         self.request, self.batch, self.first, self.second = request, batch, first, second
-        weights = request.options.weights or registry.entry(request.options.schedule).weights
+        weights = request.options.weights or registry.entry(request.options.named_schedule).weights
         self.ideal = ShapeRequest(
             costs=even_costs(first, second, request.cluster),
             cluster=request.cluster,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,9 @@ from .lowering.steady import SteadyRow, SteadyRows
 from .runtime.batches import read_scalars, shapes_digest
 from .runtime.channel import PendingSum
 from .runtime.rank import Microbatch
+from .runtime.recorder import RecordedStep
 from .runtime.reduce_and_step import norm_group
 from .runtime.transport import SumGroup
-from .step_reports import report_of
 from .step_run import Run
 
 SHOWN_ROWS = 3
@@ -38,15 +38,37 @@ class _Batch:
     """losses: micro-batch -> loss times its share.  figures: see `StepRecord`."""
 
     number: int
+    flops: float
     losses: dict[int, float] = field(default_factory=dict)
-    figures: Tensor
+    figures: Tensor | None = None
     grad_norm: float | None = None
     pending: PendingSum | None = None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RowUnderWay:
+    """A row that the device may not have done yet.
+
+    numbers: gives the losses of its micro-batches, and the norm if there is one, once it has.
+    losses: micro-batch -> its batch, and its share of the loss.
+    batch: the one that the row began; the latest for a drain.  complete: those that its end completes.
+    """
+
+    numbers: Callable[[], list[float]]
+    losses: dict[int, tuple[_Batch, float]]
+    batch: _Batch
+    complete: list[_Batch]
+    recorded: RecordedStep
+    peak_bytes: int
+
+
 @dataclass(kw_only=True, eq=False)
 class SteadyRun(Run):
-    """Batches follow each other into a pipeline that does not drain. rows: what each rank runs."""
+    """Batches follow each other into a pipeline that does not drain. rows: what each rank runs.
+
+    The host gives a device a row before it reads what the row before has made: so the device never waits for
+    the host. On the CPU a row has been done when it has run.
+    """
 
     rows: SteadyRows
     fed: int = 0
@@ -55,6 +77,8 @@ class SteadyRun(Run):
     """The number of the batch that was fed last."""
     _ring: list[Microbatch | None] = field(default_factory=list)
     _open: deque[_Batch] = field(default_factory=deque)
+    _under_way: deque[_RowUnderWay] = field(default_factory=deque)
+    _settled_s: float = 0.0
     _told: deque[_Batch] = field(default_factory=deque)
     _shapes: tuple[str, ...] = ()
     _grad_norm: float | None = None
@@ -77,6 +101,8 @@ class SteadyRun(Run):
             microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
         with self.call(f"step {number + 1}"):
             self.run_row(number, microbatches, size)
+        if number < self.rows.updates.flushed:
+            self.drain()
 
     def drain(self) -> None:
         if self.fed:
@@ -86,7 +112,7 @@ class SteadyRun(Run):
     def _abandon(self) -> bool:
         """Its rows go over from step to step: none can be taken back alone."""
         self.fed, self.last = 0, -1
-        for left in (self._open, self._told, self._digests, self._batch_bytes):
+        for left in (self._open, self._under_way, self._told, self._digests, self._batch_bytes):
             left.clear()
         return True
 
@@ -131,29 +157,24 @@ class SteadyRun(Run):
             self.record.recorder.next_step(keep=SHOWN_ROWS)
         else:
             self.record.recorder.next_step()
-        start_s = time.perf_counter()
-        self._open.append(_Batch(number=number, figures=torch.zeros(0)))
-        self._run(self.rows.row(number, self.fed), drains=False)
-        self._open[-1].figures = self.record.figures(start_s)
+        self._open.append(_Batch(number=number, flops=sum(part.variant.flops for part in microbatches)))
+        self._run(self.rows.row(number, self.fed), complete=max(0, len(self._open) - window + 1))
         self.fed, self.last = self.fed + 1, number
-        if len(self._open) >= window:
-            self._tell(self._open.popleft())
+        self._settle(leave=0 if self.record.device.type == "cpu" else 1)
 
     def _drain(self) -> None:
         self.record.recorder.next_step(keep=SHOWN_ROWS + 1)
-        start_s = time.perf_counter()
-        self._run(self.rows.drain(self.last, self.fed), drains=True)
-        latest = self._open[-1]
-        latest.figures = latest.figures + self.record.figures(start_s)
-        latest.figures[-1] = self.record.ledger.peak
-        while self._open:
-            self._tell(self._open.popleft())
+        self._run(self.rows.drain(self.last, self.fed), complete=len(self._open), drains=True)
+        self._settle(leave=0)
         self._check_digests(leave=0)
         self._report_told(leave=0)
         self.fed = 0
         self._batch_bytes.clear()
 
-    def _run(self, row: SteadyRow, *, drains: bool) -> None:
+    def _run(self, row: SteadyRow, *, complete: int, drains: bool = False) -> None:
+        """complete: how many batches are, once the device has done it."""
+        if not self._under_way:
+            self._settled_s = time.perf_counter()
         ring = [part for part in self._ring if part is not None]
         filler = ring[0]
         microbatches = [filler if part is None else part for part in self._ring]
@@ -162,15 +183,37 @@ class SteadyRun(Run):
         window, every = self.rows.step.window, self.rows.step.microbatches
         by_slot = {batch.number % window: batch for batch in self._open}
         norm = self.worker.reduce_and_step.grad_norm
-        numbers = read_scalars([*losses.values(), *([] if norm is None else [norm])], self.record.device)
-        if norm is not None:
-            self._grad_norm = numbers.pop()
-        for index, loss in zip(losses, numbers, strict=True):
-            batch = by_slot[index // every % window]
-            batch.losses[index] = loss * microbatches[index].weight
+        scalars = [*losses.values(), *([] if norm is None else [norm])]
+        self._under_way.append(
+            _RowUnderWay(
+                numbers=read_scalars(scalars, self.record.device),
+                losses={i: (by_slot[i // every % window], microbatches[i].weight) for i in losses},
+                batch=self._open[-1],
+                complete=[self._open.popleft() for _ in range(complete)],
+                recorded=self.record.recorder.last,
+                peak_bytes=self.record.ledger.peak,
+            )
+        )
+
+    def _settle(self, *, leave: int) -> None:
+        """Read what all rows but the last `leave` have made."""
+        while len(self._under_way) > leave:
+            row = self._under_way.popleft()
+            numbers = iter(row.numbers())
+            for index, (batch, share) in row.losses.items():
+                batch.losses[index] = next(numbers) * share
+            self._grad_norm = next(numbers, None)
+            begin_s, self._settled_s = self._settled_s, time.perf_counter()
+            figures = self.record.figures(row.recorded, self._settled_s - begin_s, row.peak_bytes)
+            if row.batch.figures is not None:
+                figures[:-1] += row.batch.figures[:-1]
+            row.batch.figures = figures
+            for batch in row.complete:
+                self._tell(batch)
 
     def _tell(self, batch: _Batch) -> None:
         """Begin to sum a complete batch's figures over the ranks."""
+        assert batch.figures is not None, "its row has been settled"
         batch.grad_norm = self._grad_norm
         batch.figures = self.record.of_all_ranks(batch.figures, sum(batch.losses.values()))
         batch.pending = self.channel.begin_sum(batch.figures, self.control)
@@ -181,6 +224,6 @@ class SteadyRun(Run):
         other, and the first would wait for the last to end the row before."""
         while len(self._told) > leave:
             batch = self._told.popleft()
-            assert batch.pending is not None
+            assert batch.pending is not None and batch.figures is not None, "it was told"
             batch.pending.wait()
-            self.reports.append(report_of(batch.figures, self.channel.ranks, batch.grad_norm))
+            self.reports.append(self.record.report_of(batch.figures, batch.grad_norm, batch.flops))

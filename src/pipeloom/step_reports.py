@@ -6,7 +6,7 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .ir.timeline import Event, MemoryCurve, Timeline
 from .runtime.batches import Round, read_loss
 from .runtime.channel import Channel
 from .runtime.ledger import Ledger
-from .runtime.recorder import Recorder
+from .runtime.recorder import RecordedStep, Recorder
 
 FIRST_STEP = 2
 """Of a simulation the first step that is shown: no rank is still filling the pipeline."""
@@ -116,6 +116,8 @@ class StepReport:
     step_s: seconds from its first action to the end of its last, on the slowest rank.
     wall_s: per rank, seconds of the whole call but its last exchange.  busy_s: of computing.  waited_s: for
     messages and other ranks.  peak_bytes: largest memory so far.  grad_norm: before clipping, None without.
+    mfu: operations of matrix products that the step needs, as a share of what its devices could do in the
+    same time; None where their peak is not known.  tf32: whether GPUs may have multiplied float32 in TF32.
     """
 
     loss: float
@@ -125,6 +127,8 @@ class StepReport:
     waited_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     grad_norm: float | None = None
+    mfu: float | None = None
+    tf32: bool = field(default_factory=lambda: torch.get_float32_matmul_precision() != "highest")
 
     @property
     def bubble(self) -> float:
@@ -140,12 +144,16 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRecord:
-    """What one rank has recorded of its steps. Every rank calls the same methods."""
+    """What one rank has recorded of its steps. Every rank calls the same methods.
+
+    peak_flops_per_s: of all ranks' devices together, where it is known.
+    """
 
     channel: Channel
     recorder: Recorder
     ledger: Ledger
     device: torch.device
+    peak_flops_per_s: float | None = None
 
     def report(
         self, rounds: Sequence[Round], *, start_s: float, agreeing_s: float, grad_norm: Tensor | None
@@ -157,22 +165,38 @@ class StepRecord:
         the batch before it.
         """
         loss, *norm = read_loss(rounds, self.device, *([] if grad_norm is None else [grad_norm]))
-        figures = self.of_all_ranks(self.figures(start_s, agreeing_s), loss)
+        wall_s, step = time.perf_counter() - start_s, self.recorder.last
+        figures = self.of_all_ranks(self.figures(step, wall_s, self.ledger.peak, agreeing_s), loss)
         self.channel.all_reduce(figures)
-        return report_of(figures, self.channel.ranks, norm[0] if norm else None)
+        flops = sum(part.variant.flops for _, microbatches in rounds for part in microbatches)
+        return self.report_of(figures, norm[0] if norm else None, flops)
 
-    def figures(self, start_s: float, agreeing_s: float = 0.0) -> Tensor:
-        """Of this rank's last step: seconds until its last action ended, of the whole call, computing and
-        waiting; and its peak bytes."""
-        ended_s, busy_s, waited_s = self.recorder.totals_s()
-        figures = ended_s, time.perf_counter() - start_s, busy_s, waited_s + agreeing_s, self.ledger.peak
-        return torch.tensor(figures, dtype=torch.float64)
+    def figures(self, step: RecordedStep, wall_s: float, peak_bytes: int, agreeing_s: float = 0.0) -> Tensor:
+        """Of a step of this rank that the device has done: seconds until its last action ended, of the whole
+        call, computing and waiting; and its peak bytes."""
+        ended_s, busy_s, waited_s = self.recorder.totals_s(step)
+        return torch.tensor([ended_s, wall_s, busy_s, waited_s + agreeing_s, peak_bytes], dtype=torch.float64)
 
     def of_all_ranks(self, figures: Tensor, loss: float) -> Tensor:
         """What the ranks sum so that each has the figures of all, and the loss; see `report_of`."""
         table = torch.zeros(self.channel.ranks, len(figures), dtype=torch.float64)
         table[self.channel.rank] = figures
         return torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)])
+
+    def report_of(self, summed: Tensor, grad_norm: float | None, flops: float) -> StepReport:
+        """summed: the figures of all ranks, one rank after the other, and the loss.  flops: of the step."""
+        ends, walls, busy_s, waited_s, peaks = summed[:-1].reshape(self.channel.ranks, -1).T.tolist()
+        peak = self.peak_flops_per_s
+        return StepReport(
+            loss=float(summed[-1]),
+            step_s=max(ends),
+            wall_s=tuple(walls),
+            busy_s=tuple(busy_s),
+            waited_s=tuple(waited_s),
+            peak_bytes=tuple(map(int, peaks)),
+            grad_norm=grad_norm,
+            mfu=None if peak is None else flops / (peak * max(ends)),
+        )
 
     def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None = None) -> Timeline:
         """The last step of all ranks; the last few of a pipeline that does not drain between them.
@@ -204,17 +228,3 @@ class StepRecord:
             steps=1 if steady is None else max(1, len(starts_s) - 1),
             steady_s=None if steady is None else max(row_s for _, _, _, row_s in parts),
         )
-
-
-def report_of(summed: Tensor, ranks: int, grad_norm: float | None) -> StepReport:
-    """summed: the figures of all ranks, one rank after the other, and the loss."""
-    ends, walls, busy_s, waited_s, peaks = summed[:-1].reshape(ranks, -1).T.tolist()
-    return StepReport(
-        loss=float(summed[-1]),
-        step_s=max(ends),
-        wall_s=tuple(walls),
-        busy_s=tuple(busy_s),
-        waited_s=tuple(waited_s),
-        peak_bytes=tuple(map(int, peaks)),
-        grad_norm=grad_norm,
-    )

@@ -9,11 +9,15 @@ A stage calls the modules themselves, under their names in the model, so that `f
 `parallelize_module` work in it. What the code between modules computes goes with the module in front of it;
 what depends on no module, such as positions, is computed in each stage that reads it.
 
+Of a model that torch.fx cannot trace, such as Hugging Face's, it calls what torch.export made of the modules.
+They have the same names and parameters, but no class of their own: `parallelize_module` knows none of them.
+
 `_PipelineScheduleRuntime`, the only engine there that runs any order, is private: torch 2.13.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,10 +30,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.export import unflatten
 
 from .ir.errors import CaptureError, ConfigError, PlanError
 from .ir.plan import Plan
 from .other_engines import ENGINES, engine_order, stage_modules
+from .tracer.export import without_export_output
 
 TITLE = ENGINES["torch"]
 
@@ -42,6 +48,7 @@ def torch_stages(
     model: nn.Module,
     rank: int,
     *,
+    example: Mapping[str, Tensor] | None = None,
     loss: Callable[[Any, Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
     group: ProcessGroup | None = None,
@@ -51,6 +58,9 @@ def torch_stages(
 
     plan: of whole modules, see `--granularity module`.  model: its parameters are used, not copied.
     rank: in the group of the pipeline.  group: the default one unless given.
+    example: a micro-batch, by the names of the forward's arguments, for a model that torch.fx cannot trace:
+        it is traced by torch.export instead. Micro-batches must then have these shapes, and the output is a
+        tensor or a tuple of them.
     loss: (output of the model, target) -> scalar tensor, for the last stage; None for forwards only.
     device: where the rank's modules already are.
     scale_grads: divide sums of gradients by the number of micro-batches, for a loss that is a mean.
@@ -79,7 +89,8 @@ def torch_stages(
     >>> dist.destroy_process_group()
     """
     modules, order = stage_modules(plan), engine_order(plan, TITLE)
-    parts = _cut(model, {name: stage for stage, names in enumerate(modules) for name in names}, len(modules))
+    stage_of = {name: stage for stage, names in enumerate(modules) for name in names}
+    parts = _cut(model, stage_of, len(modules), example)
     _refuse_shared(parts)
     if (own := dist.get_rank(group)) != rank or dist.get_world_size(group) != order.ranks:
         raise ConfigError(
@@ -164,17 +175,38 @@ def _makers_traced() -> Iterator[None]:
         yield
 
 
-def _cut(model: nn.Module, stage_of: Mapping[str, int], count: int) -> list[fx.GraphModule]:
+def _exported(model: nn.Module, example: Mapping[str, Tensor]) -> fx.GraphModule:
+    """A model that calls modules of the same names, each with what its forward does on such a batch."""
+    with warnings.catch_warnings(), without_export_output():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        exported = unflatten(torch.export.export(model, (), dict(example), strict=False))
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    for name, module in exported.named_modules(remove_duplicate=False):
+        for store in (module._parameters, module._buffers):
+            for key in store:
+                store[key] = own.get(f"{name}.{key}".lstrip("."), store[key])  # it has copies
+    return fx.GraphModule(exported, exported.graph)
+
+
+def _cut(
+    model: nn.Module, stage_of: Mapping[str, int], count: int, example: Mapping[str, Tensor] | None
+) -> list[fx.GraphModule]:
     """The modules of all stages."""
     try:
+        traced = model if example is None else _exported(model, example)
         with _makers_traced():
-            graph = _ToModules(stage_of).trace(model)
+            graph = _ToModules(stage_of).trace(traced)
     except Exception as error:  # the user's code, which may do anything with what is no tensor yet
+        instead = "pass a micro-batch as example=, and torch.export traces it; or " if example is None else ""
         raise CaptureError(
             f"the forward of {type(model).__name__} cannot be traced between its modules: {error}",
-            hint="give the split points of `pipeloom export-plan --for torch` to torch's own pipeline(), or "
-            "run the plan with pipeloom",
+            hint=f"{instead}run the plan with pipeloom",
         ) from error
+    outputs = graph.output_node().args[0]
+    if example is not None and isinstance(outputs, tuple | list) and len(outputs) == 1:
+        graph.output_node().args = (outputs[0],)
     home, current, called = dict[fx.Node, int](), 0, set[str]()
     for node in graph.nodes:
         if node.op == "call_module" and str(node.target) in stage_of:
@@ -194,7 +226,7 @@ def _cut(model: nn.Module, stage_of: Mapping[str, int], count: int) -> list[fx.G
             f"the forward of {type(model).__name__} does not call module {missing[0]}, which the plan has",
             hint="pass the model that the plan was made for",
         )
-    return [_part(model, graph, home, stage) for stage in range(count)]
+    return [_part(traced, graph, home, stage) for stage in range(count)]
 
 
 def _part(model: nn.Module, graph: fx.Graph, home: Mapping[fx.Node, int], stage: int) -> fx.GraphModule:

@@ -27,7 +27,7 @@ from . import __version__
 from .caches import cache_folder, cache_key, keep
 from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
-from .ir.graph import OpGraph, storages
+from .ir.graph import OpGraph, Rows, storages
 from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
 from .ir.text import format_bytes
@@ -38,6 +38,7 @@ from .profiler.measurement import usable_cores
 from .runnable import require_runnable_plan, require_training
 from .runtime.batches import loss_shares, split_batch
 from .runtime.channel import Channel, run_threads
+from .runtime.checkpoint import joined
 from .tracer.autocast import Autocast, autocast_region
 from .tracer.captured import Captured
 from .tracer.job import Job
@@ -180,6 +181,7 @@ class StepNumbers:
     autocast: the mixed precision that the model was captured in.
     draws: the random numbers that a pipeline of one rank has drawn, see `tracer.random`.
     random, python_random: whether a forward draws any, of PyTorch's or of Python's.
+    rows: of a pipeline's parameters that are parts of one.
     """
 
     loss: float
@@ -191,6 +193,7 @@ class StepNumbers:
     draws: list[tuple[str, Tensor]] = field(default_factory=list)
     random: bool = False
     python_random: bool = False
+    rows: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def plain_step(
@@ -245,7 +248,8 @@ def pipelined_step(
 
     def run(rank: int, channel: Channel) -> StepNumbers:
         with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
-            random = any(op.random for op in pipeline.captured.graph.ops)
+            graph = pipeline.captured.graph
+            random = any(op.random for op in graph.ops)
             python_random = pipeline.captured.draws_python_random
             may_stand_for_module = random or python_random
             initial = _copies(pipeline.weights.params) if may_stand_for_module else {}
@@ -265,15 +269,17 @@ def pipelined_step(
                 draws=recorder.draws if recorder is not None else [],
                 random=random,
                 python_random=python_random,
+                rows=graph.rows,
             )
 
     steps = run_threads(ranks, run, timeout_s=options.timeout_s)
+    rows = steps[0].rows
     return replace(
         steps[0],
-        gradients={n: t for step in steps for n, t in step.gradients.items()},
-        initial={n: t for step in steps for n, t in step.initial.items()},
+        gradients=joined({n: t for step in steps for n, t in step.gradients.items()}, rows),
+        initial=joined({n: t for step in steps for n, t in step.initial.items()}, rows),
         buffers={n: t for step in steps for n, t in step.buffers.items()},
-        parameters={n: t for step in steps for n, t in step.parameters.items()},
+        parameters=joined({n: t for step in steps for n, t in step.parameters.items()}, rows),
     )
 
 

@@ -67,13 +67,15 @@ def test_fits_as_one_process_and_each_goes_on_from_the_other(tmp_path: Path) -> 
         assert_same_layout(ours[part], theirs[part])
     assert ours.keys() == theirs.keys()
 
-    crossed = tmp_path / "crossed"
-    shutil.copytree(piped, crossed)
+    to_plain, to_piped = tmp_path / "to_plain", tmp_path / "to_piped"
+    shutil.copytree(piped, to_plain)
+    shutil.copytree(plain, to_piped)
     run(plain, "resume")
     run(piped, "resume", ranks=2)
-    run(crossed, "resume")
-    assert_same(piped, plain)
-    assert_same(crossed, plain)
+    run(to_plain, "resume")
+    run(to_piped, "resume", ranks=2)
+    for resumed in (piped, to_plain, to_piped):
+        assert_same(resumed, plain)
 
 
 class Module(lightning.LightningModule):

@@ -8,15 +8,18 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from layered import layered
 from random_ops import cluster_of, op_graph, profile_of
 from random_stages import random_model
 
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions, Footprint, peak_bytes
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.profiler.roofline import roofline
 
 
 def columns(footprint: Footprint) -> tuple:
@@ -304,3 +307,17 @@ def test_no_forward_of_a_stage_holds_more_than_its_predicted_peak(
         backward_transient=0.0,
     )
     assert max(forwards(footprint, options, in_flight)) <= peak_bytes(footprint, options, in_flight)
+
+
+@pytest.mark.parametrize("length", [5, 37, 100])
+def test_equal_stretches_weigh_the_same_and_there_are_few(length: int) -> None:
+    graph, cluster = layered(24), find_cluster("2 x a100-40")
+    model = CostModel(graph, [roofline(graph, cluster.devices[0])] * 2, cluster, CostOptions(microbatches=4))
+    starts: dict[object, list[int]] = {}
+    for start in range(len(model) - length):
+        starts.setdefault(model.tables.equal.key(start, start + length), []).append(start)
+    assert len(starts) <= len(model) / 4, "a layer has 12 ops, and is there 24 times"
+    for group in starts.values():
+        rows = [model.row(start, np.array([start + length])) for start in group[:: max(1, len(group) // 3)]]
+        assert len({row.at(0) for row, _ in rows}) == 1
+        assert [seconds[0, 0] for _, seconds in rows] == pytest.approx([rows[0][1][0, 0]] * len(rows))

@@ -19,6 +19,7 @@ from pipeloom.lowering.passes import lower
 from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.plan_table import changed_clusters, what_if
 from pipeloom.planner.planners import PLANNERS, OneSchedule, finder_of, make_plan
 from pipeloom.planner.refusals import NoCutFits
 from pipeloom.planner.request import PlanOptions, Request
@@ -164,6 +165,23 @@ def test_infeasible_with_memory_optimisation_says_what_would_do():
     assert planned("dawnpiper", 6, 2, 1.06 * least)
     with pytest.raises(InfeasibleError):
         planned("dawnpiper", 6, 2, 0.9 * least)
+
+
+@pytest.mark.slow
+def test_more_memory_and_more_bandwidth():
+    graph, profile, cluster = case(6, 3, 1.35)
+
+    def again(other: Cluster) -> Plan:
+        return make_plan(graph, profile, other, ranks=3, schedule="1f1b", microbatches=6, planner="dawnpiper")
+
+    changes = {c.what: c for c in what_if(again(cluster), changed_clusters(cluster), again)}
+    assert set(changes) == {
+        "10 % more memory",
+        "10 % more bandwidth between devices",
+        "10 % more bandwidth to the host",
+    }
+    assert changes["10 % more memory"].gain > 0
+    assert all(c.gain > -0.02 for c in changes.values())
 
 
 def test_sizes_between_two_that_were_captured():

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import checkpoints
+from exchanges import all_to_all, number, sums_and_objects
 from processes import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,27 +23,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipeloom import Job, Pipeline
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import ConfigError, PeerError
-from pipeloom.ir.graph import Value
 from pipeloom.planning import plan
 from pipeloom.runtime import checkpoint_files as files
-from pipeloom.runtime.channel import Channel, dist_channel, meeting
+from pipeloom.runtime.channel import Channel, dist_channel
 from pipeloom.runtime.connect import connect, watch_ranks
-from pipeloom.runtime.messages import Message
 from pipeloom.runtime.nccl import NcclTransport
 from pipeloom.runtime.transport import SumGroup, gloo_group
 from pipeloom.runtime.watch import Watch
 
 CPU = torch.device("cpu")
-DTYPES = ("float32", "bfloat16", "bool", "int64", "float64")
-
-
-def message(key: str, source: int, target: int, *values: Value) -> Message:
-    return Message(key=key, source=source, target=target, values=values)
-
-
-def number(source: int, target: int) -> Message:
-    value = Value(name="x", shape=(3,), dtype="float32")
-    return message(f"{source}SEND_F0>{target}", source, target, value)
 
 
 @contextmanager
@@ -58,11 +47,11 @@ def exchange(folder: str) -> None:
     _nobody_else_can_reach_them()
     with channel_on(world) as channel:
         assert (channel.rank, channel.ranks) == (rank, 3)
-        _all_to_all(channel)
-        _sums_and_objects(channel)
+        all_to_all(channel, CPU)
+        assert channel.held_bytes == 0
+        sums_and_objects(channel, CPU)
     _sub_group(rank)
     _meshes(world)
-    _directed_groups(world)
     _control_data(world)
     checkpoints(Path(folder))
     print("all well")
@@ -88,62 +77,6 @@ def _listening(pid: int) -> list[str]:
     held = {os.readlink(file) for file in links if os.path.lexists(file)}
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open()]
     return [row[1].split(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in held]
-
-
-def _all_to_all(channel: Channel) -> None:
-    """Every rank to every other: all dtypes and shapes, packed and not, waited for in reverse."""
-    shapes = ((), (3,), (2, 0), (4, 5))
-    messages = []
-    for source in range(3):
-        for target in range(3):
-            for k in range(5 if source != target else 0):
-                values = tuple(
-                    Value(name=f"v{i}", shape=shapes[(i + k) % 4], dtype=DTYPES[(i + k) % 5])
-                    for i in range(k)
-                )
-                messages.append(message(f"{source}SEND_F{k}>{target}", source, target, *values))
-    incoming = [m for m in messages if m.target == channel.rank]
-
-    def filled(m: Message, step: int) -> list[torch.Tensor]:
-        return [torch.full(v.shape, (m.source + 2 * step) % 5).to(getattr(torch, v.dtype)) for v in m.values]
-
-    for step in range(3):
-        channel.begin(incoming)
-        for m in messages:
-            if m.source == channel.rank:
-                channel.send(m, filled(m, step))
-        for m in reversed(incoming):
-            for a, b in zip(channel.receive(m), filled(m, step), strict=True):
-                assert a.dtype == b.dtype and torch.equal(a, b)
-        for m in incoming:
-            channel.release(m)
-        channel.end()
-        assert channel.held_bytes == 0
-
-
-def _sums_and_objects(channel: Channel) -> None:
-    whole = torch.full((5,), float(channel.rank))
-    channel.all_reduce(whole)
-    assert (whole == 3).all()
-    channel.open_groups([meeting((0, 2))])
-    if channel.rank != 1:
-        part = torch.full((2, 3), 1.5 + channel.rank, dtype=torch.float64).T
-        channel.all_reduce(part, [2, 0])
-        assert (part == 5).all()
-    groups = [SumGroup("pair", (0, 1)), SumGroup("all", (0, 1, 2)), SumGroup("other", (1, 2))]
-    channel.open_groups(groups)  # ranks are in unequally many
-    for group in groups:
-        if channel.rank in group.ranks:
-            begun = torch.full((3,), float(channel.rank))
-            channel.begin_sum(begun, group).wait()
-            assert (begun == sum(group.ranks)).all()
-            owned = torch.full((3,), float(channel.rank), dtype=torch.float64)
-            channel.begin_sum(owned, group, group.ranks[-1]).wait()
-            assert channel.rank != group.ranks[-1] or (owned == sum(group.ranks)).all()
-            channel.begin_broadcast(sent := torch.full((3,), channel.rank), group, group.ranks[-1]).wait()
-            assert (sent == group.ranks[-1]).all()
-    assert channel.all_gather_object("x" * channel.rank) == ["", "x", "xx"]
-    assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
 
 
 def _sub_group(rank: int) -> None:
@@ -182,14 +115,6 @@ def _nccl_transport(world: dist.ProcessGroup, watch: Watch, name: str, **how: An
     store = dist.PrefixStore(name, world.get_group_store())
     make = partial(gloo_group, store, timedelta(seconds=1000))
     return NcclTransport(world, watch, make=make, make_control=make, timeout_s=1000.0, **how)
-
-
-def _directed_groups(world: dist.ProcessGroup) -> None:
-    """What is done for NCCL, done with gloo: one group per direction, sums beside them."""
-    with watch_ranks(world) as watch:
-        channel = Channel(_nccl_transport(world, watch, "directed", device=CPU), watch, device=CPU)
-        _all_to_all(channel)
-        _sums_and_objects(channel)
 
 
 def _control_data(world: dist.ProcessGroup) -> None:
@@ -288,6 +213,7 @@ def deadlock() -> None:
     """Ranks 0 and 1 wait for each other, rank 2 for rank 0."""
     with watch_ranks(connect(CPU)) as watch:
         channel = dist_channel(connect(CPU), watch, device=CPU, timeout_s=2.0 if watch.rank == 0 else 1000.0)
+        channel.all_gather_object(None)
         wanted = number([1, 0, 0][channel.rank], channel.rank)
         channel.begin([wanted])
         watch.status = f"{channel.rank}F0"

@@ -7,13 +7,25 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from deep import ROWS, TANH
 from delayed import delayed, job_of, steady_plan
-from runs import assert_same, even_plan, pipelined, plain, shared_captures, threads
+from runs import assert_same, each_rank, even_plan, pipelined, plain, shared_captures, threads
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import BatchError, CaptureError, PeerError, PipeloomError
 from pipeloom.runtime.batches import agree_on_shapes
 from pipeloom.runtime.channel import Channel
+
+
+def test_a_rank_takes_only_inputs_that_it_reads() -> None:
+    """The first stage reads x and the last one y; both were copied to both devices."""
+    plan = even_plan(TANH, 2, microbatches=2, microbatch_size=ROWS, schedule="gpipe", placement=(0, 1))
+
+    def inputs(pipeline: Pipeline) -> list[set[str]]:
+        parts, _ = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
+        return [set(part.inputs) for part in parts]
+
+    assert each_rank(TANH, plan, inputs, compare=False) == [[{"x"}] * 2, [{"y"}] * 2]
 
 
 def sliced(seed: int, size: int) -> zoo.Batch:

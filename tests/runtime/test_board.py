@@ -21,7 +21,6 @@ from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.board import FINISHED, Board, Failure, RankStatus, who_waits
 from pipeloom.runtime.channel import Channel
-from pipeloom.runtime.nccl import StreamWatchdog
 from pipeloom.runtime.watch import Watch
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
@@ -244,35 +243,6 @@ def test_what_is_no_circle(states: list[RankStatus | None]) -> None:
     table = who_waits(states)
     assert "each other" not in table
     assert ("(silent for 15 s)" in table) == any(state and state.silent_s for state in states)
-
-
-class Transfer(dist.Work):
-    """One that a device's stream waits for: no thread is blocked, so somebody must look at the time."""
-
-    def __init__(self, ends: bool) -> None:
-        super().__init__()
-        self._ends = ends
-
-    def is_completed(self) -> bool:
-        return self._ends
-
-
-def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    board, other = local_boards(2)
-    watch = Watch(board)
-    known = threading.Event()
-    watch.on_failure(known.set)
-    watch.__enter__()
-    lookout = StreamWatchdog(watch, timeout_s=0.1)
-    lookout.add(Transfer(ends=True), "message 6 from rank 1")
-    lookout.add(Transfer(ends=False), "message 7 from rank 1")
-    assert known.wait(300)
-    lookout._thread.join(300)  # it prints once the failure is known
-    lookout.close()
-    failure = other.wait_for_failure(300)
-    assert failure is not None and failure.rank == 0
-    assert failure.summary.endswith("s for message 7 from rank 1")
-    assert "rank  does  waits for" in capfd.readouterr().err
 
 
 # Collectives outside a step: who is blamed when one fails.

@@ -9,6 +9,7 @@ import pytest
 from checkpoint_ranks import assert_one_process_loads
 from processes import ends_of, run, start, start_ranks
 
+from pipeloom.runtime.flight_recorder import PLACE
 from pipeloom.runtime.launch import launch
 
 TARGETS = Path(__file__).with_name("dist_targets.py")
@@ -96,10 +97,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
     ("target", "words"),
     [("fail_while_others_wait", 'raise ValueError("boom")'), ("deadlock", "they wait for each other")],
 )
-def test_under_torchrun_what_ends_all_is_said_once(target: str, words: str) -> None:
-    status, _, err = run(*TORCHRUN, 3, TARGETS, target)
+def test_under_torchrun_what_ends_all_is_said_once(tmp_path: Path, target: str, words: str) -> None:
+    status, _, err = run(*TORCHRUN, 3, TARGETS, target, env={PLACE: str(tmp_path / "rank_")})
     assert status != 0
     assert err.count(words) == 1
+    recorded = ["rank_0", "rank_1", "rank_2"] if target == "deadlock" else []
+    assert sorted(file.name for file in tmp_path.iterdir()) == recorded
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ class NotStarted(Exception):
 
 
 class Group(dist.ProcessGroup):
-    """Of two ranks; notes its end."""
+    """Of two ranks; notes its end, and sends nothing."""
 
     def __init__(self, name: str, aborted: list[str]) -> None:
         super().__init__(0, 2)
@@ -36,6 +36,11 @@ class Group(dist.ProcessGroup):
 
     def abort(self) -> None:
         self.aborted.append(self.called)
+
+    def send(self, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
+    recv = send
 
 
 def transport(aborted: list[str]) -> NcclTransport:
@@ -50,7 +55,7 @@ def transport(aborted: list[str]) -> NcclTransport:
         make_control=make,
         device=torch.device("cpu"),
         timeout_s=LIMIT_S,
-        pairs=(),
+        pairs=[(0, 1), (1, 0)],
     )
     made.open_groups([SumGroup("tied", (0, 1))])
     made._lookout.close()
@@ -97,17 +102,17 @@ def test_a_failure_ends_sums_too() -> None:
     made._control.interrupt = lambda: None  # type: ignore[method-assign]  # over gloo: it has tests of its own
     made.interrupt()
     made.close()
-    assert sorted(aborted) == ["tied (0, 1)", "to higher ranks", "to lower ranks", "world"]
+    assert sorted(aborted) == ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)", "world"]
 
 
 def test_closing_shuts_down_the_groups_that_were_made_and_no_others() -> None:
     ended: list[str] = []
     made = transport([])
-    for group in (made._group, made._to_higher, made._to_lower, *made._open.all()):
+    for group in (made._group, *made._edges.values(), *made._open.all()):
         group.shutdown = lambda name=group.called: ended.append(name)
     made.close()
     made.close()
-    assert sorted(ended) == ["tied (0, 1)", "to higher ranks", "to lower ranks"]
+    assert sorted(ended) == ["messages 0 to 1", "messages 1 to 0", "tied (0, 1)"]
 
 
 def open_sockets() -> int:

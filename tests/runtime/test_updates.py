@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +60,54 @@ def test_messages_that_are_through_make_room_for_an_update() -> None:
 def test_a_message_says_how_much_is_missing() -> None:
     with pytest.raises(MemoryCapError, match=r"its cap is .* less"):
         peaks((WIDTH * WIDTH,) * RANKS)
+
+
+def low_model() -> nn.Module:
+    return model().to(torch.bfloat16)
+
+
+def low_batch(seed: int, rows: int) -> dict[str, Tensor]:
+    return {"input": batch(seed, rows)["input"].bfloat16()}
+
+
+def small_steps(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-5)
+
+
+def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
+    """Steps far smaller than what bfloat16 can add to a weight, through a checkpoint, on two ranks."""
+    job = Job(model=low_model, batch=low_batch, loss=loss, optimizer=small_steps)
+    plan = runs.even_plan(job, RANKS, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
+    torch.manual_seed(0)
+    plain = low_model()
+    masters = [p.detach().float() for p in plain.parameters()]
+    optimizer = small_steps(masters)
+    for step in range(3):
+        parts = low_batch(step, COUNT)["input"].split(1)
+        grads = [torch.autograd.grad(plain(x).square().mean() / COUNT, [*plain.parameters()]) for x in parts]
+        for master, *each in zip(masters, *grads, strict=True):
+            master.grad = torch.stack([grad.float() for grad in each]).cumsum(0)[-1]
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), masters, strict=True):
+                p.copy_(master)
+
+    def rank(index: int, channel: Channel, steps: range) -> dict[str, Tensor]:
+        with Pipeline(job, plan, options=Options(master_weights=True), channel=channel) as pipeline:
+            if steps.start:
+                pipeline.load(tmp_path)
+            for step in steps:
+                pipeline.step(low_batch(step, COUNT))
+            pipeline.save(tmp_path)
+            sizes = pipeline.weights.sizes
+            assert sizes["gradients"] * 3 == sizes["parameters"] * 2
+            assert pipeline.expected.peaks[pipeline.rank]["parameters"] == sizes["parameters"]
+            return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
+
+    with runs.shared_captures():
+        runs.threads(RANKS, partial(rank, steps=range(2)))
+        first, second = runs.threads(RANKS, partial(rank, steps=range(2, 3)))
+    assert all(map(torch.equal, [*first.values(), *second.values()], masters))
 
 
 @pytest.mark.parametrize("params", [{}, {"frozen": nn.Parameter(torch.zeros(3, device="meta"), False)}])

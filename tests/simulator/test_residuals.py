@@ -28,7 +28,7 @@ from pipeloom.lowering.passes import lower
 from pipeloom.simulator.idle_time.explain import explain_idle_time
 from pipeloom.simulator.simulate import simulate
 from pipeloom.viewer.chrome import chrome_trace
-from pipeloom.viewer.plots import timelines_figure
+from pipeloom.viewer.picture import pictures
 
 KEPT = StageCost(
     forward_s=1.0,
@@ -123,7 +123,7 @@ def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
 
 def test_copies_are_drawn() -> None:
     _, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP", KEPT)
-    assert {"offload", "reload"} <= {trace.name for trace in timelines_figure([timeline]).data}
+    assert {"offload", "reload"} <= {group["name"] for group in pictures([timeline])[0]["groups"]}
     trace = chrome_trace([timeline])["traceEvents"]
     assert {e["name"] for e in trace if e["ph"] == "C"} == {"device memory", "host memory"}
     assert {e["args"]["name"] for e in trace if e["name"] == "thread_name"} == {"compute", "d2h", "h2d"}

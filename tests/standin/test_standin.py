@@ -11,7 +11,14 @@ import processes
 import pytest
 
 CASES = Path(__file__).parent / "cases"
-RULES = ("check_order.py", "check_memory.py", "check_host.py", "check_ops.py", "check_group.py")
+RULES = (
+    "check_order.py",
+    "check_memory.py",
+    "check_host.py",
+    "check_ops.py",
+    "check_group.py",
+    "check_transport.py",
+)
 
 
 @pytest.mark.parametrize(
@@ -41,5 +48,5 @@ def test_the_stand_in(names: tuple[str, ...]) -> None:
         "no:xdist",
         *(CASES / name for name in names),
     )
-    status, said, errors = processes.run(*words, env={"STANDIN": "1"})
+    status, said, errors = processes.run(*words, env={"STANDIN": "1", "STANDIN_DEVICES": "3"})
     assert status == 0, said + errors

@@ -1,7 +1,7 @@
 """A pipeline whose weights are updated without a flush, and one process that does the same with a delay.
 
 The one process runs the uncut captured graph, in float64: batch b on version max(b - 1, 0), its update on the
-newest.
+newest. The first `flushed` batches are on the newest version; a correction extrapolates later updates.
 """
 
 from __future__ import annotations
@@ -123,7 +123,14 @@ def trained(
 
 
 def delayed(
-    job: Job, microbatches: int, *, steps: int = STEPS, clip_norm: float | None = None, scheduler: Any = None
+    job: Job,
+    microbatches: int,
+    *,
+    steps: int = STEPS,
+    clip_norm: float | None = None,
+    scheduler: Any = None,
+    flushed: int = 0,
+    correction: float = 0.0,
 ) -> Trained:
     """One process: each batch's gradient at the weights of one update before, applied to the newest."""
     whole = runs.even_plan(job, 1, microbatches=microbatches)
@@ -137,13 +144,15 @@ def delayed(
         newest = {n: p.detach().clone() for n, p in params.items()}
         before = newest
         for index in range(steps):
+            late = index > 0 and index >= flushed
             for name, param in params.items():
-                param.data.copy_(before[name])
+                param.data.copy_(before[name] if late else newest[name])
             losses.append(pipeline.step(job.batch(index, 2 * microbatches)))
             grads = {n: g.clone() for n, g in pipeline.weights.grads.sums.items()}
             pipeline.weights.discard_gradients()
+            begins = corrected_from(before, newest, correction) if late else newest
             for name, param in params.items():
-                param.data.copy_(newest[name])
+                param.data.copy_(begins[name])
                 param.grad = grads.get(name)  # none of one that is frozen
             if clip_norm is not None:
                 squares = torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]).double().square()
@@ -157,9 +166,18 @@ def delayed(
             if plan is not None:
                 plan.step()
             newest = {n: p.detach().clone() for n, p in params.items()}
+            if late:
+                newest = {n: torch.lerp(made, before[n], -correction) for n, made in newest.items()}
             for param in params.values():
                 param.grad = None
     return Trained(losses, norms or [None] * steps, newest)
+
+
+def corrected_from(
+    previous: dict[str, Tensor], newest: dict[str, Tensor], correction: float
+) -> dict[str, Tensor]:
+    """What a corrected update begins with, see `pipeloom.ir.weights`."""
+    return {n: torch.lerp(previous[n], tensor, 1 / (1 + correction)) for n, tensor in newest.items()}
 
 
 def stashed(job: Job, plan: Plan, *, steps: int = STEPS) -> Trained:
@@ -169,8 +187,10 @@ def stashed(job: Job, plan: Plan, *, steps: int = STEPS) -> Trained:
         W(t + 1) = optimizer(W(t), grad f(w_0(t - d + 1), w_1(t - d + 2), ..., w_(d-1)(t)))
     """
     assert plan.updates is not None and plan.updates.every == 1
+    correction, flushed = plan.delay_correction, plan.warm_up_with_flush
     stages = plan.stage_graph(runs.capture_of(job, 2).graph)
     late = {name: len(plan.stages) - 1 - s for s, names in enumerate(stages.params) for name in names}
+    corrected = {name for name, updates in late.items() if updates}
     losses = []
     with runs.shared_captures(), Pipeline(job, runs.even_plan(job, 1, microbatches=1)) as pipeline:
         params, optimizer = pipeline.weights.params, pipeline.weights.optimizer
@@ -179,14 +199,20 @@ def stashed(job: Job, plan: Plan, *, steps: int = STEPS) -> Trained:
         made = [{n: p.detach().clone() for n, p in params.items()}]
         for index in range(steps):
             for name, param in params.items():
-                param.data.copy_(made[max(index - late[name], 0)][name])
+                param.data.copy_(made[max(index - late[name], min(index, flushed))][name])
             losses.append(pipeline.step(job.batch(index, 2)))
             grads = {n: g.clone() for n, g in pipeline.weights.grads.sums.items()}
             pipeline.weights.discard_gradients()
+            corrects = corrected if index >= max(flushed, 1) else set()
+            begins = made[-1] | {
+                n: t for n, t in corrected_from(made[-2:][0], made[-1], correction).items() if n in corrects
+            }
             for name, param in params.items():
                 param.grad = grads[name]
-                param.data.copy_(made[-1][name])
+                param.data.copy_(begins[name])
             optimizer.step()
+            for name in corrects:
+                params[name].data.lerp_(made[-1][name], -correction)
             made.append({n: p.detach().clone() for n, p in params.items()})
     return Trained(losses, [None] * steps, made[-1])
 

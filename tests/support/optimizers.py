@@ -19,7 +19,8 @@ from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes
 from pipeloom.ir.plan import widened
-from pipeloom.runtime.optimizer_bytes import stand_in, update_bytes
+from pipeloom.runtime.optimizer_bytes import optimizers_of, stand_in, update_bytes
+from pipeloom.train import muon
 
 CLASSES: Mapping[str, type[Optimizer]] = {
     name: kind
@@ -35,6 +36,9 @@ REFUSED = {"LBFGS": "closure", "SparseAdam": "dense", "Muon": "2D"}
 BOTH = "Muon and AdamW"
 
 TRAINS = (*(name for name in CLASSES if name not in REFUSED), BOTH)
+
+BY_ROLE = "muon+adamw"
+"""What `pipeloom train --optimizer` has: its matrices are those of numbered layers only."""
 
 MICROBATCHES, STEPS, CLIP = 2, 4, 0.5
 
@@ -67,6 +71,8 @@ class MuonAndAdamW:
 
 def maker(name: str, **settings: Any) -> Make:
     """What `Job.optimizer` is for one of them."""
+    if name == BY_ROLE:
+        return lambda named_parameters: muon.MuonAndAdamW(named_parameters, lr=1e-2)
     kind: Any = MuonAndAdamW if name == BOTH else CLASSES[name]
     if name == "SGD":
         settings.setdefault("momentum", 0.9)
@@ -110,7 +116,7 @@ def halving(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
 
 def tolerance(name: str) -> float:
     """Muon computes in bfloat16, where the last bit of a sum may turn a rounding."""
-    return 2e-3 if "Muon" in name else 1e-9
+    return 2e-3 if "muon" in name.lower() else 1e-9
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -145,8 +151,7 @@ class Halving:
     """`halving` as one process has it: of one optimizer, or of both in one."""
 
     def __init__(self, optimizer: Any) -> None:
-        parts = optimizer.parts.values() if isinstance(optimizer, MuonAndAdamW) else [optimizer]
-        self._parts = [halving(part) for part in parts]
+        self._parts = [halving(part) for part in optimizers_of(optimizer)]
 
     def step(self) -> None:
         for part in self._parts:

@@ -18,19 +18,21 @@ import torch
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, planning
-from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.graph import OpGraph, Rows
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.options import mixed_precision
 from pipeloom.runtime.batches import rows_of, signature_of, split_batch
 from pipeloom.runtime.channel import Channel, run_threads as threads
+from pipeloom.runtime.checkpoint import joined
 from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.evaluation import capture_evaluation
-from pipeloom.tracer.job_calls import scalar_loss
+from pipeloom.tracer.job_calls import make_optimizer, scalar_loss
 from pipeloom.tracer.random import one_thread_at_a_time
+from pipeloom.tracer.split_words import heads, split_words
 from pipeloom.tracer.stage.functions import Sink, StageFunctions
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 from pipeloom.verification import differences
@@ -59,7 +61,7 @@ def shared_captures() -> Iterator[None]:
     shared = {real: partial(_remembered, real) for real in (capture, capture_evaluation)}
     with ExitStack() as stack:
         for real, once in {**shared, stage_functions: _traced_once}.items():
-            users = [m for name, m in sys.modules.items() if re.fullmatch(r"pipeloom\.\w+", name)]
+            users = [m for name, m in list(sys.modules.items()) if re.fullmatch(r"pipeloom\.\w+", name)]
             if real is not stage_functions:  # functions of `planning` and `train` import them when called
                 users.append(sys.modules[real.__module__])
             for module in users:
@@ -165,11 +167,15 @@ def plan_for(
         schedule_rows=tuple(str(made).splitlines()),
         microbatches=microbatches,
         microbatch_size=microbatch_size,
+        split_words=captured.split_words,
     )
 
 
-def even_plan(job: Job, stages: int, **how: Any) -> Plan:
+def even_plan(job: Job, stages: int, *, words: int = 1, **how: Any) -> Plan:
+    """words: in how many parts its heads are cut."""
     captured = capture_of(job, how.get("microbatch_size", 2), autocast=how.pop("autocast", None))
+    if words > 1:
+        captured = split_words(captured, {n: words for head in heads(captured) for n in head.names})
     return plan_for(captured, even(captured.graph, stages), **how)
 
 
@@ -215,13 +221,13 @@ def pipelined(
 ) -> Numbers:
     """Train on the batches, then evaluate; one thread per rank."""
 
-    def work(pipeline: Pipeline) -> Numbers:
+    def work(pipeline: Pipeline) -> tuple[Mapping[str, Rows], Numbers]:
         losses, norms = [], []
         for batch in batches:
             losses.append(pipeline.step(batch))
             norms.append(pipeline.report.grad_norm)
         weights = pipeline.weights
-        return Numbers(
+        return weights.rows, Numbers(
             losses=losses,
             norms=norms,
             gradients=dict(weights.last_gradients),
@@ -232,6 +238,7 @@ def pipelined(
 
     with shared_captures():
         found = each_rank(job, plan, work, keep_gradients=True, **options)
+    rows, found = found[0][0], [numbers for _, numbers in found]
     for rank in found[1:]:
         assert rank.losses == found[0].losses and rank.evaluated == found[0].evaluated
         assert rank.norms == found[0].norms
@@ -239,8 +246,8 @@ def pipelined(
         losses=found[0].losses,
         evaluated=found[0].evaluated,
         norms=found[0].norms,
-        gradients=merged(rank.gradients for rank in found),
-        parameters=merged(rank.parameters for rank in found),
+        gradients=joined(merged(rank.gradients for rank in found), rows),
+        parameters=joined(merged(rank.parameters for rank in found), rows),
         buffers=merged(rank.buffers for rank in found),
     )
 
@@ -269,7 +276,7 @@ def plain(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = job.model()
-    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = make_optimizer(job.optimizer, {n: p for n, p in model.named_parameters() if p.requires_grad})
     plan = scheduler(optimizer) if scheduler else None
     losses, norms, gradients = [], [], {}
     for batch in batches:
@@ -281,7 +288,7 @@ def plain(
             else float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
         )
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         if plan is not None:
             plan.step()
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}

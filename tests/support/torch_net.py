@@ -46,6 +46,15 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Checked(Net):
+    """Decides by a size, which torch.fx cannot trace."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if tokens.shape[1] > self.places.num_embeddings:
+            raise ValueError("too long")
+        return super().forward(tokens)
+
+
 def batch(seed: int, rows: int) -> dict[str, Tensor]:
     row = torch.randint(WORDS, (rows, 6), generator=torch.Generator().manual_seed(seed))
     return {"tokens": row[:, :-1], "targets": row[:, 1:]}
@@ -59,28 +68,30 @@ def job() -> Job:
     return Job(model=lambda: Net().double(), batch=batch, loss=lambda o, b: loss(o, b["targets"]))
 
 
-def net() -> Net:
+def net(kind: type[Net] = Net) -> Net:
     torch.manual_seed(0)
-    return Net().double()
+    return kind().double()
 
 
-WAYS = ("plain", "sharded", "tensor")
+WAYS = ("plain", "sharded", "tensor", "exported")
 
 
 def differences(plan: Path, mesh: dist.DeviceMesh, way: str) -> dict[str, float]:
     """The largest relative difference of a gradient to that of one process, and of the loss where it is made.
 
     way: what the second dimension of the mesh is for. "sharded": each stage, and the batch; "tensor": the
-    weights of each layer, by tensor parallelism; "plain": the same twice.
+    weights of each layer, by tensor parallelism; "plain": the same twice; "exported": as "sharded", traced by
+    torch.export.
     """
-    sharded = way == "sharded"
-    model, plain, whole = net(), net(), batch(3, ROWS * MICROBATCHES * 2)
+    sharded, exported = way in ("sharded", "exported"), way == "exported"
+    model, plain, whole = net(Checked if exported else Net), net(), batch(3, ROWS * MICROBATCHES * 2)
     expected = loss(plain(**whole), whole["targets"])
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     group, part = mesh["pp"].get_group(), mesh["dp"].get_local_rank()
+    example = {"tokens": whole["tokens"][:ROWS]} if exported else None
     stages, schedule = torch_stages(
-        load_plan(plan), model, mesh["pp"].get_local_rank(), loss=loss, group=group
+        load_plan(plan), model, mesh["pp"].get_local_rank(), example=example, loss=loss, group=group
     )
     tokens, targets = whole["tokens"], whole["targets"]
     if sharded:

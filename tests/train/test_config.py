@@ -11,6 +11,7 @@ from pipeloom.train.config import (
     Config,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     PipelineConfig,
     read_config,
     write_config,
@@ -73,6 +74,13 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
     assert read_config(written(tmp_path_factory.mktemp("config"), write_config(config))) == config
 
 
+def test_the_optimizer_may_stand_in_one_line(tmp_path: Path) -> None:
+    file = written(tmp_path, 'optimizer = "muon+adamw"\n')
+    config = read_config(file, ["optimizer.learning_rate=0.1"])
+    assert config.optimizer == OptimizerConfig(name="muon+adamw", learning_rate=0.1)
+    assert read_config(written(tmp_path, write_config(config))) == config
+
+
 def test_a_config_is_written_whole() -> None:
     text = write_config(read_config(None, ["pipeline.ranks=3"]))
     assert "ranks = 3" in text and "microbatches = 8" in text
@@ -96,6 +104,7 @@ def test_a_config_is_written_whole() -> None:
         ("[model]\ndropout = 1.0\n", "model.dropout", "< 1"),
         ("[optimizer]\nlearning_rate = 0.0\n", "optimizer.learning_rate", "> 0"),
         ('name = "a/b"\n', "name", "a/b"),
+        ('optimizer = "muon"\n', "optimizer.name", "muon+adamw"),
         ("[pipeline]\nranks = 0\n", "ranks", "from 1"),
         ('[pipeline]\nmemory = "300 apples"\n', "300 apples", "GiB"),
     ],

@@ -111,7 +111,7 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
     }
     simulated = plan_job(zoo.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     plan = replace(simulated, predicted_step_s=0.2, notes=notes)
-    told = reported(plan, [], times="profile", rehearsed_s=0.5)
+    told = reported(plan, [], proof=None, times="profile", rehearsed_s=0.5)
     assert (told["predicted_step_s"], told["profiled_step_s"], told["predicted_by"]) == (
         0.5,
         0.2,

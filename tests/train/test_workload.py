@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import Job
-from pipeloom.train.config import Config, DataConfig, ModelConfig, read_config
+from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, read_config
 from pipeloom.train.model import GPT
 from pipeloom.train.workload import derive_seed, gpt_workload, job_of, job_workload, tokens_of
 
@@ -102,6 +102,22 @@ def test_a_job_of_ones_own(tiny: Config) -> None:
     assert workload.data == "file.py:mine" and workload.rate == tiny.optimizer.learning_rate
     made = workload.job.optimizer(nn.Linear(2, 1).parameters())
     assert isinstance(made, torch.optim.AdamW)
+
+
+def test_muon_gets_the_matrices_of_layers_only(tiny: Config) -> None:
+    """Not those of the embeddings, which stand once; and a job with none is told."""
+    config = dataclasses.replace(tiny, optimizer=OptimizerConfig(name="muon+adamw"))
+    job = gpt_workload(config).job
+    named = dict(job.model().named_parameters())
+    made = job.optimizer(named.items())
+    names = {id(p): name for name, p in named.items()}
+    matrices, rest = ({names[id(p)] for p in o.param_groups[0]["params"]} for o in made.parts)
+    assert matrices | rest == named.keys() and {"embed.weight", "position.weight"} <= rest
+    assert matrices == {name for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    with pytest.raises(ConfigError, match="numbered layer"):
+        job_workload(config, a_job()).job.optimizer(nn.Linear(2, 1).named_parameters())
+    with pytest.raises(ConfigError, match="brings its own"):
+        job_workload(config, a_job(optimizer=torch.optim.SGD))
 
 
 def test_a_jobs_own_optimizer_stays(tiny: Config) -> None:

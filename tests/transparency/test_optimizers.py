@@ -7,7 +7,7 @@ from pathlib import Path
 import optimizers
 import pytest
 import torch
-from optimizers import BOTH, CLIP, MICROBATCHES, REFUSED, TRAINS, job_of
+from optimizers import BOTH, BY_ROLE, CLIP, MICROBATCHES, REFUSED, TRAINS, job_of
 from runs import assert_same, capture_of, each_rank, even, even_plan, graph_of, pipelined, plan_for
 
 import pipeloom
@@ -22,9 +22,9 @@ from pipeloom.planner.plan_costs import PlanCosts
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 
 
-@pytest.mark.sampled(*(f"{name}-3" for name in TRAINS))
+@pytest.mark.sampled(*(f"{name}-3" for name in (*TRAINS, BY_ROLE)))
 @pytest.mark.parametrize("stages", [3, 2])
-@pytest.mark.parametrize("name", TRAINS)
+@pytest.mark.parametrize("name", (*TRAINS, BY_ROLE))
 def test_equal_to_one_process(name: str, stages: int) -> None:
     job = job_of(name)
     plan = even_plan(job, stages, microbatches=2 * MICROBATCHES)
@@ -33,7 +33,7 @@ def test_equal_to_one_process(name: str, stages: int) -> None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", TRAINS)
+@pytest.mark.parametrize("name", (*TRAINS, BY_ROLE))
 def test_replicas_that_share_out_the_state(name: str) -> None:
     job = job_of(name)
     plan = widened(even_plan(job, 2, microbatches=MICROBATCHES), 2)
@@ -41,8 +41,8 @@ def test_replicas_that_share_out_the_state(name: str) -> None:
     assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
 
 
-@pytest.mark.sampled(BOTH, "Adafactor")
-@pytest.mark.parametrize("name", TRAINS)
+@pytest.mark.sampled(BY_ROLE, "Adafactor")
+@pytest.mark.parametrize("name", (*TRAINS, BY_ROLE))
 def test_saved_and_resumed_at_another_depth_and_width(name: str, tmp_path: Path) -> None:
     table = dict(optimizers.resumed(name, tmp_path))
     assert max(table.values()) <= optimizers.tolerance(name), table

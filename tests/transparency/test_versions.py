@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -25,8 +25,19 @@ from pipeloom import Pipeline, plan
 from pipeloom.checks.weight_versions import versions
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.errors import PipeloomError, ScheduleError
-from pipeloom.ir.plan import widened
+from pipeloom.ir.plan import Plan, widened
 from pipeloom.runtime.weights import Weights
+
+CORRECTIONS = {
+    "corrected": {"correction": 0.5},
+    "warmed up": {"flushed": 3},
+    "both": {"correction": 0.3, "flushed": 2},
+}
+"""What softens the delay: arguments of `delayed`."""
+
+
+def softened(plan: Plan, *, correction: float = 0.0, flushed: int = 0) -> Plan:
+    return replace(plan, delay_correction=correction, warm_up_with_flush=flushed)
 
 
 def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:
@@ -47,10 +58,25 @@ def test_2bw_is_a_delay_of_one_update(stages: int, microbatches: int, optimizer:
     assert found.copied_bytes == STEPS * size, "an update copies the parameters once, a switch nothing"
 
 
-def test_drains_change_nothing() -> None:
-    job = job_of()
-    plan = steady_plan(job, 3, 3)
-    expected = delayed(job, 3)
+@pytest.mark.sampled("both-adamw", "corrected-momentum")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("how", CORRECTIONS)
+def test_corrections_are_those_of_one_process(how: str, optimizer: str) -> None:
+    job, changes = job_of(optimizer), CORRECTIONS[how]
+    plan = softened(steady_plan(job, 3, 3), **changes)
+    expected = delayed(job, 3, **changes)
+    assert expected.losses[3:] != delayed(job, 3).losses[3:]
+    found = trained(job, plan)
+    assert_equal(found, expected)
+    size = sum(t.nbytes for t in found.parameters.values())
+    assert found.copied_bytes == STEPS * size, "an update copies the parameters once"
+
+
+@pytest.mark.parametrize("how", ["", *CORRECTIONS])
+def test_drains_change_nothing(how: str) -> None:
+    job, changes = job_of(), CORRECTIONS.get(how, {})
+    plan = softened(steady_plan(job, 3, 3), **changes)
+    expected = delayed(job, 3, **changes)
     assert_equal(trained(job, plan, drains=(1, 4)), expected)
     assert_equal(trained(job, plan, one_by_one=True), expected)
 
@@ -60,11 +86,22 @@ def test_split_backward() -> None:
     assert_equal(trained(job, steady_plan(job, 3, 3, split=True)), delayed(job, 3))
 
 
+@pytest.mark.parametrize("how", ["", *CORRECTIONS])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
-def test_ties_and_clipping(clip_norm: float | None) -> None:
-    job = job_of(tied=True)
-    found = trained(job, steady_plan(job, 3, 3), clip_norm=clip_norm)
-    assert_close(found, delayed(job, 3, clip_norm=clip_norm), 1e-10)
+def test_ties_and_clipping(clip_norm: float | None, how: str) -> None:
+    job, changes = job_of(tied=True), CORRECTIONS.get(how, {})
+    found = trained(job, softened(steady_plan(job, 3, 3), **changes), clip_norm=clip_norm)
+    assert_close(found, delayed(job, 3, clip_norm=clip_norm, **changes), 1e-10)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("how", CORRECTIONS)
+def test_corrections_of_two_pipelines(how: str, shards: bool) -> None:
+    """Side by side, with clipping and a shared parameter; also where replicas share out the updates."""
+    job, changes = job_of(tied=True), CORRECTIONS[how]
+    plan = replace(widened(softened(steady_plan(job, 2, 2), **changes), 2), shard_optimizer=shards)
+    found = trained(job, plan, clip_norm=0.05)
+    assert_close(found, delayed(job, 4, clip_norm=0.05, **changes), 1e-10)
 
 
 @pytest.mark.sampled("zb_v")
@@ -82,14 +119,17 @@ def test_too_few_micro_batches_are_refused_with_the_number_that_suffices() -> No
         steady_plan(job_of(), 4, 2)
 
 
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["", *CORRECTIONS])
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path: Path, how: str) -> None:
     """Saved after three batches, loaded by a pipeline of another depth: the same numbers."""
-    job = job_of()
+    job, changes = job_of(), CORRECTIONS.get(how, {})
     first, second = (
-        runs.each_rank(job, steady_plan(job, depth, 4), partial(train_segment, segment, tmp_path))
+        runs.each_rank(
+            job, softened(steady_plan(job, depth, 4), **changes), partial(train_segment, segment, tmp_path)
+        )
         for depth, segment in ((3, Segment((3, 1), range(3))), (1, Segment((1, 1), range(3, STEPS))))
     )
-    expected = delayed(job, 4)
+    expected = delayed(job, 4, **changes)
     assert first[0].losses + second[0].losses == expected.losses
     for name, tensor in expected.parameters.items():
         assert torch.equal(second[0].parameters[name], tensor), name
@@ -154,12 +194,14 @@ def test_the_learning_rate_follows_the_updates(drains: tuple[int, ...]) -> None:
     assert found.losses[:2] == other.losses[:2] and found.losses[3:] != other.losses[3:]
 
 
+@pytest.mark.parametrize("how", ["", *CORRECTIONS])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_stash_follows_the_published_rule(stages: int, optimizer: str) -> None:
-    """Stage s of d: gradients at the versions of d - 1 - s updates ago, other stages at others."""
+def test_stash_follows_the_published_rule(stages: int, optimizer: str, how: str) -> None:
+    """Stage s of d: gradients at the versions of d - 1 - s updates ago, other stages at others. What is not
+    late is not corrected."""
     job = job_of(optimizer)
-    plan = steady_plan(job, stages, 1, "stash")
+    plan = softened(steady_plan(job, stages, 1, "stash"), **CORRECTIONS.get(how, {}))
     assert_equal(trained(job, plan), stashed(job, plan))
     if stages > 1:
         assert stashed(job, plan).losses != delayed(job, 1).losses
@@ -267,19 +309,20 @@ def train_segment(segment: Segment, folder: Path, pipeline: Pipeline) -> Trained
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@example(EACH_ONCE)
-@given(scripts())
-def test_drains_saves_and_loads_anywhere_change_nothing(script: list[Segment]) -> None:
+@example(EACH_ONCE, "both")
+@given(scripts(), st.sampled_from(["", *CORRECTIONS]))
+def test_drains_saves_and_loads_anywhere_change_nothing(script: list[Segment], how: str) -> None:
     """Losses and parameters to the last bit; with two pipelines sums come in another order."""
+    changes = CORRECTIONS.get(how, {})
     job, losses, parameters = job_of(), list[float](), dict[str, torch.Tensor]()
     with tempfile.TemporaryDirectory() as folder:
         for segment in script:
             depth, width = segment.shape
-            plan = widened(steady_plan(job, depth, 4 // width), width)
+            plan = softened(widened(steady_plan(job, depth, 4 // width), width), **changes)
             ranks = runs.each_rank(job, plan, partial(train_segment, segment, Path(folder)))
             losses += ranks[0].losses
             parameters = runs.merged(rank.parameters for rank in ranks)
-    expected = delayed(job, 4)
+    expected = delayed(job, 4, **changes)
     tolerance = 1e-11 if any(segment.shape[1] > 1 for segment in script) else 0
     assert losses == pytest.approx(expected.losses, rel=tolerance / 10, abs=0)
     assert runs.difference(parameters, expected.parameters)[0] <= tolerance

@@ -1,29 +1,18 @@
 """Timelines to look at: one made by hand, and steps of 1F1B with transfers and memory."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from simulated_steps import simulated_step
 
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
-from pipeloom.schedules.scenario import MicrobatchTimes, Scenario, simulate_schedule
 
 MiB = 1024**2
 
 
 @pytest.fixture(scope="session")
 def make_timeline() -> Callable[..., Timeline]:
-    def make(*, ranks: int, mbs: int, source: str = "predicted", forward_s: float = 0.01) -> Timeline:
-        times = MicrobatchTimes(
-            forward_s=forward_s,
-            input_grad_s=forward_s,
-            weight_grad_s=forward_s,
-            residual_bytes=(21.0 * MiB,) * ranks,
-        )
-        scenario = Scenario(ranks=ranks, microbatches=mbs, times=times, transfer_s=0.04 * forward_s)
-        return replace(simulate_schedule("1f1b", scenario).timeline, source=source)
-
-    return make
+    return simulated_step
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,22 +14,16 @@ from pipeloom.ir.explanation import Explanation, Idle
 from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
 from pipeloom.viewer.html import write_report
-from pipeloom.viewer.plots import legend, memory_figure, timelines_figure
+from pipeloom.viewer.picture import legend, memory_panels, pictures
 from pipeloom.viewer.tables import Comparison, StageRow
 
 MiB = 1024**2
 
 
-def page_of(path: Path) -> str:
-    """The page without plotly's own code."""
-    text = path.read_text()
-    return re.sub(r"<script>/\*\*.*?</script>", "", text, count=1, flags=re.DOTALL)
-
-
-def figure_in(page: str, name: str) -> dict[str, object]:
+def figure_in(page: str, name: str) -> Any:
     found = re.search(rf'<script type="application/json" id="{name}-data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
-    return json.loads(found[1])  # type: ignore[no-any-return]
+    return json.loads(found[1])
 
 
 def cells(page: str) -> list[str]:
@@ -39,7 +34,7 @@ def test_the_first_card_is_the_error_of_the_forecast(two_ranks: Timeline, tmp_pa
     forecast = Comparison(name="step time, forecast", predicted=8.0, measured=10.0)
     measured = replace(two_ranks, source="measured")
     write_report(tmp_path / "r.html", title="t", predicted=two_ranks, measured=measured, forecast=forecast)
-    page = page_of(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
     assert page.index("-20.0 %") < page.index("predicted 9.50 s") and "predicted 8.00 s" in page
 
 
@@ -60,14 +55,14 @@ def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, tmp_path
         config={"model": {"width": 256}, "steps": 10},
         caps=[40 * MiB, 40 * MiB],
     )
-    page = page_of(path)
+    page = path.read_text()
     assert "11.88 s" in page and "predicted 9.50 s" in page and "-20.0 %" in page
     assert "<h3>stages, ms per micro-batch</h3>" in page
     assert ["0", "0", "12", "1.25 M", "1000.00", "1250.00", "-20.0 %"] == cells(page)[-11:-4]
     assert ["0", "0", "predicted", "10.0", "20.0", "30.0", "", "40.0"] == cells(page)[:8]
     assert "<dt>model.width</dt><dd>256</dd>" in page
     assert "from 5.500 at step 0" in page and "validation" not in page
-    names = [c[0] for trace in figure_in(page, "timelines")["data"] for c in trace["customdata"]]  # type: ignore[attr-defined]
+    names = [action for one in figure_in(page, "timelines") for action in one["blocks"]["action"]]
     assert sorted(names) == sorted(e.action for t in (two_ranks, measured) for e in t.events)
 
 
@@ -79,7 +74,7 @@ def test_reasons_for_idle_time_stand_in_one_table_and_add_up(two_ranks: Timeline
     both = [explained("predicted", ("order", 2.0), ("drain", 1.0)), explained("measured", ("drain", 4.0))]
     path = tmp_path / "report.html"
     write_report(path, title="x", predicted=two_ranks, measured=two_ranks, explanations=both)
-    page = page_of(path)
+    page = path.read_text()
     table = cells(page[page.index("why ranks are idle") :])
     assert [row[0] for row in zip(*[iter(table)] * 5, strict=False)][:3] == ["drain", "order", "all"]
     assert (table[3:5], table[8:10]) == (["5.0 %", "20.0 %"], ["10.0 %", "–"])
@@ -91,17 +86,17 @@ def test_memory_can_be_counted_in_another_unit(two_ranks: Timeline, tmp_path: Pa
     path = tmp_path / "report.html"
     unit = SizeUnit(name="micro-batches", bytes=20 * MiB)
     write_report(path, title="x", predicted=two_ranks, size_unit=unit, caps=[30 * MiB, 30 * MiB])
-    page = page_of(path)
+    page = path.read_text()
     assert "peak memory, rank 0, micro-batches" in page and "MiB" not in page
 
 
 def test_what_is_not_given_is_left_out(two_ranks: Timeline, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, title="only predicted", predicted=replace(two_ranks, memory=(), peaks=()))
-    page = page_of(path)
+    page = path.read_text()
     assert page.count("<h2>") == 1 and "Timelines, rank by rank" in page
     write_report(path, title="nothing at all")
-    assert "<h2>" not in page_of(path)
+    assert "<h2>" not in path.read_text()
 
 
 def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
@@ -110,15 +105,15 @@ def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     timeline = Timeline(source="predicted", ranks=1, events=(event,))
     path = tmp_path / "report.html"
     write_report(path, title=evil, predicted=timeline, config={"text": evil})
-    page = page_of(path)
+    page = path.read_text()
     assert evil not in page
-    assert figure_in(page, "timelines")["data"][0]["customdata"][0][0] == evil  # type: ignore[index]
+    assert figure_in(page, "timelines")[0]["blocks"]["action"] == [evil]
 
 
 def test_the_page_asks_for_nothing_from_outside(two_ranks: Timeline, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, title="offline", predicted=two_ranks)
-    page = page_of(path)
+    page = path.read_text()
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", page)
     assert "default-src 'none'" in page
 
@@ -139,36 +134,39 @@ def test_a_failed_write_leaves_the_old_page(two_ranks: Timeline, tmp_path: Path)
 
 def test_waits_too_short_to_see_are_not_drawn(two_ranks: Timeline) -> None:
     blink = Event(rank=1, stream="recv", action="1RECV_F0<0", start_s=1.0, end_s=1.000001)
-    figure = timelines_figure([replace(two_ranks, events=(*two_ranks.events, blink))])
-    drawn = [c[0] for trace in figure.data for c in trace.customdata]
+    (one,) = pictures([replace(two_ranks, events=(*two_ranks.events, blink))])
+    drawn = one["blocks"]["action"]
     assert "0RECV_B0<1" in drawn and "1RECV_F0<0" not in drawn
 
 
 def test_legend_names_each_kind_once_computing_first(two_ranks: Timeline) -> None:
-    names = [name for name, _ in legend([two_ranks, two_ranks])]
+    names = [name for name, _ in legend(pictures([two_ranks, two_ranks]))]
     assert names == ["forward", "backward", "optimizer step", "wait for a message"]
 
 
 def test_a_cap_is_drawn_only_where_it_would_be_seen(two_ranks: Timeline) -> None:
-    near = memory_figure([two_ranks], caps=[31 * MiB])
-    far = memory_figure([two_ranks], caps=[3000 * MiB])
-    assert (len(near.layout.shapes), len(far.layout.shapes)) == (1, 0)
-    assert memory_figure([replace(two_ranks, memory=())]) is None
+    near, far = (memory_panels([two_ranks], caps=[cap * MiB]) for cap in (31, 3000))
+    assert near is not None and far is not None
+    assert near["caps"] == {0: [31.0, "cap 31.0 MiB"]} and far["caps"] == {}
+    assert memory_panels([replace(two_ranks, memory=())]) is None
+
+
+def points(timeline: Timeline) -> list[tuple[float, float]]:
+    panels = memory_panels([timeline])
+    assert panels is not None
+    (curve,) = panels["curves"]
+    return list(curve["points"])
 
 
 def test_memory_holds_its_last_value_to_the_steps_end(two_ranks: Timeline) -> None:
-    (curve,) = memory_figure([two_ranks]).data
-    assert list(curve.x) == [0.0, 1000.0, 9000.0, 9500.0]
-    assert list(curve.y) == [10.0, 30.0, 10.0, 10.0]
-    assert curve.line.shape == "hv"
+    assert points(two_ranks) == [(0.0, 10.0), (1000.0, 30.0), (9000.0, 10.0), (9500.0, 10.0)]
 
 
 def test_memory_noted_late_is_drawn_in_order(two_ranks: Timeline) -> None:
     curve = MemoryCurve(rank=0, times_s=(0.0, 2.0, 1.0), sizes=(MiB, 2 * MiB, 5 * MiB))
     empty = MemoryCurve(rank=1, times_s=(), sizes=())
-    (drawn,) = memory_figure([replace(two_ranks, memory=(curve, empty))]).data
-    assert list(drawn.x) == [0.0, 1000.0, 2000.0, 9500.0]
-    assert list(drawn.y) == [1.0, 5.0, 2.0, 2.0]
+    late = replace(two_ranks, memory=(curve, empty))
+    assert points(late) == [(0.0, 1.0), (1000.0, 5.0), (2000.0, 2.0), (9500.0, 2.0)]
 
 
 def test_the_page_says_that_it_shows_one_of_several_replicas(two_ranks: Timeline, tmp_path: Path) -> None:
@@ -176,4 +174,4 @@ def test_the_page_says_that_it_shows_one_of_several_replicas(two_ranks: Timeline
     row = StageRow(stage=0, rank=0, ops=1, parameters=1)
     for replicas, said in ((1, False), (3, True)):
         write_report(path, title="x", predicted=two_ranks, stages=[replace(row, replicas=replicas)])
-        assert ("the stages of the first of 3 replicas" in page_of(path)) == said
+        assert ("the stages of the first of 3 replicas" in path.read_text()) == said

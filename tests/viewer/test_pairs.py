@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.viewer.chrome import chrome_trace
 from pipeloom.viewer.html import write_report
-from pipeloom.viewer.plots import PAIR, timelines_figure
+from pipeloom.viewer.picture import TICKS, pictures
 from pipeloom.viewer.terminal import gantt
 
 
@@ -51,15 +52,14 @@ def test_where_the_first_has_no_room_the_mark_goes_to_the_second() -> None:
 def test_without_pairs_nothing_says_so() -> None:
     plain = Timeline(source="predicted", ranks=2, events=TIMELINE.events)
     assert not any("&" in line for line in drawn(plain, 28))
-    assert PAIR not in {trace.name for trace in timelines_figure([plain]).data}
+    assert pictures([plain])[0]["pairs"] == []
 
 
 def test_on_the_page_they_are_framed(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    (frame,) = (trace for trace in timelines_figure([TIMELINE]).data if trace.name == PAIR)
-    found = list(zip(frame.y, frame.base, frame.x, (text for (text,) in frame.customdata), strict=True))
-    assert found == [(0, 1000, 3000, "0F1&0B0"), (1, 4000, 3000, "1F1&1B1")]
-    said = [row[1] for trace in timelines_figure([TIMELINE]).data for row in trace.customdata if len(row) > 1]
-    assert "stage 0: backward of micro-batch 0, in a pair with 0F1" in said
+    (page,) = pictures([TIMELINE])
+    found = [(rank, start * 7 / TICKS, end * 7 / TICKS) for rank, start, end in page["pairs"]]
+    assert found == [(0, pytest.approx(1), pytest.approx(4)), (1, pytest.approx(4), pytest.approx(7))]
+    assert page["partner"]["0B0"] == "0F1" and page["partner"]["0F1"] == "0B0"
     write_report(tmp_path / "page.html", title="pairs", predicted=TIMELINE)
     assert "pair: two actions that run as one unit" in (tmp_path / "page.html").read_text()
 

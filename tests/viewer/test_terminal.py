@@ -1,9 +1,12 @@
 """The text Gantt chart, and the report of a step."""
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
 from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.schedules.scenario import Scenario, simulate_schedule
 from pipeloom.viewer.table import Table
 from pipeloom.viewer.tables import StageRow
 from pipeloom.viewer.terminal import gantt, report
@@ -62,6 +65,16 @@ def test_there_is_room_for_figures_beside_it(two_ranks: Timeline) -> None:
     lines = drawn(two_ranks, columns=60, columns_of=60, beside=beside)
     assert {len(line) for line in lines[:3]} == {60}
     assert lines[0].split() == ["bubble", "peak"] and lines[2].endswith("    37 %     1")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_1f1b", "hanayo"])
+@pytest.mark.parametrize("microbatches", [4, 48])
+def test_arrays_are_drawn_as_events_are(schedule: str, microbatches: int) -> None:
+    where = Scenario(ranks=4, microbatches=microbatches, transfer_s=0.1)
+    arrays = simulate_schedule(schedule, where).timeline
+    begun = drawn(arrays, width=90, most_lines=40)
+    assert "_events" not in vars(arrays.events)  # of a large step they would fill memory
+    assert begun == drawn(replace(arrays, events=tuple(arrays.events)), width=90, most_lines=40)
 
 
 def test_colour_is_extra(two_ranks: Timeline) -> None:

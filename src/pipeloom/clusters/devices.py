@@ -126,6 +126,19 @@ def built_in(name: str) -> BuiltIn:
     return names[wanted]
 
 
+def peak_flops_per_s(name: str, dtype: str) -> float | None:
+    """Operations per second of matrix products in a dtype at most, of the device that PyTorch calls so; None
+    for one that is not built in.
+
+    >>> peak_flops_per_s("NVIDIA H100 80GB HBM3", "bfloat16"), peak_flops_per_s("some other card", "float32")
+    (989500000000000.0, None)
+    """
+    try:
+        return built_in(name).numbers("flops_per_s.").get(dtype)
+    except ConfigError:
+        return None
+
+
 def _built_in(tables: Mapping[str, dict[str, Any]], name: str) -> BuiltIn:
     line = [tables[name]]  # behind the devices that it is like
     while "like" in line[0]:

@@ -17,7 +17,7 @@ FEWEST_STEPS = 6
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@plan_options(without=("cluster",))
+@plan_options(without=("cluster", "lengths"))
 @click.option("--steps", type=click.IntRange(1), default=10, help="Steps to time.")
 @click.option("--warmup", type=click.IntRange(0), default=2, help="Steps before them.")
 @json_option
@@ -41,7 +41,7 @@ def bench(
         from ..train.measured_steps import measure_steps
         from ..train.workload import tokens_of
 
-        require_runnable(settings.schedule)
+        require_runnable(settings.named_schedule)
         job = job or job_of(None)
         request = planning.make_request(job, settings)
         plan, planned = planning.plan_size(request, job)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ..ir.errors import ConfigError
 from ..ir.text import load_noun, write_whole
 from ..other_engines import ENGINES
 from .common import FILE, MODEL_HELP, NEW_FILE, exclusive, job_of
@@ -40,7 +41,12 @@ def export_plan(
     else:
         from .. import planning
 
-        graph = planning.capture(job_of(model), plan.microbatch_size).graph
+        graph = planning.capture(job_of(model), plan.microbatch_size, split=plan.split_words).graph
+        if model is None and graph.fingerprint != plan.graph:
+            raise ConfigError(
+                f"{plan_file} is not of the built-in GPT, and MODEL was not given",
+                hint="name the model that it was made for, as file.py:function, or its --graph",
+            )
     made = export_for(plan, graph, engine, csv_file)
     if csv_file is not None and made.order is not None:
         write_whole(csv_file, schedule_text(made.order))

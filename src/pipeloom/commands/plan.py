@@ -31,6 +31,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from ..checks.updates import UpdateProof
     from ..ir.plan import Plan
     from ..planner.plan_table import Change, PlannedStage
 
@@ -43,6 +44,7 @@ SHOWN = 5
 CHOSEN = (
     *("replicas", "chunks", "microbatches", "microbatch_size", "max_batch", "best_batch"),
     *("memory", "offload_dir", "profile_file", "pair_nodes", "shard_optimizer", "compile"),
+    *("lengths", "split_words"),
 )
 """Options that say what --ranks auto chooses, or do not go with a cluster described by figures."""
 
@@ -93,24 +95,27 @@ def reported(
     stages: Sequence[PlannedStage],
     changes: Sequence[Change] = (),
     *,
+    proof: UpdateProof,
     times: str,
     rehearsed_s: float | None = None,
     not_rehearsed: str = "",
 ) -> dict[str, Any]:
     """A plan, and what is said about it.
 
-    stages: of the first replica.  changes: what other clusters would gain.
+    stages: of the first replica.  changes: what other clusters would gain.  proof: of its updates.
     times: where those of ops come from, "profile" or "roofline".  rehearsed_s: a step of its ranks; None if
     they did not rehearse one, and not_rehearsed says why.
     """
     from .. import plan_request
+    from ..plan_words import WHOLE_STEP, words_sentence
     from ..planner import plan_table
-    from ..planner.notes import STEP_BESIDE, branch_figures
+    from ..planner.joint.ledger import searched_for
+    from ..planner.notes import branch_figures
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
     # The steps beside it were only simulated: they are scaled as this one is.
     scale = step_s / plan.predicted_step_s if plan.predicted_step_s else 1.0
-    beside = [key for key in (*STEPS_OF_BRANCHES, STEP_BESIDE) if key in plan.notes]
+    beside = [key for key in (*STEPS_OF_BRANCHES, WHOLE_STEP) if plan.notes.get(key, "none") != "none"]
     notes = {**plan.notes, **{key: str(scale * float(plan.notes[key])) for key in beside}}
     scaled = replace(plan, predicted_step_s=step_s, notes=notes)
     return {
@@ -122,8 +127,12 @@ def reported(
         "replicas": plan.width,
         **{key: getattr(plan, key) for key in ("microbatches", "microbatch_size", "graph")},
         "compiled": plan.notes.get(plan_request.COMPILED),
+        "split_words": plan.split_words or None,
+        "words": words_sentence(scaled),
         "limits": plan_table.limits(scaled),
         "branches": branch_figures(scaled) or None,
+        "updates": proof,
+        "search": searched_for(plan),
         "what_if": [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
         "stages": stages,
     }
@@ -164,6 +173,7 @@ def _plan(
         ),
         ("max_batch", "best_batch", "leave out one"),
         *((search, "profile_file", one_size) for search in ("max_batch", "best_batch")),
+        *((other, "lengths", "leave out one") for other in ("max_batch", "best_batch", "profile_file")),
         *((search, "compile", compiles) for search in ("max_batch", "best_batch")),
         ("pair_nodes", "replicas", "leave out one: the replicas of a stage are on neighbouring ranks"),
     ):
@@ -182,6 +192,8 @@ def _plan(
     why_not = "" if rehearse else "--no-rehearse was given"
     if settings.cluster is not None:
         why_not = DESCRIBED
+    elif settings.lengths is not None:
+        why_not = "it is the mean of several lengths"
     elif profile_file is not None:
         why_not = f"its costs are those of {profile_file}"
     from ..train.config import Config
@@ -189,7 +201,7 @@ def _plan(
 
     with RankProcesses(0 if why_not else settings.devices, Config(job=model), needed=False) as processes:
         from .. import machine, plan_request, planning  # torch is loaded here, while the ranks load it, too
-        from ..planner.plan_table import plan_rows
+        from ..planner.plan_table import plan_rows, prove_plan
 
         job = job_of(model)
         with _watching() as watch:
@@ -217,6 +229,7 @@ def _plan(
         plan,
         plan_rows(plan, planned.graph, request.cluster),
         changes,
+        proof=prove_plan(plan, planned.graph),
         times="profile" if request.local or profiled is not None else "roofline",
         rehearsed_s=rehearsed_s,
         not_rehearsed=why_not,
@@ -241,9 +254,12 @@ class _Line:
         self.last = count
         self.progress.update(self.task, completed=self.before + count)
 
-    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
-        fastest = "" if best is None else f", best {1e3 * best[1]:.4g} ms ({best[0]})"
-        self.progress.update(self.task, way=f"; {schedule}, {number} of {of}{fastest}")
+    def trying(self, what: str, best: tuple[str, float] | None, bound_s: float) -> None:
+        told = f"; {what}"
+        if best is not None and bound_s:
+            gap = max(0.0, best[1] / bound_s - 1)
+            told += f"; best {show_time(best[1])} ({best[0]}), bound {show_time(bound_s)}, gap {gap:.1%}"
+        self.progress.update(self.task, way=told)
 
 
 @contextmanager
@@ -270,7 +286,10 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
     each += f" on {report['replicas']} replicas of every stage" if report["replicas"] > 1 else ""
     yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms, {each}"
     yield from about
+    if report["words"] is not None:
+        yield report["words"]
     yield from report["limits"]
+    yield str(report["updates"])
     for change in report["what_if"]:
         if change.step_s is None:
             yield f"{change.what}: no plan"
@@ -352,7 +371,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
             hint="leave it out, and plans are simulated",
         )
     from .. import planning, shapes
-    from ..planner.plan_table import plan_rows
+    from ..planner.plan_table import plan_rows, prove_plan
     from ..planner.shape_search import rank_shapes
 
     job = job_of(options["model"])
@@ -393,7 +412,9 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     plan, shape = shaped.plan, shaped.shape
     if output is not None:
         plan.save(output)
-    report = reported(plan, plan_rows(plan, model.graph), times="roofline", not_rehearsed=DESCRIBED)
+    proof = prove_plan(plan, model.graph)
+    rows = plan_rows(plan, model.graph)
+    report = reported(plan, rows, proof=proof, times="roofline", not_rehearsed=DESCRIBED)
     count = plan.microbatches // plan.width
     figures = vars(shape) | {
         "microbatches": count,
@@ -403,6 +424,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
         "simulated": shaped.simulated,
         "planner": plan.planner,
         "limits": report["limits"],
+        "updates": proof,
         "stages": report["stages"],
     }
     treated = "some residuals recomputed" if shape.recompute else "every residual kept"

@@ -22,6 +22,7 @@ from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ..checks.updates import UpdateProof
     from ..schedules.scenario import Scenario, SimulatedSchedule
 
 MOST_LINES = 60
@@ -297,7 +298,7 @@ def check(
     them; or a schedule in the language, as mine.py:zigzag, for so many ranks (-p) and micro-batches (-m).
     Says which rule is broken, where, and what to change, and exits with 1, if it cannot run.
     """
-    from ..schedules.scenario import simulate_file, simulate_schedule, updates_of, weights
+    from ..schedules.scenario import prove, simulate_file, simulate_schedule, updates_of
 
     name = str(file)
     if file.name.partition(":")[0].endswith(".py"):
@@ -311,17 +312,23 @@ def check(
         refuse_shape(name)
         simulated = simulate_file(file, scenario, replicas=replicas, operations=operations)
         updates = updates or Updates()
-    weights(simulated, updates)
+    proof = prove(simulated, updates)
     if not as_json:
         count = sum(map(len, simulated.schedule.rows))
         click.echo(
             f"{file}: {count} actions on {simulated.schedule.ranks} ranks are complete and cannot block"
         )
-    _present(simulated, updates, as_json=as_json, **files)
+    _present(simulated, updates, proof, as_json=as_json, **files)
 
 
 def _present(
-    simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
+    simulated: SimulatedSchedule,
+    updates: Updates,
+    proof: UpdateProof | None = None,
+    *,
+    html: Path | None,
+    trace: Path | None,
+    as_json: bool,
 ) -> None:
     from ..schedules import scenario
     from ..viewer.chrome import write_trace
@@ -354,19 +361,13 @@ def _present(
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "microbatches": simulated.microbatches,
-        **_figures(simulated),
-        "by_rank": [
-            {
-                "rank": r.rank,
-                "busy_s": r.busy_s,
-                "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
-                "peak": simulated.peaks[r.rank],
-            }
-            for r in simulated.summary.ranks
-        ],
+        **simulated.figures(),
+        "by_rank": simulated.by_rank(),
         "rows": str(schedule).splitlines() if as_json else [],  # of large schedules this takes a while
         "weights": versions if stages else None,
     }
+    if proof is not None:
+        figures["updates"] = proof
 
     def screen() -> Iterator[RenderableType]:
         beside = {
@@ -385,14 +386,10 @@ def _present(
                 f"weights {updates.policy}, an update every {updates.every} micro-batches; "
                 f"per stage, versions kept {kept}, gradients late by up to {late} updates"
             )
+        if proof is not None:
+            yield str(proof)
 
     emit(figures, screen(), as_json=as_json)
-
-
-def _figures(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """Seconds, shares of rank-time, micro-batches and bytes; peak_bytes: None where sizes are not known."""
-    figures = {key: getattr(simulated.summary, key) for key in ("step_s", "bubble", "span_s", "span_bubble")}
-    return figures | {"peak": simulated.peak, "peak_bytes": max(simulated.peaks_bytes, default=None)}
 
 
 def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
@@ -422,7 +419,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
             by_name[name] = simulate_schedule(name, scenario)
         except (ScheduleError, PlanError) as error:
             refused[name] = error
-    figures = {name: _figures(simulated) for name, simulated in by_name.items()}
+    figures = {name: simulated.figures() for name, simulated in by_name.items()}
     errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
 
     def screen() -> Iterator[Table]:
@@ -461,7 +458,7 @@ def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     simulated = simulate_schedule(name, scenario)
     explanation = idle_reasons(simulated)
     causes, legs = sources(explanation), fold(explanation.path)
-    figures = {key: _figures(simulated)[key] for key in ("step_s", "bubble", "span_s", "span_bubble")}
+    figures = {key: simulated.figures()[key] for key in ("step_s", "bubble", "span_s", "span_bubble")}
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
 
     def screen() -> Iterator[str]:
@@ -556,9 +553,9 @@ def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ACTION, such as 2B5, of the schedule NAME begins when it does: the chain of causes back to the
     start."""
     from ..schedules.scenario import simulate_schedule
-    from ..schedules.tuning import why as causes_of
+    from ..schedules.tuning import Causes
 
-    causes = causes_of(simulate_schedule(name, scenario), action)
+    causes = Causes(simulate_schedule(name, scenario)).chain(action)
     words = {
         "rank": "its rank ran {} until then",
         "message": "it needed {}",

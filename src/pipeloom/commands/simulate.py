@@ -74,7 +74,9 @@ def simulate(
         captured, graph = None, load_noun(graph_file, OpGraph)
     else:
         names = {device.name for device in described.devices} if described is not None else ()
-        captured = planning.capture(job_of(model), plan.microbatch_size, devices=names)
+        captured = planning.capture(
+            job_of(model), plan.microbatch_size, devices=names, split=plan.split_words
+        )
         graph = captured.graph
     if costs is None and described is not None:
         costs = planning.estimate(graph, described)

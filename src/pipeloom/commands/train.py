@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..train.config import PipelineConfig
+from ..train.config import OPTIMIZERS, PipelineConfig
 from .common import FILE, json_option, plan_options
 
 
@@ -34,7 +34,19 @@ from .common import FILE, json_option, plan_options
     help="Train your own model: file.py:function or package.module:function returning a pipeloom.Job.",
 )
 @plan_options(of=PipelineConfig, unset=True)
+@click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    help="What trains: muon+adamw is Muon for the matrices of layers and AdamW for the rest. A job may bring "
+    "its own instead.",
+)
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
+@click.option(
+    "--replan",
+    type=click.IntRange(0),
+    help="After every so many steps plan again if ranks are slower than planned, and go on with that plan if "
+    "it gains more than it costs.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -58,7 +70,9 @@ def train(
     overrides: tuple[str, ...],
     data: tuple[str, ...],
     job: str | None,
+    optimizer: str | None,
     steps: int | None,
+    replan: int | None,
     compare: bool | None,
     out: Path | None,
     resume: bool,
@@ -85,6 +99,7 @@ def train(
     from ..train.rank_processes import RankProcesses, ranks_of
 
     given: dict[str, Any] = {"data.paths": data or None, "job": job, "steps": steps, "compare": compare}
+    given |= {"replan": replan, "optimizer.name": optimizer}
     given |= {f"pipeline.{name}": value for name, value in pipeline.items()}
     changes: tuple[Override, ...] = (
         *((key, value) for key, value in given.items() if value is not None),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Link
@@ -76,9 +77,11 @@ def verify(
     from ..verification import verify as compare
 
     settings = settings_of(options)
-    require_runnable(settings.schedule)  # which loads the operations of a user's own
+    require_runnable(settings.named_schedule)  # which loads the operations of a user's own
 
-    if plan is None:  # times do not matter here, so none are measured
+    if plan is None:  # times do not matter here, so none are measured, and nothing is searched
+        if ctx.get_parameter_source("planner") == ParameterSource.DEFAULT:
+            settings = settings.changed(planner="exact")
         cpus = cpu_cluster(settings.devices)
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
         plan = planning.plan(job, settings, cluster=replace(cpus, devices=devices))

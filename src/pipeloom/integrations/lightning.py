@@ -268,7 +268,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().lightning_module_state_dict()
-        return state if self.pipe is None else state | self.pipe.state_dict()
+        return state if self.pipe is None else state | self.pipe.state_dict(frozen=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As the optimizer of one process has it; on all ranks."""

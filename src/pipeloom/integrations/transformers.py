@@ -25,6 +25,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..ir.errors import CheckpointError, ConfigError
 from ..pipeline import Pipeline
 from ..pipeline_request import require_same_weights
+from ..tracer.job_calls import evaluation_mode
 from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
 
 OPTIMIZER_FILE = "optimizer.pt"
@@ -110,7 +111,7 @@ class PipelineTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         outcome = super().train(*args, **kwargs)
         if self.pipe is not None:
-            self.model.load_state_dict(self.pipe.state_dict(), strict=False)
+            self.model.load_state_dict(self.pipe.state_dict(frozen=False), strict=False)
         return outcome
 
     # Evaluation
@@ -158,12 +159,15 @@ class PipelineTrainer(Trainer):
         with random_kept():
             taken = [dict(batch) for batch, _ in zip(batches, range(count), strict=False)]
             counted = "labels" in taken[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+            self._added_means = count if count > 1 and counted and self._ignores_items(taken[0]) else 1
             self.pipe = Pipeline(
                 self._copied_model if counted else self.model,
                 example=_joined(taken),
                 loss=self._loss_of_outputs if self.label_smoother or self.compute_loss_func else None,
                 optimizer=self._make_optimizer,
-                weight=(lambda batch: self._items(batch["labels"])) if counted else None,
+                weight=(lambda batch: self._items(batch["labels"]))
+                if counted and self._added_means == 1
+                else None,
                 data="first",
                 **settings,
             )
@@ -175,9 +179,25 @@ class PipelineTrainer(Trainer):
         with torch.utils._python_dispatch._disable_current_modes():
             model: nn.Module = copy.deepcopy(self.model)
         forward = model.forward
-        if self.model_accepts_loss_kwargs and self.label_smoother is None:
+
+        def adding_means(**batch: Tensor) -> Any:
+            outputs = forward(**batch)
+            return {**outputs, "loss": outputs["loss"] * (self._added_means if model.training else 1)}
+
+        if self._added_means > 1:
+            model.forward = adding_means
+        elif self.model_accepts_loss_kwargs and self.label_smoother is None:
             model.forward = lambda **batch: forward(**batch, num_items_in_batch=self._items(batch["labels"]))
         return model
+
+    def _ignores_items(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the model's loss is a mean, however many labels it is told that there are. Then a Trainer
+        adds up the means of an update's batches."""
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            return False
+        with evaluation_mode(self.model), torch.no_grad():
+            losses = [self.model(**batch, num_items_in_batch=torch.tensor(n))["loss"] for n in (1, 2)]
+        return bool(losses[0] == losses[1] != 0)
 
     def _make_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> Optimizer:
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -215,7 +235,7 @@ class PipelineTrainer(Trainer):
         if self.pipe is None:
             super().save_model(output_dir, _internal_call)
             return
-        weights = self.pipe.state_dict()
+        weights = self.model.state_dict() | self.pipe.state_dict(frozen=False)
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
         self._wait_for_all()  # the others look for what rank 0 has written

@@ -94,11 +94,23 @@ def step_bytes(updates: Iterable[UpdateBytes]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows [start, stop) of a parameter that has `of` rows, by its FQN."""
+
+    whole: str
+    start: int
+    stop: int
+    of: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A parameter under its first FQN; `aliases` are the other names of a tied one.
 
     trainable: it requires a gradient, and one of the loss reaches it.
     given_update: what the job's optimizer takes for it; None if no optimizer is known.
+    rows: of the model's own parameter, where this is a part of one: it is called `lm_head.weight[0:16000]`
+        then, and its aliases are those of the whole.
     """
 
     name: str
@@ -107,10 +119,16 @@ class Parameter:
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     given_update: UpdateBytes | None = None
+    rows: Rows | None = None
 
     @property
     def bytes(self) -> int:
         return tensor_bytes(self.shape, self.dtype)
+
+    @property
+    def own_name(self) -> str:
+        """The name that it, or what it is a part of, has in the user's model."""
+        return self.name if self.rows is None else self.rows.whole
 
     @property
     def update(self) -> UpdateBytes:
@@ -228,6 +246,11 @@ class OpGraph:
     @cached_property
     def parameter(self) -> Mapping[str, Parameter]:
         return {p.name: p for p in self.parameters}
+
+    @cached_property
+    def rows(self) -> Mapping[str, Rows]:
+        """Part of a parameter -> the rows that it holds."""
+        return {p.name: p.rows for p in self.parameters if p.rows is not None}
 
     def with_updates(self, updates: Mapping[str, UpdateBytes]) -> OpGraph:
         """The graph with what an optimizer takes for its parameters, by FQN."""

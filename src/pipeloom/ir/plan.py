@@ -89,11 +89,13 @@ class Plan:
     caps: bytes each rank may hold, empty for no cap.  peaks: bytes that each holds in the simulated step.
     memory: what becomes of the residuals of each stage.
     weights: name of the policy by which they are updated, see `ir.weights`.
+    delay_correction, warm_up_with_flush: of updates without a flush, see `Updates`.
     clips: planned for gradients that are clipped by their norm over all ranks.
     shard_optimizer: replicas share out the optimizer's state (`ir.weights`).
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
     width: pipelines side by side; a schedule of two directions has replicas in one of them.
+    split_words: weights that are cut by words, see `tracer/split_words.py`: FQN -> in how many parts.
     modules: of each module that other engines know as a whole, by FQN, its first and its last op.
     notes: what else its planner has to say, by subject.
 
@@ -129,10 +131,13 @@ class Plan:
     peaks: tuple[int, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     weights: str = FLUSH
+    delay_correction: float = 0.0
+    warm_up_with_flush: int = 0
     clips: bool = False
     shard_optimizer: bool = False
     width: int = 1
     predicted_step_s: float = 0.0
+    split_words: Mapping[str, int] = field(default_factory=dict)
     modules: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -176,7 +181,12 @@ class Plan:
         Raises: PlanError as `replicas`."""
         if WEIGHT_POLICIES[self.weights].flushes:
             return None
-        return Updates(policy=self.weights, every=self.microbatches // self.replicas)
+        return Updates(
+            policy=self.weights,
+            every=self.microbatches // self.replicas,
+            flushed=self.warm_up_with_flush,
+            correction=self.delay_correction,
+        )
 
     @cached_property
     def steady(self) -> SteadyStep | None:
@@ -241,7 +251,8 @@ def _impossible(plan: Plan) -> str | None:
     numbers |= {f"caps[{rank}]": cap for rank, cap in enumerate(plan.caps)}
     numbers |= {f"peaks[{rank}]": peak for rank, peak in enumerate(plan.peaks)}
     numbers |= {"microbatches": plan.microbatches - 1, "microbatch_size": plan.microbatch_size - 1}
-    numbers |= {"width": plan.width - 1}
+    numbers |= {"width": plan.width - 1, "delay_correction": plan.delay_correction}
+    numbers |= {"warm_up_with_flush": plan.warm_up_with_flush}
     for index, stage in enumerate(plan.stages):
         for noun, at in ((stage, f"stages[{index}]"), (stage.memory, f"stages[{index}].memory")):
             figures = {f.name: getattr(noun, f.name) for f in fields(noun)}

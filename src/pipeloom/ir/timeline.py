@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from .columns import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,18 @@ class Event:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+class Lane(NamedTuple):
+    """What one rank computes, by start. Times in seconds.
+
+    firsts: entries among which are the first of each kind of action of each stage.
+    """
+
+    start: Floats
+    end: Floats
+    actions: Sequence[str]
+    firsts: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +153,27 @@ class Timeline:
                 wait[e.rank] += e.duration_s
         end_s = max((e.end_s for e in self.events), default=0.0)
         return Totals(end_s=end_s, busy_s=busy, wait_s=wait, first_s=first, last_s=last)
+
+    @cached_property
+    def lanes(self) -> Sequence[Lane]:
+        """One per rank."""
+        known = getattr(self.events, "lanes", None)
+        if known is not None:
+            lanes: Sequence[Lane] = known()
+            return lanes
+        rows: list[list[Event]] = [[] for _ in range(self.ranks)]
+        for e in sorted(self.events, key=lambda e: e.start_s):
+            if e.stream == "compute":
+                rows[e.rank].append(e)
+        return [
+            Lane(
+                start=np.array([e.start_s for e in row]),
+                end=np.array([e.end_s for e in row]),
+                actions=[e.action for e in row],
+                firsts=range(len(row)),
+            )
+            for row in rows
+        ]
 
     @property
     def step_s(self) -> float:

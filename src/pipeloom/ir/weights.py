@@ -10,6 +10,18 @@ A weight policy says which version of its weights a stage uses for a micro-batch
 
 A policy is one entry of the table that checks, planners, commands and the runtime read.
 
+Without a flush, two things soften the delay. The first `flushed` updates may be made with a flush, and later
+ones may be corrected. With u for what the optimizer adds and a for what the update before really added:
+
+    W(b + 1) = W(b) + u + correction * (u - a),    a = W(b) - W(b - 1)
+
+The version before the newest is kept anyway, and its buffer takes the new one. So this needs no memory: the
+buffer first takes a mean of both versions, which the optimizer updates in place.
+
+    Y        = (W(b) + correction * W(b - 1)) / (1 + correction)
+    V        = optimizer(Y) = Y + u
+    W(b + 1) = V + correction * (V - W(b))
+
 Replicas may share out the state of the optimizer: each keeps that of its share of the parameters, and steps
 these. Source: stage 1 of ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054, section 5.1).
 
@@ -100,11 +112,15 @@ class Updates:
     policy: its name.  every: micro-batches per update; one that flushes has all of the schedule, whatever
         stands here.
     kept: versions that each stage keeps, the newest and those before it; None for the policy's own number.
+    flushed: updates from the start of training that are made with a flush.
+    correction: of later ones, see the module. A stage that keeps one version has no delay, and none of this.
     """
 
     policy: str = FLUSH
     every: int = 1
     kept: int | None = None
+    flushed: int = 0
+    correction: float = 0.0
 
     def __post_init__(self) -> None:
         if self.policy not in WEIGHT_POLICIES:
@@ -126,6 +142,12 @@ class Updates:
     def limit(self) -> int | None:
         """Versions that each stage keeps, None for no limit."""
         return self.rule.kept if self.kept is None else self.kept
+
+    def version(self, microbatch: int, newest: int) -> int:
+        """The version that a micro-batch, numbered from the start of training, uses on a stage."""
+        if microbatch < self.flushed * self.every:
+            return newest
+        return self.rule.version(microbatch, self.every, newest)
 
 
 @dataclass(frozen=True, kw_only=True)

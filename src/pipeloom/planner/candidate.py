@@ -113,7 +113,7 @@ class Candidate:
             inside = [self._choose_ahead(s, evaluation, may=False) for s, evaluation in enumerate(found)]
             tries.append(self._simulate(inside))
         chosen = min(tries, key=lambda simulated: simulated.key)
-        self.policy, self.parts, self.timeline, self._stage_costs, self._estimates, self.over = chosen
+        self.policy, self.parts, self.timeline, self.stage_costs, self._estimates, self.over = chosen
         self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
@@ -266,7 +266,7 @@ class Candidate:
         stages = sequential(self.stages)
         clips, cluster = self.request.options.clips, self.request.cluster
         program = lower(self.schedule, stages, policy=self.policy, updates=self.updates, clips=clips)
-        return simulate(program, stages, self._stage_costs, cluster).step_s
+        return simulate(program, stages, self.stage_costs, cluster).step_s
 
     @cached_property
     def depth(self) -> int:
@@ -325,6 +325,8 @@ class Candidate:
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,
             weights=self.request.weights,
+            delay_correction=self.request.options.delay_correction,
+            warm_up_with_flush=self.request.options.warm_up_with_flush,
             clips=self.request.options.clips,
             shard_optimizer=self.request.options.shard_optimizer,
             notes=self.notes,

@@ -17,16 +17,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..checks.updates import UpdateProof, prove_updates
 from ..ir.cluster import Cluster, Device, Link
-from ..ir.errors import ConfigError, InfeasibleError
+from ..ir.errors import ConfigError, PlanError, ScheduleError
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
+from ..ir.weights import optimizer_shares
+from ..lowering.passes import lower
 from .candidate import EQUAL_TIMES
-from .notes import branch_figures, planners_asked, slower_than_1f1b
+from .joint.ledger import searched_for, sentences
+from .notes import branch_figures
 from .search.layer_groups import layer_names
+
+
+def prove_plan(plan: Plan, graph: OpGraph) -> UpdateProof:
+    """That the program of a plan updates weights as its rule says. Raises: ScheduleError."""
+    stages = plan.replicated(plan.stage_graph(graph))
+    sizes = {p.name: p.bytes for p in graph.parameters if p.trainable}
+    return prove_updates(
+        lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
+        stages,
+        updates=plan.updates,
+        shares=optimizer_shares(stages, plan.placement, sizes) if plan.shard_optimizer else (),
+        trained=sizes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +170,24 @@ def changed_clusters(cluster: Cluster, factor: float = MORE) -> Mapping[str, Clu
     return found
 
 
-def what_if(plan: Plan | None, cluster: Cluster, again: Callable[[Cluster], Plan]) -> list[Change]:
+def one_more(cluster: Cluster, ranks: int) -> Cluster:
+    """With a device more than so many ranks have, like the last of these unless there is one."""
+    devices = cluster.devices[: ranks + 1]
+    return replace(cluster, devices=devices if len(devices) > ranks else (*devices, devices[-1]))
+
+
+def what_if(
+    plan: Plan | None, clusters: Mapping[str, Cluster], again: Callable[[Cluster], Plan]
+) -> list[Change]:
     """What each change would make of a plan; None: of a request for which there was none.
 
-    again: makes the plan for another cluster.
+    clusters: by what is different.  again: makes the plan for another cluster.
     """
     changes = []
-    for what, other in changed_clusters(cluster).items():
+    for what, other in clusters.items():
         try:
             step_s = again(other).predicted_step_s
-        except InfeasibleError:
+        except (PlanError, ScheduleError):
             changes.append(Change(what=what, step_s=None, gain=0.0))
             continue
         gain = 1 - step_s / plan.predicted_step_s if plan is not None and plan.predicted_step_s else 0.0
@@ -337,14 +362,8 @@ def limits(plan: Plan) -> list[str]:
             f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "
             "does not repeat or stops"
         )
-    return said + slower_than_1f1b(plan) + _gain_of_branches(plan) + _planners(plan)
-
-
-def _planners(plan: Plan) -> list[str]:
-    if not (asked := planners_asked(plan)):
-        return []
-    told = [f"{name} {'has none' if s is None else f'{s * 1e3:.4g} ms'}" for name, s in asked.items()]
-    return [f"the fastest plan of several planners: {', '.join(told)}"]
+    told = searched_for(plan)
+    return said + _gain_of_branches(plan) + ([] if told is None else sentences(told))
 
 
 def _full(plan: Plan) -> list[str]:

@@ -8,11 +8,10 @@
     under_less              what the same finds under smaller caps, too
     or_in_a_row             the same with all stages in a chain, too
 
-Three ways to make a plan stand above them:
+Two ways to make a plan stand above them:
 
     OneSchedule             the fastest candidate of a finder, for the schedule that was asked for
-    over_schedules          the fastest plan of many schedules
-    FastestPlan             the fastest plan of several planners
+    Joint                   the joint search, over everything
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import islice
-from math import inf
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 from ..ir.cluster import Cluster
-from ..ir.errors import InfeasibleError, PlanError
+from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .branches import BranchOrdered
 from .candidate import Candidate, step_s
-from .choose_schedule import FIRST, POLISHES, ROUNDS as TRIED_ROUNDS, choose_schedule, schedule_names
-from .notes import FOUND_BY, beside_1f1b, faster_of, fastest_named
-from .plan_costs import PlanCosts
+from .joint.axes import AXES
+from .joint.ledger import Ledger
+from .joint.search import JointSearch
+from .notes import faster_of
 from .refine import (
+    FEW_OPS,
     HUGE,
     FailedSearches,
     faster_under_less,
@@ -60,11 +60,11 @@ from .refusals import (
     too_many_stages,
 )
 from .request import Planner, PlanOptions, Request, SearchWatch
+from .schedule_names import schedule_names
 from .search.cut_search import Search
 from .search.even_ranks import even_ranks
 from .search.layer_groups import whole_modules
 from .search.problem import Cuts
-from .searched_order import SEARCHED, with_searched_order
 from .stage_cost.tensors import Readers
 from .strategies.dawnpiper import dawnpiper
 from .strategies.graph_chains import (
@@ -91,12 +91,6 @@ LOWERED = (0.95, 0.9, 0.8, 0.7)
 
 HOPELESS = 0.15
 """Share of all caps by which the first two candidates pass these, where few rounds are made at all."""
-
-MANY_OPS = 400
-"""Ops beyond which several planners do not share what they found of stages: it would fill memory."""
-
-ROOMY = 1 << 60
-"""Bytes of a device where memory is not to matter."""
 
 
 # --- finders ------------------------------------------------------------------------------------------
@@ -461,88 +455,111 @@ def _refusal(request: Request, search: Search, log: SearchLog, *, explained: boo
     return InfeasibleError(f"no cut into {len(search.caps)} stages fits")
 
 
-def over_schedules(request: Request, *, explained: bool) -> Plan:
-    """The fastest plan of all schedules that are worth a try; see `choose_schedule`."""
-    cluster, options = request.cluster, request.options
-    refuse_nonsense(request.graph, cluster, options.ranks, FIRST[0])
-    roomy = replace(cluster, devices=tuple(replace(d, memory_bytes=ROOMY) for d in cluster.devices))
-
-    def plan(
-        options: PlanOptions, *, capped: bool = True, polishes: bool = False, below_s: float = inf
-    ) -> Plan:
-        finder = finder_of(options.planner)
-        way = replace(
-            request,
-            cluster=cluster if capped else roomy,
-            planner=planner(options.planner),
-            below_s=below_s,
-            rounds=None if options.planner == POLISHES else TRIED_ROUNDS,
-            options=options,
-        )
-        return OneSchedule(polished(finder) if polishes else finder)(way, explained=False)
-
-    linked = all(device.host_link is not None for device in cluster.devices)
-    allowed = options.allowed is None or "offload" in options.allowed
-    places = len(Readers(request.graph).cut_points) - 1
-    ranks = len(cluster.devices)
-    names = options.schedules or schedule_names(ranks, places, copies=linked and allowed)
-    caps = [device.memory_bytes for device in cluster.devices]
-    try:
-        found = choose_schedule(plan, options, names, caps, request.watch)
-    except InfeasibleError:
-        if not explained:
-            raise
-        first = replace(options, schedule=FIRST[0], planner=POLISHES)
-        found = OneSchedule(finder_of(POLISHES))(
-            replace(request, options=first, planner=planner(POLISHES)), explained=True
-        )
-    return replace(found, planner=options.planner)
-
-
 @dataclass(frozen=True)
-class FastestPlan:
-    """The plan with the shortest simulated step of those of several planners, of equal ones the first; or the
-    same stages in a faster order, which the schedule search looks for."""
+class Joint:
+    """The joint search (joint/search.py).
 
-    names: tuple[str, ...]
+    schedules: those that are tried where none is named; None for all of the library.
+    axes: by name, of `AXES`; () for all.  planners: whose cuts it begins with; () for all.
+    """
+
+    schedules: Callable[[Request], tuple[str, ...]] | None = None
+    axes: tuple[str, ...] = ()
+    planners: tuple[str, ...] = ()
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
-        """If none has a plan and it is to be `explained`, the refusal of the first that could plan this at
-        all says how far it is from fitting."""
-        options, names = request.options, request.options.planners or self.names
-        plans: dict[str, Plan] = {}
-        refusals: dict[str, PlanError] = {}
-
-        def plan_by(name: str, *, explained: bool) -> Plan:
-            by, shared = planner(name), request.shared
-            if len(request.graph.ops) > MANY_OPS:
-                shared = replace(shared, known={})
-            way = replace(request, options=replace(options, planner=name), planner=by, shared=shared)
-            return by.plan(way, explained=explained)
-
-        for name in names:
-            try:
-                plans[name] = plan_by(name, explained=False)
-            except PlanError as error:
-                refusals[name] = error
-            if plans and not options.fastest:
-                break
-        if not plans:
-            unfit = [name for name in names if isinstance(refusals[name], InfeasibleError)]
-            if not unfit or not explained:
-                raise refusals[(unfit or names)[0]]
-            return plan_by(unfit[0], explained=True)  # raises, and says more
-        best = fastest_named(plans, refusals, options.planner)
+        """If nothing is found, what the planners of one schedule find, as long as they search. Raises: as
+        `make_plan`."""
+        options = request.options
+        if self.schedules is not None and options.schedule is None and not options.schedules:
+            request = replace(request, options=replace(options, schedules=self.schedules(request)))
+        schedule = (request.options.schedules or (options.named_schedule,))[0]
+        refuse_nonsense(request.graph, request.cluster, options.ranks, schedule)
         if not options.fastest:
-            return best
-        costs = PlanCosts(request.graph, request.profile, request.cluster)
-        ordered: Plan | None = None
-        for plan in sorted(plans.values(), key=lambda plan: plan.predicted_step_s):
-            below_s = (ordered or best).predicted_step_s
-            ordered = with_searched_order(plan, costs, below_s=below_s) or ordered
-        if ordered is None:
-            return best
-        return fastest_named({**plans, SEARCHED: ordered}, refusals, options.planner)
+            return self._any(request, schedule, explained=explained)
+        search = JointSearch(request, {name: AXES[name] for name in self.axes or AXES}, self.seeds)
+        try:
+            return search.run()
+        except InfeasibleError:
+            return self._any(request, schedule, explained=explained)
+
+    def seeds(self, request: Request, ledger: Ledger) -> Iterator[tuple[str, Search, Cuts]]:
+        """What the own searches of all planners find, for one stage on each rank."""
+        for name in self.planners or PLANNERS:
+            by = planner(name)
+            if not isinstance(by.plan, OneSchedule):
+                continue
+            finder, search = by.plan.finder, _search_of(request.search(), request, by)
+            try:
+                many = isinstance(finder.own, ByOrder) and len(search.model) > FEW_OPS
+                many |= request.layout.stages > MANY_STAGES and name not in QUICK
+                if many or (search.large and name not in SEEDS_OF_LARGE):
+                    ledger.note(ledger.planners, name, f"not asked about {len(search.model)} ops")
+                elif finder.of_dags:
+                    yield from _side_by_side_seeds(name, request)
+                elif isinstance(finder.own, ByOrder):
+                    if (arranged := finder.own.arrange(search)) is not None:
+                        yield name, request.search(BranchOrdered(arranged.ops, (0,))), arranged.cuts
+                elif isinstance(finder.own, ByCuts):
+                    few = search.large and name == "exact"
+                    if cuts := search.fastest_of_few() if few else finder.own.find(search):
+                        yield name, search, cuts
+                    else:
+                        ledger.note(ledger.planners, name, "no cut fits")
+            except PlanError as error:
+                ledger.note(ledger.planners, name, error.message)
+
+    def _any(self, request: Request, schedule: str, *, explained: bool) -> Plan:
+        """The first plan that keeps the caps. Raises: as `make_plan`."""
+        first: PlanError | None = None
+        own, small = request.options.schedules, len(request.graph.ops) <= SMALL
+        least = HOLD_LITTLE if small and not own and request.options.schedule is None else ()
+        schedules = dict.fromkeys((schedule, *own, *least))
+        for name, by in product(schedules, FREEING):
+            options = replace(request.options, planner=by, schedule=name, schedules=(), fastest=False)
+            way = replace(request, options=options, planner=planner(by))
+            try:
+                found = way.planner.plan(way, explained=explained and first is None)
+                return replace(found, planner=request.options.planner)
+            except (PlanError, ScheduleError) as error:
+                if first is None and isinstance(error, PlanError):
+                    first = error
+        raise first or PlanError("no schedule to choose from", hint="name at least one")
+
+
+FREEING = ("dawnpiper", "graphpipe")
+"""Planners that are asked, in full, where the joint search finds nothing that keeps the caps."""
+
+
+def offloading_schedules(request: Request) -> tuple[str, ...]:
+    """Those that PipeOffload leaves to its user, see schedule_names.py."""
+    options, devices = request.options, request.cluster.devices
+    linked = all(device.host_link is not None for device in devices)
+    allowed = options.allowed is None or "offload" in options.allowed
+    places = len(Readers(request.graph).cut_points) - 1
+    return schedule_names(len(devices), places, copies=linked and allowed)
+
+
+HOLD_LITTLE, SMALL = ("v_min", "gis_h"), 200
+"""Schedules with which they are asked, too, about graphs of so few ops."""
+
+QUICK = ("balanced", "equal")
+"""Planners that take no time whatever they are asked."""
+
+SEEDS_OF_LARGE = ("exact", "graphpipe", *QUICK)
+"""Planners that are asked about graphs of many ops."""
+
+MANY_STAGES = 100
+"""Stages from which on only quick planners are asked."""
+
+
+def _side_by_side_seeds(name: str, request: Request) -> Iterator[tuple[str, Search, Cuts]]:
+    orders = request.branch_orders(request.layout.stages)
+    if not request.side_by_side or (len(orders) == 1 and not orders[0].borders):
+        return
+    for order in orders[:2]:
+        search = replace(request.search(order), by_depth=True, treatments=())
+        yield from ((name, search, cuts) for cuts in islice(shallow_cuts(search), 2))
 
 
 def make_plan(
@@ -559,8 +576,7 @@ def make_plan(
 
     profile: costs per micro-batch, for all devices or by device name.
     changes: of the options.
-    explained: if nothing fits, look for how far it is from fitting, which takes longer; and see whether 1F1B
-        would be faster than several stages on a rank.
+    explained: if nothing fits, look for how far it is from fitting, which takes longer.
     watch: told how the search goes on.
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory.
@@ -573,18 +589,7 @@ def make_plan(
     devices = replace(cluster, devices=cluster.devices[: options.ranks])
     request = Request(graph, profile, devices, options, planner(options.planner), watch)
     plan = request.planner.plan(request, explained=explained)
-    plan = replace(plan, modules={one.name: (one.ops[0], one.ops[-1]) for one in modules})
-    by = planner(plan.notes.get(FOUND_BY, options.planner))
-    if not explained or not options.fastest or options.replicas > 1 or not isinstance(by.plan, OneSchedule):
-        return plan
-    request, own = replace(request, planner=by), by.plan.finder.own
-    if request.layout.in_line:
-        return plan
-
-    def first(request: Request) -> Candidate | None:
-        return next(iter(own.first(request, request.search(), SearchLog())), None)
-
-    return beside_1f1b(request, plan, first, chains=own.chains)
+    return replace(plan, modules={one.name: (one.ops[0], one.ops[-1]) for one in modules})
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -609,11 +614,11 @@ def _by_order(arrange: Callable[[Search], Arranged | None], *, keeps_caps: bool 
 
 PLANNERS: dict[str, Planner] = {
     "auto": Planner(
-        plan=FastestPlan(("dawnpiper", "graphpipe", "pipeoffload")),
+        plan=Joint(),
         granularity="op",
         optimises="always",
         source="this project",
-        about="dawnpiper, graphpipe and pipeoffload under the same caps; the fastest of their plans",
+        about="one search over cuts, schedules, device orders and what is freed, from what all others find",
     ),
     "exact": Planner(
         plan=_evened(exact),
@@ -632,11 +637,11 @@ PLANNERS: dict[str, Planner] = {
         about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
     ),
     "pipeoffload": Planner(
-        plan=over_schedules,
+        plan=Joint(schedules=offloading_schedules, axes=("cuts", "schedules", "treatments")),
         granularity="op",
         optimises="always",
         source="arXiv 2503.01328 leaves the choice to its user",
-        about="dawnpiper over many schedules, with and without offloading; the fastest that fits",
+        about="the fastest of many schedules that fits, with and without offloading",
     ),
     "dawnpiper-alone": Planner(
         plan=_evened(dawnpiper),
@@ -765,29 +770,20 @@ def finder_of(name: str) -> Finder:
     return plan.finder
 
 
-def planners_of(options: PlanOptions) -> tuple[str, ...]:
-    """The planners that are each asked for the whole plan; () where one makes it."""
-    plan = planner(options.planner).plan
-    return (options.planners or plan.names) if isinstance(plan, FastestPlan) else ()
+def chooses(options: PlanOptions) -> bool:
+    """Whether the planner chooses the schedule."""
+    return isinstance(planner(options.planner).plan, Joint) and options.schedule is None
 
 
-def chooses_schedule(name: str) -> bool:
-    """Whether a planner plans with many schedules and takes the fastest, whichever was asked for."""
-    return planner(name).plan is over_schedules
+def first_way(options: PlanOptions, by: str = FREEING[0]) -> PlanOptions:
+    """With a planner of one schedule, `by`, where many are tried, which takes less time; of others the same.
 
-
-def first_way(options: PlanOptions) -> PlanOptions:
-    """With the planner and the schedule with which a planner of many schedules, or one that asks others,
-    tries first, whose plans are among its own, and which takes less time; of other planners the same.
-
-    >>> ways = (first_way(PlanOptions(planner=name, schedule="gpipe")) for name in ("pipeoffload", "auto"))
-    >>> [(way.planner, way.schedule) for way in ways]
-    [('dawnpiper', '1f1b'), ('dawnpiper', 'gpipe')]
+    >>> ways = (first_way(PlanOptions(planner=name, schedule="gpipe")) for name in ("auto", "exact"))
+    >>> [way.planner for way in ways]
+    ['dawnpiper', 'exact']
     """
-    plan = planner(options.planner).plan
-    if isinstance(plan, FastestPlan):
-        return options.changed(planner=plan.names[0])
-    return options.changed(planner=POLISHES, schedule=FIRST[0]) if plan is over_schedules else options
+    joint = isinstance(planner(options.planner).plan, Joint)
+    return options.changed(planner=by) if joint else options
 
 
 def ways_of(options: PlanOptions) -> list[PlanOptions]:

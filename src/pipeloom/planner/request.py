@@ -25,7 +25,7 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..schedules import registry
-from ..schedules.language.names import parse_name
+from ..schedules.language.names import LIMIT, parse_name
 from ..settings import PlanSettings
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
 from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
@@ -38,15 +38,15 @@ from .treatments.choose import Known
 
 
 class SearchWatch(Protocol):
-    """Both are called often, in the thread that searches."""
+    """Told often, in the thread that searches."""
 
     def weighed(self, count: int) -> None:
         """So many stages were weighed so far."""
         ...
 
-    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
-        """A schedule is going to be planned with, the `number`th of `of` ways. best: the schedule of the best
-        plan so far, and its step in seconds."""
+    def trying(self, what: str, best: tuple[str, float] | None, bound_s: float) -> None:
+        """A candidate is going to be simulated. what: the axis and the schedule.  best: the schedule of the
+        best plan so far, and its step in seconds.  bound_s: no step is shorter."""
         ...
 
 
@@ -129,14 +129,12 @@ class PlanOptions(PlanSettings):
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
-    planners: by name, which a planner that asks several asks; (): all that it usually does.
     """
 
     overlap: bool = True
     fastest: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
-    planners: tuple[str, ...] = ()
 
 
 class MakesPlan(Protocol):
@@ -185,7 +183,7 @@ class Request:
 
     @property
     def schedule(self) -> str:
-        return self.options.schedule
+        return self.options.named_schedule
 
     @property
     def microbatches(self) -> int:
@@ -224,6 +222,9 @@ class Request:
     @cached_property
     def copies(self) -> bool:
         """Whether the schedule says itself which residuals are offloaded."""
+        name = parse_name(self.schedule)
+        if not (name.in_file or LIMIT in name.options):  # then it need not be built to know
+            return name.copies or self.entry.offload is not None
         columns = self.usual.columns
         return bool((columns.kind == OFFLOAD_).any())
 

@@ -37,21 +37,27 @@ ORDER_OF = "order_of"
 LARGEST = 4000
 """Actions of a step from which on no order is searched for, as that would take longer than a minute."""
 
+QUICK = ("priorities", "clock", "rows")
+"""Engines of the search that take little time."""
+
 FASTER = 1 - 1e-6
 
 
 def with_searched_order(
-    plan: Plan, costs: PlanCosts, *, below_s: float = inf, effort: float = 0.5
+    plan: Plan, costs: PlanCosts, *, below_s: float = inf, effort: float = 0.5, library: bool = True
 ) -> Plan | None:
     """The plan in the fastest order that is found; None if none is faster.
 
     Plans are left as they are whose weights are not flushed, that have replicas, that copy residuals, or
     whose step has more than `LARGEST` actions.
     below_s: seconds of a step that it has to be faster than, too.
-    effort: of the search, see `SearchOptions`. The same for the same plan.
+    effort: of the search, see `SearchOptions`. The same for the same plan.  library: whether its schedules
+    are built within the ranks' limits, too, which takes most of the time.
     """
     if not _may_be_searched(plan):
         return None
+    engines = tuple(name for name in search.ENGINES if library or name in QUICK)
+    options = search.SearchOptions(effort=effort, engines=engines)
     stages = plan.stage_graph(costs.graph)
     best: Plan | None = None
     for problem in _problems(plan, stages, costs):
@@ -59,7 +65,7 @@ def with_searched_order(
         if lower_bound(problem).seconds >= most_s:
             continue
         try:
-            result = search.search_orders(problem, search.SearchOptions(effort=effort))
+            result = search.search_orders(problem, options)
         except PlanError:
             continue  # the search's idea of the limits leaves no room for one micro-batch
         rows = problem.rows([int(entry) for entry in result.best.order])

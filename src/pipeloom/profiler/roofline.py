@@ -56,6 +56,15 @@ def roofline(graph: OpGraph, device: Device) -> Profile:
     )
 
 
+def product_flops(graph: OpGraph) -> float:
+    """Operations of matrix products, convolutions and attention in a forward and a backward, nothing of which
+    is made twice."""
+    estimate = _Estimate(graph, Device(name="any", memory_bytes=1))
+    products = [_Operands(estimate, op, RULES.get(base_name(op.target), UNKNOWN)) for op in graph.ops]
+    products = [each for each in products if each.rule.kind in ("matmul", "convolution", "attention")]
+    return sum((sum(each.backward(), _Work(each.flops)).flops for each in products), 0.0)
+
+
 @dataclass(frozen=True)
 class _Work:
     """What one kernel does: floating-point operations and bytes moved."""

@@ -90,7 +90,7 @@ Round: TypeAlias = tuple[Mapping[int, Tensor], Sequence[Microbatch]]
 def read_loss(rounds: Sequence[Round], device: torch.device, *others: Tensor) -> list[float]:
     """This rank's part of a step's loss, and other scalars, read as `read_scalars` does."""
     losses = [loss for losses, _ in rounds for loss in losses.values()]
-    numbers, total = iter(read_scalars([*losses, *others], device)), 0.0
+    numbers, total = iter(read_scalars([*losses, *others], device)()), 0.0
     for losses_of_round, microbatches in rounds:
         part = 0.0
         for index in losses_of_round:
@@ -99,13 +99,24 @@ def read_loss(rounds: Sequence[Round], device: torch.device, *others: Tensor) ->
     return [total, *numbers]
 
 
-def read_scalars(scalars: Sequence[Tensor], device: torch.device) -> list[float]:
-    """Numbers of a device, in one copy. The host waits until the device has done all that it was given so
-    far, so a step calls this once, at its end, on all ranks: marks of a `Clock` are then read without a wait.
+def read_scalars(scalars: Sequence[Tensor], device: torch.device) -> Callable[[], list[float]]:
+    """Begin to read numbers of a device, in one copy. What it returns gives them: there the host waits until
+    the device has done all that it was given before. So a step begins this once, at its end, on all ranks:
+    marks of a `Clock` are then read without a wait.
     """
     now = torch.zeros((), device=device)
-    numbers: list[float] = torch.stack([*[scalar.reshape(()) for scalar in scalars], now]).tolist()
-    return numbers[:-1]
+    numbers = torch.stack([*[scalar.reshape(()) for scalar in scalars], now])
+    if device.type == "cpu":
+        return numbers.tolist()[:-1].copy
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    copied = torch.Event(device=device)
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return list(host.tolist()[:-1])
+
+    return read
 
 
 def agree_on_shapes(channel: Channel, shapes: tuple[str, ...], refusal: BatchError | None = None) -> None:

@@ -115,6 +115,7 @@ class Failure:
     rank: who failed; None if it cannot be known.
     summary: one line, such as "ValueError: boom".
     traceback: the text that Python prints; empty if the rank left none.
+    hung: whether a transfer did not end.
     found_by: the rank that noticed, if the one that failed could not say so itself.
     table: what that rank then knew of who waits for whom.
     """
@@ -122,6 +123,7 @@ class Failure:
     rank: int | None
     summary: str
     traceback: str = ""
+    hung: bool = False
     found_by: int | None = None
     table: str = ""
 

@@ -83,7 +83,9 @@ def stage_memory(
     return replace(
         graph_cost,
         static_bytes={
-            "parameters": sum(p.nbytes for p in uncounted) + trained * (weights.copies - 1),
+            "parameters": sum(p.nbytes for p in uncounted)
+            + sum(weights.casts[n].nbytes for n in params if n in weights.casts and n not in counted)
+            + trained * (weights.copies - 1),
             "gradients": trained * weights.gradient_sets,
             "optimizer": sum(update.state for update in stepped),
             "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),

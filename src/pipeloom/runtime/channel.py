@@ -107,7 +107,7 @@ class Channel:
     device: where receive buffers live.  ahead: receives kept posted per source.
     timeout_s: limit of each single wait.
     A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
-    is held; a small one at `end` or `finish_send`.
+    is held; a small one of a CPU at `end` or `finish_send`.
     """
 
     def __init__(
@@ -188,7 +188,8 @@ class Channel:
             buffer = as_bytes(permute_to_memory(tensors[0], order))
             self._sending_bytes += message.bytes
         transfer = self._transport.send(buffer, message.target, index)
-        sends = self._small_sends if message.bytes <= SMALL_BYTES else self._sends
+        small = message.bytes <= SMALL_BYTES and buffer.device.type == "cpu"
+        sends = self._small_sends if small else self._sends
         self._send_count += 1
         sends.append(PostedSend(self._send_count, message, transfer, buffer, packed))
 

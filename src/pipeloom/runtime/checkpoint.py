@@ -3,8 +3,10 @@
 Names are made from the model's own FQNs: `model.<fqn>` for parameters and buffers, `optimizer.<fqn>.<state
 name>` for optimizer state that is a tensor, `previous.<fqn>` for the version of the weights before the
 newest. Each rank writes one safetensors file with the tensors of which it is the lowest holder; all else
-stands in JSON (`checkpoint_files`). Hyper-parameters belong to a parameter, not to a numbered group, so that
-they find their way when parameters are spread over other ranks.
+stands in JSON (`checkpoint_files`). Of a parameter that is split by words each rank writes the rows that it
+has, and reads those that it needs, whatever parts they were saved in.
+
+Hyper-parameters belong to a parameter, not to a numbered group, so that they find their way when parameters are spread over other ranks.
 
 One rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
 that none of them waits for another that has given up. With several machines the directory must be one that
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..ir.errors import CheckpointError, shown
+from ..ir.graph import Rows
 from . import checkpoint_files as files
 from .channel import Channel
 from .checkpoint_files import SCHEMA, Index
@@ -45,6 +49,7 @@ class TrainState:
     aliases: other FQN of a tied parameter -> its first FQN.
     previous: trained parameters of the version before the newest, see `ir.weights`; empty without one.
         Loading adds those that the checkpoint has, if `keeps_previous`.
+    rows: of the parameters that are parts of one.
     """
 
     parameters: Mapping[str, Tensor]
@@ -53,6 +58,22 @@ class TrainState:
     aliases: Mapping[str, str] = field(default_factory=dict)
     previous: dict[str, Tensor] = field(default_factory=dict)
     keeps_previous: bool = False
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+
+    def own_name(self, name: str) -> str:
+        """Of a tensor, or of what it is a part of, in the user's model."""
+        return self.rows[name].whole if name in self.rows else name
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, or of what it is a part of."""
+        shape = tuple(self.model[name].shape)
+        return (self.rows[name].of, *shape[1:]) if name in self.rows else shape
+
+    def stored(self, name: str, key: str, tensor: Tensor) -> str:
+        """The key under which a tensor like a parameter is saved. What an optimizer keeps besides those, such
+        as a count of steps, is the same for each part."""
+        rows, like = self.rows.get(name), tensor.ndim > 0 and tensor.shape[0] == len(self.model[name])
+        return files.key_of(key, (rows.start, rows.stop) if rows is not None and like else None)
 
     @property
     def model(self) -> dict[str, Tensor]:
@@ -151,7 +172,7 @@ def load(directory: Path, state: TrainState, *, channel: Channel | None = None) 
         _require_fits(state, index)
     except CheckpointError as error:
         problem = error
-    seen = _agree((problem, (path.name, list(state.model))), channel, _LOAD)
+    seen = _agree((problem, (path.name, [*map(state.own_name, state.model)])), channel, _LOAD)
     assert index is not None and saved is not None
     for other, (name, _) in enumerate(seen):
         if name != seen[0][0]:
@@ -168,10 +189,13 @@ def load(directory: Path, state: TrainState, *, channel: Channel | None = None) 
         )
     try:
         for name, tensor in state.model.items():
-            tensor.copy_(saved.read(f"model.{name}"))
+            own = state.own_name(name)
+            tensor.copy_(saved.read(f"model.{own}", own, state.rows.get(name)))
         for name, parameter in state.parameters.items() if state.keeps_previous else ():
-            if (key := f"previous.{name}") in index.tensors:
-                state.previous[name] = torch.empty_like(parameter.detach()).copy_(saved.read(key))
+            own = state.own_name(name)
+            if {*index.keys(key := f"previous.{own}", own)} <= index.tensors.keys():
+                before = saved.read(key, own, state.rows.get(name))
+                state.previous[name] = torch.empty_like(parameter.detach()).copy_(before)
         _restore_optimizers(state, index, saved)
     except CheckpointError as error:
         problem = error
@@ -193,7 +217,7 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     files.verify(source, index, share=0, shares=1)
     saved = SavedTensors(source, index)
     try:
-        tensors = {name: saved.read(f"model.{name}") for name in index.model}
+        tensors = {name: saved.read(f"model.{name}", name) for name in index.model}
         save_file(tensors, path, metadata={"format": "pt", **index.aliases})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}", hint="choose another file") from None
@@ -229,11 +253,16 @@ class SafetensorsFolder:
 
 
 def find_weights(
-    state: TrainState, read: Callable[[str], Tensor | None], *, channel: Channel
+    state: TrainState,
+    read: Callable[[str], Tensor | None],
+    *,
+    channel: Channel,
+    stays: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
-    """Weights for this rank's parameters and buffers, by the model's own names.
+    """Weights for this rank's parameters and buffers, by its names of them.
 
-    read: name -> tensor, None if there is none of that name. A tied parameter is looked for under each.
+    read: the model's own name -> tensor, None if there is none of that name. A tied parameter is looked for
+        under each.  stays: whether one of that name is not looked for.
     Raises: CheckpointError, on all ranks, if one is missing or has another shape.
     """
     others: dict[str, list[str]] = {}
@@ -241,18 +270,33 @@ def find_weights(
         others.setdefault(name, []).append(alias)
     found: dict[str, Tensor] = {}
     problem = None
-    for name, tensor in state.model.items():
-        read_names = (read(each) for each in (name, *others.get(name, ())))
+    for name in state.model:
+        own, shape, rows = state.own_name(name), state.whole_shape(name), state.rows.get(name)
+        if stays(own):
+            continue
+        read_names = (read(each) for each in (own, *others.get(own, ())))
         loaded = next((each for each in read_names if each is not None), None)
-        if loaded is None or loaded.shape != tensor.shape:
-            what = "is missing" if loaded is None else f"is {list(loaded.shape)}, not {list(tensor.shape)}"
+        if loaded is None or tuple(loaded.shape) != shape:
+            what = "is missing" if loaded is None else f"is {list(loaded.shape)}, not {list(shape)}"
             problem = CheckpointError(
-                f"among the weights {name} {what}", hint="give the weights of this model, by its own names"
+                f"among the weights {own} {what}", hint="give the weights of this model, by its own names"
             )
             break
-        found[name] = loaded
+        found[name] = loaded if rows is None else loaded[rows.start : rows.stop]
     _agree((problem, None), channel, "all ranks to load weights")
     return found
+
+
+def joined(tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str, Tensor]:
+    """Tensors by the names of the user's model, with parts of one put together; all parts must be there."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    for name in tensors:
+        if name in rows:
+            parts.setdefault(rows[name].whole, []).append((rows[name].start, tensors[name]))
+    for each in parts.values():
+        each.sort(key=lambda part: part[0])
+    whole = {name: torch.cat([tensor for _, tensor in each]) for name, each in parts.items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in rows} | whole
 
 
 def write_weights(
@@ -293,16 +337,51 @@ class SavedTensors:
             if key not in there[name]:
                 raise self._corrupt(name, f"{shown(key)} is not in it")
         for name, (shape, _) in index.model.items():
-            key, pair = f"model.{name}", (2,) if f"model.{name}" in index.complex else ()
-            file = index.tensors[key]
-            actual = tuple(self._files[file].get_slice(key).get_shape())
-            if actual != (*shape, *pair):
-                raise self._corrupt(file, f"{shown(key)} is {list(actual)}, and not {shown(list(shape))}")
+            keys, above = index.keys(f"model.{name}", name), 0
+            for key, rows in zip(keys, index.parts[name] if len(keys) > 1 else [None], strict=True):
+                file, pair = index.tensors[key], (2,) if key in index.complex else ()
+                expected = shape if rows is None else (rows[1] - rows[0], *shape[1:])
+                actual = tuple(self._files[file].get_slice(key).get_shape())
+                if actual != (*expected, *pair) or (rows is not None and rows[0] != above):
+                    raise self._corrupt(file, f"{shown(key)} is {list(actual)} of {shown(list(shape))}")
+                above = 0 if rows is None else rows[1]
+            if len(keys) > 1 and above != shape[0]:
+                raise self._corrupt(file, f"{shown(name)} has {shown(list(shape))}, its parts {above} rows")
 
-    def read(self, key: str) -> Tensor:
-        name = self._index.tensors[key]
+    def names(self, prefix: str, fqn: str) -> list[str]:
+        """What stands behind a prefix in the keys of a parameter's tensors, whole or in parts."""
+        ends = tuple(files.key_of("", rows) for rows in self._index.parts.get(fqn, ()))
+        found = {}
+        for key in self._index.tensors:
+            if key.startswith(prefix):
+                end = next((end for end in ends if key.endswith(end)), "")
+                found[key.removeprefix(prefix).removesuffix(end)] = None
+        return list(found)
+
+    def read(self, key: str, fqn: str, rows: Rows | None = None) -> Tensor:
+        """A tensor of a parameter or buffer, or some of its rows."""
+        keys = self._index.keys(key, fqn)
+        if len(keys) == 1:
+            return self._read(key, rows and (rows.start, rows.stop), of=rows.of if rows else 0)
+        start, stop = (0, inf) if rows is None else (rows.start, rows.stop)
+        inside = [
+            self._read(part, (max(start, a) - a, min(stop, b) - a), of=b - a)
+            for part, (a, b) in zip(keys, self._index.parts[fqn], strict=True)
+            if a < stop and start < b
+        ]
+        return inside[0] if len(inside) == 1 else torch.cat(inside)
+
+    def _read(self, key: str, rows: tuple[int, int] | None, *, of: int) -> Tensor:
+        """of: how many rows a tensor has that is not the same for all of them."""
+        if (name := self._index.tensors.get(key)) is None:
+            raise files.corrupt(self._path, f"it has some parts of {shown(key)} only")
         try:
-            tensor: Tensor = self._files[name].get_tensor(key)
+            stored = self._files[name].get_slice(key)
+            shape = stored.get_shape()
+            if rows is not None and shape and shape[0] == of:
+                tensor: Tensor = stored[rows[0] : rows[1]]
+            else:
+                tensor = self._files[name].get_tensor(key)
             return torch.view_as_complex(tensor) if key in self._index.complex else tensor
         except (OSError, SafetensorError, RuntimeError) as error:
             raise self._corrupt(name, f"{shown(key)}: {error}") from None
@@ -350,6 +429,10 @@ def _merge(parts: list[tuple[Index, list[str]]], written: list[dict[str, tuple[i
         groups=merged("groups"),
         values=merged("values"),
         complex=tuple(sorted({key for part in indices for key in part.complex})),
+        parts={
+            name: tuple(sorted({rows for part in indices for rows in part.parts.get(name, ())}))
+            for name in sorted({name for part in indices for name in part.parts})
+        },
         files={name: sums for file in written for name, sums in file.items()},
         tensors=homes,
     )
@@ -380,23 +463,31 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
             f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
         ) from None
     model = state.model
-    tensors = {f"model.{name}": tensor for name, tensor in model.items()}
-    tensors |= {f"previous.{name}": tensor.detach() for name, tensor in state.previous.items()}
+    tensors = {state.stored(n, f"model.{state.own_name(n)}", t): t for n, t in model.items()}
+    tensors |= {
+        state.stored(name, f"previous.{state.own_name(name)}", tensor): tensor.detach()
+        for name, tensor in state.previous.items()
+    }
+    parts: dict[str, tuple[tuple[int, int], ...]] = {}
+    for name in model:
+        if (rows := state.rows.get(name)) is not None:
+            parts[rows.whole] = (*parts.get(rows.whole, ()), (rows.start, rows.stop))
     kinds: dict[str, str] = {}
     groups: dict[str, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
     for optimizer, group, names in state.optimized():
         hyper = {key: _plain_hyper(key, value) for key, value in group.items() if key != "params"}
         for name, parameter in zip(names, group["params"], strict=True):
-            kinds[name], groups[name] = type(optimizer).__name__, hyper
+            own = state.own_name(name)
+            kinds[own], groups[own] = type(optimizer).__name__, hyper
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{name}.{key}"] = value.detach()
+                    tensors[state.stored(name, f"optimizer.{own}.{key}", value)] = value.detach()
                 elif isinstance(value, _PLAIN):
-                    values.setdefault(name, {})[key] = value
+                    values.setdefault(own, {})[key] = value
                 else:
                     raise CheckpointError(
-                        f"optimizer state {key!r} of {name} is a {type(value).__name__}",
+                        f"optimizer state {key!r} of {own} is a {type(value).__name__}",
                         hint="checkpoints hold optimizer state that is tensors, numbers, strings or None",
                     )
     return tensors, Index(
@@ -404,18 +495,20 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
         step=step,
         extra=dict(extra),
         aliases=state.aliases,
-        model={name: (tuple(t.shape), _dtype_name(t)) for name, t in model.items()},
+        model={state.own_name(n): (state.whole_shape(n), _dtype_name(t)) for n, t in model.items()},
         optimizers=kinds,
         groups=groups,
         values=values,
         complex=tuple(key for key, tensor in tensors.items() if _in_pairs(tensor)),
+        parts=parts,
     )
 
 
 def _require_fits(state: TrainState, index: Index) -> None:
     for name, tensor in state.model.items():
-        _refuse_mismatch(name, tensor, index)
-    for optimizer, _, names in state.optimized():
+        _refuse_mismatch(state.own_name(name), state.whole_shape(name), _dtype_name(tensor), index)
+    for optimizer, _, parameters in state.optimized():
+        names = [*map(state.own_name, parameters)]
         for name in names:
             kind = index.optimizers.get(name)
             if kind != type(optimizer).__name__:
@@ -435,19 +528,19 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
         optimizer does not take its state.
     """
     for optimizer in state.optimizers:
-        only_this = TrainState(parameters=state.parameters, optimizers=(optimizer,))
+        only_this = TrainState(parameters=state.parameters, optimizers=(optimizer,), rows=state.rows)
         plain = optimizer.state_dict()
         restored: dict[int, dict[str, Any]] = {}
         for (_, group, names), numbered in zip(only_this.optimized(), plain["param_groups"], strict=True):
             if not names:
                 continue
-            for key, value in _common_hyper(names, index).items():
+            for key, value in _common_hyper([*map(state.own_name, names)], index).items():
                 numbered[key] = _like_live(value, group.get(key))
             for name, number in zip(names, numbered["params"], strict=True):
-                prefix = f"optimizer.{name}."
-                keys = [key for key in index.tensors if key.startswith(prefix)]
-                loaded_state = {key.removeprefix(prefix): saved.read(key) for key in keys}
-                if loaded_state := loaded_state | dict(index.values.get(name, {})):
+                own, rows = state.own_name(name), state.rows.get(name)
+                prefix = f"optimizer.{own}."
+                loaded_state = {key: saved.read(prefix + key, own, rows) for key in saved.names(prefix, own)}
+                if loaded_state := loaded_state | dict(index.values.get(own, {})):
                     restored[number] = loaded_state
         groups = optimizer.param_groups
         try:
@@ -467,14 +560,14 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _refuse_mismatch(name: str, tensor: Tensor, index: Index) -> None:
+def _refuse_mismatch(name: str, shape: tuple[int, ...], dtype: str, index: Index) -> None:
     if name not in index.model:
         raise CheckpointError(f"the checkpoint has no tensor {name}", hint="load a checkpoint of this model")
-    shape, dtype = index.model[name]
-    if (tuple(shape), dtype) != (tuple(tensor.shape), _dtype_name(tensor)):
+    saved_shape, saved_dtype = index.model[name]
+    if (tuple(saved_shape), saved_dtype) != (shape, dtype):
         raise CheckpointError(
-            f"{name} is {list(tensor.shape)} {_dtype_name(tensor)}, "
-            f"the checkpoint has {str(list(shape)):.60} {dtype:.60}",
+            f"{name} is {list(shape)} {dtype}, "
+            f"the checkpoint has {str(list(saved_shape)):.60} {saved_dtype:.60}",
             hint="build the model with the sizes and the dtype of the checkpoint",
         )
 

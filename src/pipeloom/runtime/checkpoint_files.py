@@ -57,6 +57,8 @@ class Index:
     groups: FQN -> its hyper-parameters.  values: FQN -> optimizer state that is not a tensor.
     extra: what the caller added.  files: name -> (bytes, CRC-32).  tensors: key -> the file that has it.
     complex: keys of complex numbers that are stored as pairs, as safetensors has no such dtype.
+    parts: FQN of a parameter that is stored in parts -> the rows of each. The part of a tensor with the key
+    k, such as `model.lm_head.weight`, has the key `k[0:16000]`.
     """
 
     schema: int
@@ -70,6 +72,20 @@ class Index:
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     complex: tuple[str, ...] = ()
+    parts: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    def keys(self, key: str, fqn: str) -> list[str]:
+        """Where a tensor of a parameter or buffer is stored: under its key, or in parts."""
+        parts = [] if key in self.tensors else [key_of(key, rows) for rows in self.parts.get(fqn, ())]
+        return parts if parts and all(part in self.tensors for part in parts) else [key]
+
+
+def key_of(key: str, rows: tuple[int, int] | None) -> str:
+    """
+    >>> key_of("model.head.weight", (0, 16000)), key_of("model.norm.weight", None)
+    ('model.head.weight[0:16000]', 'model.norm.weight')
+    """
+    return key if rows is None else f"{key}[{rows[0]}:{rows[1]}]"
 
 
 def name_of(step: int) -> str:
@@ -171,7 +187,8 @@ def read_index(path: Path) -> Index:
         for key, name in index.tensors.items():
             if name not in index.files:
                 raise ValueError(f"it has {shown(key)} in {shown(name)}, no file of the checkpoint")
-        if lost := next((name for name in index.model if f"model.{name}" not in index.tensors), None):
+        stored = {name: index.keys(f"model.{name}", name) for name in index.model}
+        if lost := next((n for n, keys in stored.items() if not index.tensors.keys() >= {*keys}), None):
             raise ValueError(f"it does not say where {shown(lost)} is")
         return index
     except OSError as error:

@@ -1,12 +1,13 @@
 """Moving bytes with NCCL: between GPUs.
 
 Operations of one communicator run one after the other on its stream, so a receive posted ahead would hold
-up a later send to the same rank while the peer does the same: neither transfer could start. Therefore there
-are two groups: one for transfers to higher ranks and one for transfers to lower ranks. In each of them a
-pair of ranks has its own communicator, in which one rank only sends and the other only receives, both in
-the sender's order.
+up a later send to the same rank while the peer does the same: neither transfer could start. Therefore each
+edge, from one rank to another, is a group of its own, in which one rank only sends and the other only
+receives, both in the sender's order. Such a group has one communicator, whether PyTorch makes those of pairs
+on demand or, in groups with a `device_id`, one for all ranks at once.
 
-A wait makes the GPU's stream wait and returns at once; a thread looks after the transfers that do not end.
+A wait makes the GPU's stream wait and returns at once. A thread looks after those at which the GPU has come
+to a halt: it tells the other ranks, and fails this one when that takes too long.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,25 +31,44 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from ..ir.errors import ConfigError
 from .connect import NCCL_PATIENCE
 from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, OpenGroups, PendingTransfer, SumGroup
-from .watch import Watch
+from .watch import Waiting, Watch
+
+
+class Awaited(NamedTuple):
+    """A transfer that the computing stream waits for.
+
+    reached: a mark in front of that: until the device is there, it has other things to do.
+    """
+
+    work: dist.Work
+    waiting: Waiting
+    reached: torch.Event
 
 
 class StreamWatchdog:
-    """Notices transfers that a device's stream waits for longer than the limit; fails this rank then.
+    """Knows which transfer a device's stream waits for, and fails this rank if it does so for longer than the
+    limit.
 
     The main thread may be anywhere at that time, so the error is printed here.
+    late: what the device waits for now, since it was seen to be there.
     """
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
-        self._watch = watch
+        self.watch = watch
+        self.late: Waiting | None = None
+        watch.device_waits = lambda: self.late
         self._timeout_s = timeout_s
-        self._awaited: deque[tuple[dist.Work, str, float]] = deque()  # for what, since when
+        self._awaited: deque[Awaited] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeloom-lookout", daemon=True)
         self._thread.start()
 
-    def add(self, work: dist.Work, what: str) -> None:
-        self._awaited.append((work, what, time.monotonic()))
+    def add(self, work: dist.Work) -> None:
+        """The computing stream is told next to wait for `work`, of which the watch knows what it is."""
+        assert self.watch.waiting is not None, "transfers are waited for in `Watch.wait`"
+        reached = torch.Event()
+        reached.record()
+        self._awaited.append(Awaited(work, self.watch.waiting, reached))
 
     def close(self) -> None:
         self._closed.set()
@@ -56,15 +76,17 @@ class StreamWatchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(0.2):
-            while self._awaited and self._awaited[0][0].is_completed():
+            while self._awaited and self._awaited[0].work.is_completed():
                 self._awaited.popleft()
-            if not self._awaited:
+                self.late = None
+            if not self._awaited or not self._awaited[0].reached.query():
                 continue
-            _, what, since_s = self._awaited[0]
-            waited_s = time.monotonic() - since_s
+            if self.late is None:
+                self.late = replace(self._awaited[0].waiting, since_s=time.monotonic())
+            waited_s = time.monotonic() - self.late.since_s
             if waited_s > self._timeout_s:
-                error = self._watch.timeout_error(what, waited_s)
-                if self._watch.fail(error, main_thread=False).rank == self._watch.rank:
+                error = self.watch.timeout_error(self.late.what, waited_s)
+                if self.watch.fail(error, main_thread=False).rank == self.watch.rank:
                     print(error, file=sys.stderr, flush=True)
                 return
 
@@ -81,6 +103,7 @@ def nccl_group(
         make = dist.Backend._plugins[backend.upper()].creator_fn
         return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=NCCL_PATIENCE * timeout_s))
     options = dist.ProcessGroupNCCL.Options()
+    options.group_name = name  # for the flight recorder
     options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
 
@@ -112,20 +135,18 @@ class NcclTransport:
     ) -> None:
         self.rank = group.rank()
         self.ranks = group.size()
-        if group.bound_device_id is not None and self.ranks > 2:
-            # Such a group makes one communicator for all ranks at once and puts every transfer on its one
-            # stream, where a receive from one rank blocks a send to another.
+        if group.bound_device_id not in (None, device):
             raise ConfigError(
-                "the process group was made with device_id, which serialises all its transfers",
-                hint="call init_process_group without device_id",
+                f"the process group was made with device_id {group.bound_device_id}, and rank {self.rank} "
+                f"computes on {device}",
+                hint=f"give the pipeline that device, or the group {device}",
             )
         self._group = group
         self._device = device
+        self._aborted = False
         self._open = OpenGroups(self.rank, make)
-        self._to_higher = make("to higher ranks", self.rank, self.ranks)
-        self._to_lower = make("to lower ranks", self.rank, self.ranks)
         self._control = GlooTransport(make_control("control data", self.rank, self.ranks), make_control)
-        self._to_shut_down = [self._to_higher, self._to_lower]
+        self._edges: dict[tuple[int, int], Group] = {}
         # Make all communicators now, in one order on all ranks. A communicator is made by the first transfer
         # of its pair and blocks both ends until then; on demand, two ranks could each block for another one.
         # Every other pair of a chain comes first: these have no rank in common, and are made at once.
@@ -133,25 +154,25 @@ class NcclTransport:
         for source, target in connecting_order(
             permutations(range(self.ranks), 2) if pairs is None else pairs
         ):
-            if self.rank == source:
-                self._lane(source, target).send([token], target, 0).wait()
-            elif self.rank == target:
-                self._lane(source, target).recv([token], source, 0).wait()
+            if self.rank in (source, target):
+                edge = make(f"messages {source} to {target}", int(self.rank == target), 2)
+                self._edges[source, target] = edge
+                (edge.send if self.rank == source else edge.recv)([token], int(self.rank == source), 0).wait()
         self._lookout = StreamWatchdog(watch, timeout_s)
 
     def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer:
         try:
-            work = self._lane(self.rank, target).send([buffer], target, 0)
+            work = self._edges[self.rank, target].send([buffer], 1, 0)
         except RuntimeError as error:
             return FailedTransfer(error)
-        return _Enqueued(self._lookout, work, f"rank {target} to receive message {index}")
+        return _Enqueued(self._lookout, work)
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         try:
-            work = self._lane(source, self.rank).recv([buffer], source, 0)
+            work = self._edges[source, self.rank].recv([buffer], 0, 0)
         except RuntimeError as error:
             return FailedTransfer(error)
-        return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
+        return _Enqueued(self._lookout, work)
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
         self._open.open(groups)
@@ -161,41 +182,37 @@ class NcclTransport:
             assert group is None or len(group.ranks) == self.ranks, "control data goes to all ranks"
             return self._control.all_reduce(tensor)
         over = self._group if group is None else self._open[group]
-        return _Enqueued(self._lookout, over.allreduce([tensor]), "a sum over all ranks")
+        return _Enqueued(self._lookout, over.allreduce([tensor]))
 
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         options = dist.ReduceOptions()
         options.rootRank = group.ranks.index(owner)
-        work = self._open[group].reduce([tensor], options)
-        return _Enqueued(self._lookout, work, f"a sum for rank {owner}")
+        return _Enqueued(self._lookout, self._open[group].reduce([tensor], options))
 
     def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
         options = dist.BroadcastOptions()
         options.rootRank = group.ranks.index(source)
-        work = self._open[group].broadcast([tensor], options)
-        return _Enqueued(self._lookout, work, f"parameters from rank {source}")
+        return _Enqueued(self._lookout, self._open[group].broadcast([tensor], options))
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._control.all_gather_object(value, timeout_s)
 
     def interrupt(self) -> None:
-        self._to_shut_down.clear()  # to shut one down waits for its operations, and these may never end
+        groups = (*self._edges.values(), self._group, *self._open.all())
+        self._aborted = True
         self._control.interrupt()
-        for group in (self._to_higher, self._to_lower, self._group, *self._open.all()):
+        for group in groups:
             with suppress(RuntimeError):  # it has ended already
                 group.abort()
 
     def close(self) -> None:
         self._lookout.close()
         self._control.close()
-        if self._to_shut_down:
-            for group in [*self._open.all()[::-1], *self._to_shut_down[::-1]]:
+        if not self._aborted:  # to shut one down waits for its operations, and these may never end then
+            for group in [*self._open.all()[::-1], *[*self._edges.values()][::-1]]:
                 group.shutdown()
-        self._to_shut_down.clear()
+        self._edges.clear()
         self._open.clear()
-
-    def _lane(self, source: int, target: int) -> Group:
-        return self._to_higher if target > source else self._to_lower
 
 
 @dataclass
@@ -204,7 +221,6 @@ class _Enqueued:
 
     lookout: StreamWatchdog
     work: dist.Work
-    what: str
     ordered: bool = False
 
     def done(self) -> bool:
@@ -218,8 +234,9 @@ class _Enqueued:
 
     def wait(self, timeout_s: float) -> None:
         """Let the current stream wait; returns at once, and the lookout has an eye on the time."""
+        if not self.ordered:
+            self.lookout.add(self.work)
         self._order()
-        self.lookout.add(self.work, self.what)
 
     def _order(self) -> None:
         if not self.ordered:

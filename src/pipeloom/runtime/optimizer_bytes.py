@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
-from ..ir.graph import OpGraph, UpdateBytes
+from ..ir.graph import OpGraph, Rows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
 
@@ -28,6 +30,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 LATE = 1000.0
 """A count of steps by which an optimizer that begins gently does what it does from then on."""
+
+NO_ROWS: Mapping[str, Rows] = MappingProxyType({})
 
 SMALL = 4
 """Most entries of a dimension of a small parameter."""
@@ -63,15 +67,25 @@ def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
     )
 
 
-def make_checked(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> Optimizer:
+def make_checked(
+    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows] = NO_ROWS
+) -> Optimizer:
     """The optimizer of some parameters.
 
+    rows: of those that are parts of one, by their names. The optimizer is made with one part of each, under
+    the name of the whole; the other parts join the group that this one has got.
     Raises: PlanError with the optimizer's own words if it refuses them, or if two optimizers step one.
     """
+    numbers = _numbers(params, rows)
     try:
-        optimizer = make_optimizer(make, params)
+        optimizer, *others = (
+            make_optimizer(make, _with_parts(params, rows, numbers, number))
+            for number in range(max(numbers.values(), default=0) + 1)
+        )
     except Exception as error:  # the user's code
         raise _refusal(make, params, error) from None
+    for other in others:
+        _join_groups(optimizer, other, params)
     names = {id(p): name for name, p in params.items()}
     owner: dict[int, Optimizer] = {}
     for part in optimizers_of(optimizer):
@@ -83,6 +97,41 @@ def make_checked(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> Opt
                     hint="give each parameter to one optimizer",
                 )
     return optimizer
+
+
+def _numbers(params: Iterable[str], rows: Mapping[str, Rows]) -> dict[str, int]:
+    """Of the parts among some parameters, which of its whole each is."""
+    seen: Counter[str] = Counter()
+    numbers = {}
+    for name in params:
+        if name in rows:
+            numbers[name] = seen[rows[name].whole]
+            seen[rows[name].whole] += 1
+    return numbers
+
+
+def _with_parts(
+    params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows], numbers: Mapping[str, int], number: int
+) -> dict[str, nn.Parameter]:
+    """The parameters by the names that the model has, with the part of that number of each; with its last if
+    there are fewer."""
+    chosen: dict[str, nn.Parameter] = {}
+    for name, param in params.items():
+        whole = rows[name].whole if name in rows else name
+        if whole not in chosen or numbers[name] <= number:
+            chosen[whole] = param
+    return chosen
+
+
+def _join_groups(optimizer: Optimizer, other: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+    """Add to an optimizer's groups what another, made in the same way, has in the same places besides."""
+    pairs = list(zip(optimizers_of(optimizer), optimizers_of(other), strict=True))
+    for mine, theirs in pairs:
+        known = {id(param) for group in mine.param_groups for param in group["params"]}
+        for group, more in zip(mine.param_groups, theirs.param_groups, strict=True):
+            added = [param for param in more["params"] if id(param) not in known]
+            group["params"] += added
+            mine.state.update((param, theirs.state[param]) for param in added if param in theirs.state)
 
 
 def forget_stand_ins(optimizer: Optimizer) -> None:
@@ -106,21 +155,27 @@ def stand_ins(graph: OpGraph) -> dict[str, nn.Parameter]:
 
 @one_thread_at_a_time  # it saves and restores the state of the default generator
 def update_bytes(
-    make: MakeOptimizer | None, params: Mapping[str, nn.Parameter], device: str
+    make: MakeOptimizer | None,
+    params: Mapping[str, nn.Parameter],
+    device: str,
+    rows: Mapping[str, Rows] = NO_ROWS,
 ) -> dict[str, UpdateBytes]:
     """What each parameter's update takes on a type of device, such as "cpu" or "cuda".
 
-    params: all that the optimizer is made for, on the meta device.
-    Raises: PlanError with the optimizer's own words if it cannot step them.
+    params: all that the optimizer is made for, on the meta device.  rows: of those that are parts of one.
+    Raises: PlanError with the optimizer's own words if it cannot step them; or if it updates a whole
+        parameter otherwise than its rows, and is given parts.
     """
     make = make or default_optimizer(device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        optimizer = make_checked(make, params)
+        optimizer = make_checked(make, params, rows)
+        if rows:
+            _refuse_parts_if_not_elementwise(make, params, rows)
         try:
             found = _by_kind(optimizer, params, device != "cpu")
         except Exception as first:  # its step needs data, or cannot be made at all
             try:
-                found = _of_small(make, params)
+                found = _of_small(make, params, rows)
             except Exception as error:  # the user's code
                 told = first if type(first) is type(error) else error
                 raise _refusal(make, params, told) from None
@@ -212,13 +267,15 @@ def _step_one(
     return storage_bytes(kept_tensors([part.state.get(param, {})])), most
 
 
-def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[str, UpdateBytes]:
+def _of_small(
+    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows]
+) -> dict[str, UpdateBytes]:
     """The same by bytes of each parameter, from a step of small ones with data."""
     small = {
         name: nn.Parameter(torch.zeros([min(n, SMALL) for n in p.shape], dtype=p.dtype))
         for name, p in params.items()
     }
-    optimizer = make_optimizer(make, small)
+    optimizer = make_checked(make, small, rows)
     for each in small.values():
         each.grad = torch.ones_like(each)
     optimizer.step()
@@ -235,6 +292,42 @@ def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[s
         kept = counters + round((sum(t.nbytes for t in state) - counters) * scale)
         found[name] = UpdateBytes(state=kept, step=max(params[name].nbytes, kept))
     return found
+
+
+def _refuse_parts_if_not_elementwise(
+    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows]
+) -> None:
+    """Two steps of small parameters, whole and in parts, are compared."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {name: [min(n, SMALL) for n in param.shape] for name, param in params.items()}
+    wholes: dict[str, list[str]] = {}
+    for name in params:
+        wholes.setdefault(rows[name].whole if name in rows else name, []).append(name)
+
+    def in_parts() -> dict[str, Tensor]:
+        return {n: torch.rand(shape, generator=draw, dtype=torch.float64) for n, shape in shapes.items()}
+
+    def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.cat([tensors[part] for part in parts]) for name, parts in wholes.items()}
+
+    def updated(start: Mapping[str, Tensor], rows: Mapping[str, Rows], gradient: Mapping[str, Tensor]) -> Any:
+        stepped = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+        optimizer = make_checked(make, stepped, rows)
+        for name, param in stepped.items():
+            param.grad = gradient[name].clone()
+        for _ in range(2):
+            optimizer.step()
+        return {name: param.detach() - start[name] for name, param in stepped.items()}
+
+    start, gradient = in_parts(), in_parts()
+    one, other = whole(updated(start, rows, gradient)), updated(whole(start), NO_ROWS, whole(gradient))
+    for name in {each.whole for each in rows.values()} & one.keys():
+        if not torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-9):
+            raise PlanError(
+                f"the optimizer of {name} does not update each of its rows by itself, so its words cannot be "
+                "split",
+                hint="leave it whole (--split-words off), or let AdamW have it",
+            )
 
 
 def _refusal(make: MakeOptimizer, params: Mapping[str, nn.Parameter], error: Exception) -> PlanError:

@@ -69,10 +69,12 @@ class Variant:
     """The stages for one size of micro-batch: same cut, other shapes.
 
     functions: of this rank's stages; those of a stage's replicas are the same.
+    flops: of matrix products, to train all stages on one micro-batch; 0 where nobody asks.
     """
 
     stages: StageGraph
     functions: Mapping[int, StageFunctions]
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,7 +224,7 @@ class Rank:
     program: the training program.  clip_norm: limit of the gradients' global norm.
     tier: where residuals go; None if the program offloads nothing.  after_step: called after each update.
     kept: (stage, micro-batch) -> what is kept of it.  running: the program that ran last.
-    look: called with what each F, B, I and W has made, see `find_nan`.
+    look: called with what each F, B, I and W has made, see `action_hooks`.
     outputs: micro-batch -> outputs of the model that this rank makes, where the last step was asked for them.
     """
 

@@ -49,7 +49,7 @@ class CudaClock:
 
 
 @dataclass
-class _Step:
+class RecordedStep:
     """What was recorded of one step.
 
     zero: when it began.  started_s: the same on the clock of this machine.
@@ -66,16 +66,18 @@ class _Step:
 
 
 class Recorder:
+    """last: the step that is recorded now, or was last."""
+
     def __init__(self, rank: int, clock: Clock) -> None:
         self.rank = rank
         self.clock = clock
-        self._steps: list[_Step] = []
+        self._steps: list[RecordedStep] = []
         self.next_step()
 
     def next_step(self, *, keep: int = 1) -> None:
         """keep: the number of steps that are kept, the new one included. Times count from the oldest."""
-        self._last = _Step(started_s=time.perf_counter(), zero=self.clock.mark())
-        self._steps = [*self._steps, self._last][-keep:]
+        self.last = RecordedStep(started_s=time.perf_counter(), zero=self.clock.mark())
+        self._steps = [*self._steps, self.last][-keep:]
 
     @property
     def started_s(self) -> float:
@@ -86,11 +88,11 @@ class Recorder:
     def step_starts_s(self) -> list[float]:
         return [self._since_zero(step.zero) for step in self._steps]
 
-    def totals_s(self) -> tuple[float, float, float]:
-        """Of the last step: until its last action ended; of computing; of waiting."""
+    def totals_s(self, step: RecordedStep) -> tuple[float, float, float]:
+        """Seconds until the step's last action ended; of computing; of waiting."""
         ended_s, taken_s = 0.0, {"compute": 0.0, "recv": 0.0}
-        for stream, _, start, end in self._last.marks:
-            ended_s = max(ended_s, self.clock.seconds(self._last.zero, end))
+        for stream, _, start, end in step.marks:
+            ended_s = max(ended_s, self.clock.seconds(step.zero, end))
             if stream in taken_s:
                 taken_s[stream] += self.clock.seconds(start, end)
         return ended_s, taken_s["compute"], taken_s["recv"]
@@ -99,27 +101,27 @@ class Recorder:
     def record(self, stream: str, action: str) -> Iterator[None]:
         start = self.clock.mark()
         yield
-        self._last.marks.append((stream, action, start, self.clock.mark()))
+        self.last.marks.append((stream, action, start, self.clock.mark()))
 
     def copied(self, stream: str, action: str, start: object, end: object) -> None:
         """A copy ran beside the actions, between two marks."""
-        self._last.marks.append((stream, action, start, end))
+        self.last.marks.append((stream, action, start, end))
 
     def burst(self, size: int) -> None:
         """During the action recorded last, up to `size` bytes were held."""
-        self._last.levels.append((self._last.marks[-1][2], size))
+        self.last.levels.append((self.last.marks[-1][2], size))
 
     def level(self, size: int) -> None:
         """The rank holds `size` bytes from now on."""
-        self._last.levels.append((self.clock.mark(), size))
+        self.last.levels.append((self.clock.mark(), size))
 
     def freed(self, size: int, when: object) -> None:
         """The rank notices now that it has not held `size` bytes since the mark `when`."""
-        self._last.late.append((when, self.clock.mark(), size))
+        self.last.late.append((when, self.clock.mark(), size))
 
     def host_level(self, size: int) -> None:
         """The rank has `size` bytes of residuals on the host from now on."""
-        self._last.host_levels.append((self.clock.mark(), size))
+        self.last.host_levels.append((self.clock.mark(), size))
 
     def events(self, late_s: float = 0.0) -> tuple[Event, ...]:
         """late_s: how much later than the first rank this one began; times count from that rank's start."""

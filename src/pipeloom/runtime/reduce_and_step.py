@@ -171,6 +171,7 @@ class ReduceAndStep:
         with rank.recorder.record("compute", work.text):
             weights.step()
         self._exchange_parameters(work.text)
+        weights.cast_parameters()
         self._after_step()
         sizes = weights.sizes
         for kind in ("optimizer", "parameters"):

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented names
 
 SMALL_BYTES = 1 << 16
-"""Sends up to this size are looked at only at the end of the step: to see whether one has ended takes longer
-than it does."""
+"""Sends of a CPU up to this size are looked at only at the end of the step: to see whether one has ended
+takes longer than it does."""
 
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30

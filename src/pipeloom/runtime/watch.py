@@ -28,6 +28,7 @@ from typing import NoReturn, TypeVar
 from ..ir.errors import CommunicationError, PeerError
 from .board import FINISHED, Board, Failure, RankStatus, who_waits
 from .child import PEER_FAILED
+from .flight_recorder import write_recorded
 
 T = TypeVar("T")
 
@@ -48,17 +49,21 @@ UNCAUGHT: list[BaseException] = []
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A wait in progress: for what, on which ranks, since when (time.monotonic)."""
+    """A wait in progress, of the main thread or of a device: for what, on which ranks, since when
+    (time.monotonic), and what the rank does there."""
 
     what: str
     ranks: tuple[int, ...]
     since_s: float
+    doing: str
 
 
 class Watch:
     """Follows this rank and its peers; use it as a context manager around all work of a rank.
 
     status: what the rank does now, such as "2F5"; set it as often as you like, it is posted by a side thread.
+    waiting: what the main thread waits for now.
+    device_waits: gives what this rank's device waits for: its main thread is far ahead and waits for nothing.
     exit_after_s: if the main thread has not noticed a failure so long after it became known, the process
         ends hard: it is stuck where no exception can reach it. None: the ranks are threads of one process.
     hosts_store: whether the board's store ends with this process, which then leaves last.
@@ -85,11 +90,13 @@ class Watch:
         self._exit_after_s = exit_after_s
         self._hosts_store = hosts_store
         self._cause_timeout_s = cause_timeout_s
-        self._waiting: Waiting | None = None
+        self.waiting: Waiting | None = None
+        self.device_waits: Callable[[], Waiting | None] = lambda: None
         self._main_knows = threading.Event()
+        self._recorded = threading.Lock()
         self._on_failure: list[Callable[[], None]] = []
         self._on_exit: list[Callable[[], None]] = []
-        self._ctrl_c = CtrlC(lambda: self._waiting is not None, self._interrupt)
+        self._ctrl_c = CtrlC(lambda: self.waiting is not None, self._interrupt)
 
     @property
     def rank(self) -> int:
@@ -145,7 +152,10 @@ class Watch:
             return self._board.failure
         summary = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         text = "".join(traceback.format_exception(error))
-        return self._board.announce(Failure(rank=self.rank, summary=summary, traceback=text))
+        hung = isinstance(error, CommunicationError)
+        failure = self._board.announce(Failure(rank=self.rank, summary=summary, traceback=text, hung=hung))
+        self._write_recorded(failure)
+        return failure
 
     def on_failure(self, interrupt: Callable[[], None]) -> None:
         """Call `interrupt` from another thread when a failure becomes known: it must end blocked waits."""
@@ -163,21 +173,21 @@ class Watch:
             if the time passed, or if a connection ended and no rank says why.
         """
         self.check()
-        self._waiting = Waiting(what, ranks, time.monotonic())
+        self.waiting = Waiting(what, ranks, time.monotonic(), self.status)
         failure: OSError | None = None
         try:
             block()
         except (TimeoutError, ConnectionError) as error:
             failure = error
         except Exception:
-            self._waiting = None
+            self.waiting = None
             raise
         # Raised outside the except clause, so that users see one error and not the transport's behind it.
         if isinstance(failure, TimeoutError):
-            self._raise_first(self.timeout_error(what, time.monotonic() - self._waiting.since_s))
+            self._raise_first(self.timeout_error(what, time.monotonic() - self.waiting.since_s))
         if failure is not None:
-            self._raise_disconnected(self._waiting, str(failure))
-        self._waiting = None
+            self._raise_disconnected(self.waiting, str(failure))
+        self.waiting = None
 
     def gather(self, text: str, timeout_s: float) -> list[str]:
         """One short text from every rank, in rank order, by the store: no device takes part.
@@ -270,16 +280,17 @@ class Watch:
             time.sleep(YIELD_S)
 
     def _own_status(self) -> RankStatus:
-        waiting = self._waiting
+        waiting = self.waiting or self.device_waits()
         if waiting is None:
             return RankStatus(doing=self.status)
         seconds = time.monotonic() - waiting.since_s
         return RankStatus(
-            doing=self.status, waits_for=waiting.what, waits_on=waiting.ranks, waiting_s=seconds
+            doing=waiting.doing, waits_for=waiting.what, waits_on=waiting.ranks, waiting_s=seconds
         )
 
     def _failure_known(self, failure: Failure) -> None:
         """Runs in a side thread."""
+        self._write_recorded(failure)
         self._interrupt()
         if self._exit_after_s is not None and not self._main_knows.wait(self._exit_after_s):
             print(
@@ -289,6 +300,17 @@ class Watch:
                 flush=True,
             )
             os._exit(PEER_FAILED)
+
+    def _write_recorded(self, failure: Failure) -> None:
+        """Once, and before anything that hangs is ended."""
+        if not failure.hung or self._exit_after_s is None or not self._recorded.acquire(blocking=False):
+            return
+        if file := write_recorded(self.rank):
+            print(
+                f"pipeloom: what PyTorch's flight recorder has of rank {self.rank} is in {file}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _interrupt(self) -> None:
         for interrupt in self._on_failure:

@@ -10,6 +10,9 @@ place, so an update copies the newest parameters once, into the buffers of a ver
     copy     B <- A       the parameters' data is now B
     step     B is updated in place
     after    newest = B   previous = A           no byte is copied when actions change versions
+
+An update that is corrected for its delay begins with B <- a mean of B and A, and ends beyond what the
+optimizer makes of it (`ir.weights`).
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..ir.graph import UpdateBytes, step_bytes
+from ..ir.graph import Rows, UpdateBytes, step_bytes
 from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
+    NO_ROWS,
     MakeOptimizer,
     default_optimizer,
     forget_stand_ins,
@@ -71,7 +75,9 @@ class Gradients(Sink):
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         """Add one micro-batch's gradient of a matrix as the product that it is."""
-        if name in self.touched:
+        if self.sums[name].dtype != left.dtype:
+            self.add(name, left @ right)
+        elif name in self.touched:
             self.sums[name].addmm_(left, right)
         else:
             torch.mm(left, right, out=self.sums[name])
@@ -104,7 +110,10 @@ class Weights:
     shares: of all ranks: who steps which parameter; empty where each steps all that it has.
     everywhere: all that the model trains, in its order, without data; by default what this rank has. The
         optimizer is made for all of these, so that it groups them as in one process, and keeps what it steps.
+    rows: of those that are parts of a parameter.
     optimizers: those that hold the state of `optimizer`, which may be several in one.
+    computed_in: dtypes of parameters that actions get copies of in these, and not as they are kept: in a
+        higher precision, in which gradients are summed and stepped (master weights).
     copied_bytes: by updates, to make new versions.
     """
 
@@ -122,6 +131,8 @@ class Weights:
         shares: Sequence[OptimizerShares] = (),
         rank: int = 0,
         everywhere: Mapping[str, nn.Parameter] | None = None,
+        computed_in: Mapping[str, torch.dtype] | None = None,
+        rows: Mapping[str, Rows] = NO_ROWS,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -134,10 +145,11 @@ class Weights:
         own = shares[rank].of(rank) if shares else self.params.keys()
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = {n: p for n, p in (everywhere or self.params).items() if p.requires_grad}
-        self._stand_ins = {n: stand_in(p.shape, p.dtype) for n, p in trained.items()}
+        self._stand_ins = {n: stand_in(p.shape, self.params.get(n, p).dtype) for n, p in trained.items()}
         self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
-        self.optimizer = make_checked(self._make_optimizer, here) if here else None
+        self.rows = rows
+        self.optimizer = make_checked(self._make_optimizer, here, rows) if here else None
         self.optimizers = optimizers_of(self.optimizer)
         if self.optimizer is not None:
             refuse_kept_beside(self.optimizer)
@@ -146,7 +158,8 @@ class Weights:
         self.keep_gradients = keep_gradients
         self.device = device
         self.last_gradients: dict[str, Tensor] = {}
-        self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers}}
+        self.casts = {n: self.params[n].data.to(dtype) for n, dtype in (computed_in or {}).items()}
+        self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers, **self.casts}}
         self._users: Counter[int] = Counter()
         self._spare: list[dict[str, Tensor]] = []
         if updates is not None and updates.limit is not None:
@@ -171,7 +184,7 @@ class Weights:
         is kept until `release_version`."""
         version = self.newest
         if self.updates is not None:
-            version = self.updates.rule.version(microbatch, self.updates.every, self.newest)
+            version = self.updates.version(microbatch, self.newest)
             assert version in self._versions, f"version {version} of {sorted(self._versions)}"
             self._users[version] += 1
         return version
@@ -225,9 +238,9 @@ class Weights:
     def norm_squares(self, names: Iterable[str]) -> Tensor:
         """Sum of squares of some gradients, in float64 (float32 where there is no float64)."""
         summed = self.summed
-        norms = [torch.linalg.vector_norm(summed.sums[n]) for n in names if n in summed.touched]
-        if norms:
-            return torch.stack(norms).double().square().sum()
+        sums = [summed.sums[n] for n in names if n in summed.touched]
+        if sums:
+            return torch.stack(torch._foreach_norm(sums)).double().square().sum()
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def note_gradients(self) -> None:
@@ -243,38 +256,52 @@ class Weights:
         """
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
-        sums = [self.summed.sums[name] for name in self.summed.touched]
-        exact = {kind: torch.promote_types(kind, torch.float32) for kind in {each.dtype for each in sums}}
-        factors = {kind: factor.reshape(()).to(exact[kind]) for kind in exact}
-        for each in sums:
-            exactly = factors[each.dtype]
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for name in self.summed.touched:
+            alike.setdefault(self.summed.sums[name].dtype, []).append(self.summed.sums[name])
+        for kind, sums in alike.items():
+            exactly = factor.reshape(()).to(torch.promote_types(kind, torch.float32))
+            if kind == exactly.dtype or factor.device.type == "cpu":
+                torch._foreach_mul_(sums, exactly)
+                continue
             # Accelerators round a tensor without dimensions to the other's dtype; CPUs do not, and would make
             # a copy in float32 of what is multiplied by one with dimensions.
-            each.mul_(exactly if each.device.type == "cpu" else exactly.expand(each.shape))
+            for each in sums:
+                each.mul_(exactly.expand(each.shape))
 
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
         summed = self.summed
-        if self.updates is not None:
-            self._begin_version()
+        before = {} if self.updates is None else self._begin_version(self.updates)
         if self.optimizer is not None:
             for name, param in self.params.items():
                 param.grad = summed.sums[name] if name in summed.touched else None
             self.optimizer.step()
+        if self.updates is not None:
+            for name, tensor in before.items():
+                self.params[name].data.lerp_(tensor, -self.updates.correction)
         for param in self.params.values():
             param.grad = None
         summed.clear()
 
-    def _begin_version(self) -> None:
+    def cast_parameters(self) -> None:
+        """Parameters have changed: so do the copies that actions get."""
+        for name, cast in self.casts.items():
+            cast.copy_(self.params[name].data)
+
+    def _begin_version(self, updates: Updates) -> dict[str, Tensor]:
         """Copy the newest parameters, so that the optimizer can update the copy in place. Where only one
-        version is kept, nobody uses it now, and it is updated itself."""
-        assert self.updates is not None
-        limit = self.updates.limit
+        version is kept, nobody uses it now, and it is updated itself.
+
+        Returns: what the update is to be extrapolated from, if it is corrected for its delay.
+        """
+        limit = updates.limit
         if limit == 1:
             assert not self._users[self.newest], f"version {self.newest} is in use"
             self._versions[self.newest + 1] = self._versions.pop(self.newest)
             self.newest += 1
-            return
+            return {}
+        previous = self.previous if updates.correction and self.newest >= updates.flushed else {}
         for version in sorted(self._versions):
             kept = version == self.newest or (limit is not None and version > self.newest + 1 - limit)
             if not kept and not self._users[version]:
@@ -284,12 +311,16 @@ class Weights:
         old = {}
         for name, tensor in copy.items():
             param = self.params[name]
-            tensor.copy_(param.data)
+            if previous:  # which may lie in the buffer itself
+                torch.lerp(previous[name], param.data, 1 / (1 + updates.correction), out=tensor)
+            else:
+                tensor.copy_(param.data)
             self.copied_bytes += tensor.nbytes
             old[name], param.data = param.data, tensor
         self._versions[self.newest] = {**before, **old}
         self.newest += 1
         self._versions[self.newest] = before
+        return old if previous else {}
 
     def _empty_version(self) -> dict[str, Tensor]:
         return {
@@ -305,7 +336,8 @@ class Weights:
         """What the optimizer takes for each parameter that this rank steps."""
         if not self.stepped:
             return {}
-        known = update_bytes(self._make_optimizer, self._stand_ins, torch.device(self.device).type)
+        device = torch.device(self.device).type
+        known = update_bytes(self._make_optimizer, self._stand_ins, device, self.rows)
         return {name: known[name] for name in self.stepped}
 
     @cached_property
@@ -333,6 +365,7 @@ class Weights:
         """Bytes by kind."""
         kept = [t for state in self._versions.values() for n, t in state.items() if n in self.params]
         kept += [tensor for version in self._spare for tensor in version.values()]
+        kept += [self.params[name].data for name in self.casts]
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return {
             "parameters": storage_bytes(kept),

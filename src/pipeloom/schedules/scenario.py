@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..checks.schedules import check
+from ..checks.updates import UpdateProof, prove_updates
 from ..checks.weight_versions import StageVersions, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
@@ -249,6 +250,25 @@ class SimulatedSchedule:
     def peak(self) -> float:
         return max(self.peaks, default=0.0)
 
+    def figures(self) -> dict[str, Any]:
+        """Times, shares of rank-time, and residuals in micro-batches and bytes; peak_bytes: None where sizes
+        are not known."""
+        keys = ("step_s", "bubble", "span_s", "span_bubble")
+        figures = {key: getattr(self.summary, key) for key in keys}
+        return figures | {"peak": self.peak, "peak_bytes": max(self.peaks_bytes, default=None)}
+
+    def by_rank(self) -> list[dict[str, Any]]:
+        step_s = self.summary.step_s
+        return [
+            {
+                "rank": r.rank,
+                "busy_s": r.busy_s,
+                "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
+                "peak": self.peaks[r.rank],
+            }
+            for r in self.summary.ranks
+        ]
+
 
 def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
     return {
@@ -258,11 +278,28 @@ def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
 
 
 def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
-    """Build a schedule of the library in its usual placement, or on the graph of `edges`, and simulate it.
-    Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
-    its share of a micro-batch.
+    """Build a schedule of the library as `build_schedule` does, and simulate it.
 
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
+    """
+    try:
+        return _simulate(*build_schedule(name, scenario), scenario)
+    except ScheduleError as error:
+        if not scenario.memory:
+            raise
+        free = simulate_schedule(name, replace(scenario, memory=""))
+        raise ScheduleError(
+            f"{name} does not keep to --memory {scenario.memory}: {error.message}",
+            hint=f"without a limit a rank of it holds up to {free.peak:.4g} micro-batches",
+        ) from None
+
+
+def build_schedule(name: str, scenario: Scenario) -> tuple[Schedule, StageGraph, tuple[StageCost, ...]]:
+    """A schedule of the library in its usual placement, or on the graph of `edges`; with its stages, and what
+    an action of each takes. Bidirectional schedules run half of the micro-batches in each direction; in
+    sliced ones each action has its share of a micro-batch.
+
+    Raises: ScheduleError if it cannot be built; ConfigError for wrong times.
     """
     if scenario.edges:
         stages, placement = placed(name, scenario.edges)
@@ -278,28 +315,18 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     def between_stages(source: int, target: int) -> float:
         return seconds[source, target]
 
-    count = scenario.microbatches // stages.replicas * slices
-    try:
-        schedule = registry.build(
-            name,
-            stages,
-            placement,
-            count,
-            costs=costs,
-            limit_bytes=tuple(caps) if scenario.memory else None,
-            transfer_s=between_stages if isinstance(transfer_s, tuple) else transfer_s,
-            uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
-            shortest=scenario.shortest,
-        )
-        return _simulate(schedule, stages, costs, scenario)
-    except ScheduleError as error:
-        if not scenario.memory:
-            raise
-        free = simulate_schedule(name, replace(scenario, memory=""))
-        raise ScheduleError(
-            f"{name} does not keep to --memory {scenario.memory}: {error.message}",
-            hint=f"without a limit a rank of it holds up to {free.peak:.4g} micro-batches",
-        ) from None
+    schedule = registry.build(
+        name,
+        stages,
+        placement,
+        scenario.microbatches // stages.replicas * slices,
+        costs=costs,
+        limit_bytes=tuple(caps) if scenario.memory else None,
+        transfer_s=between_stages if isinstance(transfer_s, tuple) else transfer_s,
+        uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
+        shortest=scenario.shortest,
+    )
+    return schedule, stages, costs
 
 
 def simulate_file(
@@ -309,10 +336,16 @@ def simulate_file(
 
     replicas: 2 if the second half of the stages is a replica of the first.  operations: a Python file that
     declares what else the rows have.
+    Raises: ScheduleError if it cannot be read, or breaks a rule; ConfigError for wrong times.
     """
     if operations is not None:
         load_file(operations)
-    schedule = read_schedule(file)
+    return simulate_rows(read_schedule(file), scenario, replicas=replicas)
+
+
+def simulate_rows(schedule: Schedule, scenario: Scenario, *, replicas: int = 1) -> SimulatedSchedule:
+    """Prove that the rows of a schedule can run, and simulate them. Raises: as `simulate_file`."""
+    file = schedule.name
     if schedule.stages % replicas:
         raise ScheduleError(
             f"{file} has {schedule.stages} stages, which {replicas} replicas do not share evenly",
@@ -349,6 +382,20 @@ def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersio
         return ()
     weight_versions(simulated.schedule, simulated.stages, updates)
     return versions(simulated.schedule, updates)
+
+
+def prove(simulated: SimulatedSchedule, updates: Updates) -> UpdateProof | None:
+    """That each update takes every gradient once, with one parameter for each stage that replicas and shards
+    share; None for a schedule without backwards. Raises: ScheduleError."""
+    schedule, stages = simulated.schedule, simulated.stages
+    if not schedule.columns.trains:
+        return None
+    count = len(stages.stages)
+    stages = replace(stages, params=tuple((f"stage {stages.origin(s)}",) for s in range(count)))
+    several = None
+    if not updates.rule.flushes:  # slices of a micro-batch are numbered apart
+        several = replace(updates, every=updates.every * schedule.slices)
+    return prove_updates(lower(schedule, stages, updates=several), stages, updates=several)
 
 
 def explain(simulated: SimulatedSchedule) -> Explanation:

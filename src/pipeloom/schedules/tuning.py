@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..ir.action import Action, parse_action
+from ..ir.action import Action, B, F, I, W, parse_action
 from ..ir.cluster import Link
 from ..ir.costs import StageCost
-from ..ir.dependencies import name_of, needs
+from ..ir.dependencies import needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
 from ..ir.timeline import Event
@@ -62,7 +62,7 @@ def divergences(one: SimulatedSchedule, other: SimulatedSchedule) -> list[Diverg
             f"{other.schedule.ranks}",
             hint="compare schedules on the same ranks",
         )
-    begun = [_events(simulated) for simulated in (one, other)]
+    begun = [{e.action: e for e in simulated.timeline.events} for simulated in (one, other)]
     found = []
     for rank in range(one.schedule.ranks):
         first, second = (map(str, simulated.schedule.rows[rank]) for simulated in (one, other))
@@ -84,60 +84,82 @@ def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
 
 
-def why(simulated: SimulatedSchedule, action: str) -> list[Cause]:
-    """The chain of causes from an action back to the start of the step, the action first."""
-    events = _events(simulated)
-    at = parse_action(action)
-    if str(at) not in events:
-        raise ScheduleError(
-            f"{simulated.schedule.name} does not run {at}",
-            hint=f"name an action of its rows, such as {next(iter(events))}",
-        )
-    chain: list[Cause] = []
-    while True:
-        cause = _cause(simulated, events, at)
-        chain.append(cause)
-        if cause.reason == "start":
-            return chain
-        at = parse_action(cause.cause)
+class Causes:
+    """What each action of a simulated step waited for, and what waited for it."""
 
+    def __init__(self, simulated: SimulatedSchedule) -> None:
+        self._schedule, self._flow = simulated.schedule, flow_of(simulated.stages)
+        self._events = {event.action: event for event in simulated.timeline.events}
+        self._rows = [[str(action) for action in row] for row in simulated.schedule.rows]
+        self._place = {
+            action: (rank, at) for rank, row in enumerate(self._rows) for at, action in enumerate(row)
+        }
 
-def _events(simulated: SimulatedSchedule) -> dict[str, Event]:
-    own = {str(action) for row in simulated.schedule.rows for action in row}
-    return {event.action: event for event in simulated.timeline.events if event.action in own}
+    def chain(self, action: str) -> list[Cause]:
+        """The causes from an action back to the start of the step, the action first. Raises: ScheduleError
+        if no rank runs it."""
+        at = self._known(action)
+        chain: list[Cause] = []
+        while True:
+            cause = self._cause(at)
+            chain.append(cause)
+            if cause.reason == "start":
+                return chain
+            at = parse_action(cause.cause)
 
+    def waits(self, action: str) -> list[tuple[float, str, str]]:
+        """(until when, how, for which action) for all that an action waits for, the latest first. Raises: as
+        `chain`."""
+        return sorted(self._held_up(self._known(action)), reverse=True)
 
-def _cause(simulated: SimulatedSchedule, events: dict[str, Event], action: Action) -> Cause:
-    event, start = events[str(action)], (0.0, "start", "")
-    latest = max(_held_up(simulated, events, action), default=start)
-    if latest[0] < event.start_s - EPS:  # the action itself was ready: another rank of its stage was not
-        for other in flow_of(simulated.stages).shards.get(action.stage, ()):
-            late = max(_held_up(simulated, events, replace(action, stage=other)), default=start)
-            if late[0] > latest[0] + EPS:
-                latest = late
-    return Cause(str(action), event.rank, event.start_s, event.end_s, *latest[1:])
+    def followers(self, action: str) -> list[Event]:
+        """Those that needed this action, or came next on its rank, in the order in which they begin. Raises:
+        as `chain`."""
+        one = self._known(action)
+        rank, at = self._place[action]
+        names = self._rows[rank][at + 1 : at + 2]
+        made = set(produces(one))
+        near = {one.stage, *self._flow.reads_from[one.stage], *self._flow.read_by[one.stage]}
+        for stage in near:
+            for kind in (F, B, I, W):
+                other = Action(stage, kind, one.microbatch)
+                if str(other) in self._place and not made.isdisjoint(needs(other, self._flow)):
+                    names.append(str(other))
+        events = [self._events[name] for name in dict.fromkeys(names)]
+        return sorted(events, key=lambda event: event.start_s)
 
-
-def _held_up(
-    simulated: SimulatedSchedule, events: dict[str, Event], action: Action
-) -> Iterator[tuple[float, str, str]]:
-    """(until when, how, by which action) for all that an action waits for."""
-    schedule, flow = simulated.schedule, flow_of(simulated.stages)
-    row = [str(one) for one in schedule.rows[schedule.placement[action.stage]]]
-    place = row.index(str(action))
-    if place:
-        yield events[row[place - 1]].end_s, "rank", row[place - 1]
-    for milestone in needs(action, flow):
-        name = name_of(milestone, schedule)
-        if name in events and name != (row[place - 1] if place else ""):
-            source = schedule.placement[milestone[0]]
-            target = schedule.placement[action.stage]
-            send = (
-                f"{milestone[0]}SEND_{'F' if action.kind == 'F' else 'B'}{action.microbatch}>{action.stage}"
+    def _known(self, action: str) -> Action:
+        at = parse_action(action)
+        if str(at) not in self._place:
+            raise ScheduleError(
+                f"{self._schedule.name} does not run {at}",
+                hint=f"name an action of its rows, such as {next(iter(self._place))}",
             )
-            sent = [event for event in simulated.timeline.events if event.action == send]
-            late = sent[0].end_s - sent[0].start_s if sent and source != target else 0.0
-            yield events[name].end_s + late, "message", name
+        return at
+
+    def _cause(self, action: Action) -> Cause:
+        event, start = self._events[str(action)], (0.0, "start", "")
+        latest = max(self._held_up(action), default=start)
+        if latest[0] < event.start_s - EPS:  # the action itself was ready: another rank of its stage was not
+            for other in self._flow.shards.get(action.stage, ()):
+                late = max(self._held_up(replace(action, stage=other)), default=start)
+                if late[0] > latest[0] + EPS:
+                    latest = late
+        return Cause(str(action), event.rank, event.start_s, event.end_s, *latest[1:])
+
+    def _held_up(self, action: Action) -> Iterator[tuple[float, str, str]]:
+        rank, at = self._place[str(action)]
+        before = self._rows[rank][at - 1] if at else ""
+        if before:
+            yield self._events[before].end_s, "rank", before
+        for stage, microbatch, phase in needs(action, self._flow):
+            makers = (str(Action(stage, kind, microbatch)) for kind in ((I, B) if phase else (F,)))
+            name = next((maker for maker in makers if maker in self._place), before)
+            if name != before:
+                letter = "F" if action.kind == F else "B"
+                send = f"{stage}SEND_{letter}{action.microbatch}>{action.stage}"
+                sent = self._events.get(send) if self._schedule.placement[stage] != rank else None
+                yield self._events[name].end_s + (sent.duration_s if sent else 0.0), "message", name
 
 
 def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs
 from ..ir.kernels import kernel
-from ..ir.timeline import Event, Totals
+from ..ir.timeline import Event, Lane, Totals
 
 Floats = NDArray[np.float64]
 
@@ -24,6 +25,24 @@ class EventLists(NamedTuple):
     actions: list[str]
     starts: list[float]
     ends: list[float]
+
+
+class _Texts(Sequence[str]):
+    """Entries of columns as texts, each made when it is asked for."""
+
+    def __init__(self, columns: Columns, entries: Longs) -> None:
+        self._columns, self._entries = columns, entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        chosen = self._columns.texts(np.atleast_1d(self._entries[at]))
+        return chosen if isinstance(at, slice) else chosen[0]
 
 
 class SimulatedEvents(Sequence[Event]):
@@ -70,9 +89,12 @@ class SimulatedEvents(Sequence[Event]):
         sends: Bools = (kind == SEND_F_) | (kind == SEND_B_)
         return sends
 
-    def listed(self) -> EventLists:
-        """All events as lists, without an object for each."""
+    def listed(self, streams: Collection[str] = ()) -> EventLists:
+        """The events on these streams, or all, as lists, without an object for each."""
         columns, shown = self._columns, self._shown
+        if streams:
+            wanted = np.array([stream in streams for stream in self._stream])
+            shown = shown[wanted[columns.kind[shown]]]
         start, end = self._start.copy(), self._end.copy()
         sends = self._sends
         start[sends], end[sends] = (moves[self._message[sends]] for moves in self._moves)
@@ -92,6 +114,19 @@ class SimulatedEvents(Sequence[Event]):
             Event(rank=rank, stream=stream, action=text, start_s=begin, end_s=until)
             for stream, rank, text, begin, until in zip(*self.listed(), strict=True)
         )
+
+    def lanes(self) -> list[Lane]:
+        """What `Timeline.lanes` are, without making an event."""
+        columns, start = self._columns, self._start
+        computes = np.array([name == "compute" for name in self._stream])[columns.kind]
+        found = []
+        for low, high in pairwise(columns.offsets.tolist()):
+            entries = low + np.flatnonzero(computes[low:high])
+            begin, end = start[entries], self._end[entries]
+            kinds = columns.stage[entries].astype(np.int64) * len(columns.kinds) + columns.kind[entries]
+            firsts = np.unique(2 * kinds + (end > begin), return_index=True)[1]
+            found.append(Lane(begin, end, _Texts(columns, entries), np.sort(firsts).tolist()))
+        return found
 
     def totals(self, ranks: int) -> Totals:
         """What `Timeline.totals` adds up, without making an event."""

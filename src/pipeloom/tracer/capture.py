@@ -34,6 +34,7 @@ from .job_calls import ModelWithLoss, sample_batch
 from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
 from .random import one_thread_at_a_time, python_random_kept, python_state
+from .split_words import split_words
 
 _log = logging.getLogger("pipeloom")
 
@@ -46,16 +47,19 @@ def capture(
     batch: Mapping[str, Tensor] | None = None,
     autocast: Autocast | None = None,
     like: Captured | None = None,
+    split: Mapping[str, int] | None = None,
 ) -> Captured:
     """Capture a job's model and loss for one micro-batch.
 
     batch: a micro-batch to take the shapes from; by default `job.batch(0, microbatch_size)`.
     autocast: mixed precision, or None.
     like: an earlier capture of the same job, for a batch of other shapes: the model is not built again.
+    split: weights to cut by words, see `split_words`; by default those of `like`.
     A model that cannot be exported is captured as whole modules, with a warning that says why; so is one
     whose `Job.modules` says where to cut.
 
-    Raises: CaptureError if the model can be captured in neither way; CutError if Job.modules is wrong.
+    Raises: CaptureError if the model can be captured in neither way; CutError if Job.modules is wrong;
+        PlanError if it cannot be split so.
     """
     if batch is None and microbatch_size < 1:
         raise CaptureError(f"microbatch_size is {microbatch_size}", hint="give micro-batches 1 row or more")
@@ -66,8 +70,10 @@ def capture(
     _check_trainable(blueprint.model, job)
     refuse_parameter_hooks(blueprint.hooks, job.name)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
+    if split is None:
+        split = like.split_words if like is not None else {}
     with statistics_in_checkpoints_refused(job.name):
-        return _captured(job, example, blueprint, autocast, like)
+        return split_words(_captured(job, example, blueprint, autocast, like), split)
 
 
 def _captured(

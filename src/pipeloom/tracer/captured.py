@@ -32,6 +32,7 @@ class Captured:
         `module` is empty.
     evaluation: the same micro-batches in evaluation mode, if that was captured already.
     traced: what tracing made of its stages, for `stage_functions` to trace each once.
+    split_words: weights that are cut by words, see `split_words.py`: FQN -> number of parts.
     put_back_attributes: gives the model the Python values in its attributes again that its constructor left.
     """
 
@@ -46,6 +47,7 @@ class Captured:
     evaluation: Captured | None = None
     outputs: Mapping[str, str] = field(default_factory=dict)
     traced: dict[Hashable, object] = field(default_factory=dict)
+    split_words: Mapping[str, int] = field(default_factory=dict)
     put_back_attributes: Callable[[], None] = lambda: None
 
     @one_thread_at_a_time

@@ -23,6 +23,7 @@ from .job import Job
 from .job_calls import ModelWithLoss, evaluation_mode
 from .program import captured_from_program
 from .random import one_thread_at_a_time
+from .split_words import split_words
 
 
 @one_thread_at_a_time
@@ -43,7 +44,8 @@ def capture_evaluation(
     with evaluation_mode(trained.blueprint.model):
         module = ModelWithLoss(trained.blueprint.model, job, with_outputs=with_outputs)
         program = export_program(module, example, f"{job.name} in evaluation mode", autocast)
-        return captured_from_program(program, job, trained.blueprint, list(example), training=False)
+        captured = captured_from_program(program, job, trained.blueprint, list(example), training=False)
+    return split_words(captured, trained.split_words)
 
 
 def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:

@@ -88,18 +88,24 @@ _HINT = "let Job.model make the same model in every process"
 
 
 def _require_same_model(graph: OpGraph, blueprint: Blueprint, job: Job) -> None:
-    here = {name: tuple(p.shape) for name, p in blueprint.model.named_parameters(remove_duplicate=False)}
+    known = {name: tuple(p.shape) for name, p in blueprint.model.named_parameters(remove_duplicate=False)}
+    missing = dict(known)
     for parameter in graph.parameters:
-        for name in (parameter.name, *parameter.aliases):
-            if here.pop(name, None) != parameter.shape:
+        whole, rows = parameter.shape, parameter.rows
+        if rows is not None:
+            whole = (rows.of, *parameter.shape[1:])
+        for name in (parameter.own_name, *parameter.aliases):
+            if known.get(name) != whole:
                 raise CaptureError(
-                    f"{job.name} was captured with a parameter {name} of shape {parameter.shape}, which the "
-                    "model in this process lacks",
+                    f"{job.name} was captured with a parameter {name} of shape {whole}, which the model in "
+                    "this process lacks",
                     hint=_HINT,
                 )
-    if here:
+            missing.pop(name, None)
+    if missing:
         raise CaptureError(
-            f"{job.name} was captured without the parameter {next(iter(here))} of the model in this process",
+            f"{job.name} was captured without the parameter {next(iter(missing))} of the model in this "
+            "process",
             hint=_HINT,
         )
 
@@ -130,7 +136,7 @@ def _captured(data: bytes, blueprint: Blueprint, fake: FakeTensorMode, job: Job)
     return Captured(module=fx.GraphModule({}, graph), blueprint=blueprint, **fields)
 
 
-_FIELDS = ("graph", "targets", "updates", "constants", "autocast")
+_FIELDS = ("graph", "targets", "updates", "constants", "autocast", "split_words")
 _META = ("val", "requires_grad", "needs_grad")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..ir.errors import CaptureError
+from ..ir.errors import CaptureError, ConfigError
 from .job import Job
 from .random import one_thread_at_a_time
 
@@ -25,6 +26,31 @@ def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
     """
     with torch.random.fork_rng(devices=[]):
         return job.batch(seed, rows)
+
+
+def at_length(job: Job, length: int) -> Job:
+    """The same job with batches of another sequence length. The length is the second dimension of the first
+    tensor; each dimension but rows that is as long is cut, or goes on from its start.
+
+    Raises: ConfigError, when a batch is made, if no tensor of the job's batches has two dimensions.
+    """
+
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        tensors = job.batch(seed, rows)
+        own = next((tensor.shape[1] for tensor in tensors.values() if tensor.ndim > 1), None)
+        if own is None:
+            raise ConfigError(
+                f"lengths are given, and batches of {job.name} have no second dimension that is a length",
+                hint="leave lengths out",
+            )
+        places = torch.arange(length) % own
+        for name, tensor in tensors.items():
+            for dim in range(1, tensor.ndim):
+                if tensor.shape[dim] == own:
+                    tensors[name] = tensors[name].index_select(dim, places.to(tensor.device))
+        return tensors
+
+    return replace(job, batch=batch)
 
 
 @contextmanager

@@ -26,12 +26,12 @@ def build_op_graph(
     module: fx.GraphModule,
     targets: Mapping[str, str],
     updates: Mapping[str, str],
-    model: nn.Module,
-    constants: Mapping[str, Tensor],
+    parameters: tuple[Parameter, ...],
+    buffers: tuple[Buffer, ...],
     name: str,
 ) -> OpGraph:
     """Turn nodes with `meta` filled by `propagate_gradient_flow` into an OpGraph."""
-    kinds = _kinds(module, targets, model, constants)
+    kinds = _kinds(module, targets, {p.name for p in parameters}, {b.name for b in buffers})
     loss = loss_node(module.graph).name
     _refuse_other_nodes(module, name)
     ops = tuple(
@@ -44,8 +44,8 @@ def build_op_graph(
         name=name,
         inputs=tuple(_value(n, targets[n.name]) for n in inputs),
         ops=_mark_cheap(ops),
-        parameters=model_parameters(model, _reached(module, targets)),
-        buffers=model_buffers(model, constants),
+        parameters=parameters,
+        buffers=buffers,
         loss=loss,
     )
 
@@ -67,11 +67,9 @@ def _refuse_other_nodes(module: fx.GraphModule, name: str) -> None:
 
 
 def _kinds(
-    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, constants: Mapping[str, Tensor]
+    module: fx.GraphModule, targets: Mapping[str, str], params: Container[str], buffers: Container[str]
 ) -> dict[str, tuple[str, str]]:
     """Placeholder name -> ("param" | "buffer" | "input", its target)."""
-    params = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(constants)
     kinds = {}
     for node in module.graph.find_nodes(op="placeholder"):
         target = targets[node.name]
@@ -168,13 +166,13 @@ def _mark_cheap(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     return tuple(result)
 
 
-def _reached(module: fx.GraphModule, targets: Mapping[str, str]) -> set[str]:
+def reached(module: fx.GraphModule, targets: Mapping[str, str]) -> set[str]:
     """Names of parameters that get a gradient of the loss."""
     return {targets[n.name] for n in module.graph.find_nodes(op="placeholder") if n.meta["needs_grad"]}
 
 
-def model_parameters(model: nn.Module, reached: Container[str]) -> tuple[Parameter, ...]:
-    """A model's parameters, each once. reached: names of those that get a gradient."""
+def model_parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, ...]:
+    """A model's parameters, each once. trained: names of those that get a gradient."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -184,7 +182,7 @@ def model_parameters(model: nn.Module, reached: Container[str]) -> tuple[Paramet
         Parameter(
             name=aliases[0],
             shape=tuple(tensors[key].shape),
-            trainable=aliases[0] in reached,
+            trainable=aliases[0] in trained,
             dtype=str(tensors[key].dtype).removeprefix("torch."),
             aliases=tuple(aliases[1:]),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .captured import Captured
 from .export import HINT, READ_AT
 from .guards import as_buffers
 from .job import Job
-from .op_graph import build_op_graph
+from .op_graph import build_op_graph, model_buffers, model_parameters, reached
 from .product_copies import unfold_copies
 from .tensors import tensors_of
 from .user_code import at
@@ -89,18 +89,21 @@ def _captured(
     _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
     module = fx.GraphModule(program.graph_module, graph)
     # With gradients in evaluation mode, too: products copy what learns.
-    propagate_gradient_flow(module, targets, blueprint.model)
+    learns = {name for name, p in blueprint.model.named_parameters() if p.requires_grad}
+    propagate_gradient_flow(module, targets, learns)
     unfolded = unfold_copies(graph)
     if unfolded or not training:
         _replace_targets(graph)
         module.recompile()
-        propagate_gradient_flow(module, targets, blueprint.model, training=training)
+        propagate_gradient_flow(module, targets, learns if training else ())
     renamed = _rename(graph, {*canonical, *constants, *keys})
     names = {
         name: renamed.get(now := unfolded.get(name, name), now) for name in (*updates, *outputs.values())
     }
     updates = {names[name]: buffer for name, buffer in updates.items()}
-    op_graph = build_op_graph(module, targets, updates, blueprint.model, constants, job.name)
+    parameters = model_parameters(blueprint.model, reached(module, targets))
+    buffers = model_buffers(blueprint.model, constants)
+    op_graph = build_op_graph(module, targets, updates, parameters, buffers, job.name)
     return Captured(
         graph=op_graph,
         module=module,
@@ -243,15 +246,14 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
 
 
 def propagate_gradient_flow(
-    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, *, training: bool = True
+    module: fx.GraphModule, targets: Mapping[str, str], trainable: Container[str]
 ) -> None:
     """Run the graph on fake tensors with autograd on; leave results in `node.meta`.
 
+    trainable: FQNs of the parameters that require a gradient.
     meta["val"]: the fake result, detached.  meta["needs_grad"]: a gradient of the loss with respect to
     it flows, that is, it depends on a trainable parameter and the loss depends on it differentiably.
     """
-    named = model.named_parameters(remove_duplicate=False)
-    trainable = {n for n, p in named if p.requires_grad and training}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     inputs: list[Any] = []
     with fake:

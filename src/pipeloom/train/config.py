@@ -33,6 +33,8 @@ Count: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0)]
 NotNegative: TypeAlias = Annotated[float, Meta(ge=0)]
 
+OPTIMIZERS = ("adamw", "muon+adamw")
+
 WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -74,18 +76,24 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay.
+    """AdamW, or Muon for the matrices of layers beside it, with a linear warm-up and a cosine decay.
 
+    name: see `train.muon`. A file may say only this: `optimizer = "muon+adamw"` in the place of the table.
     final_rate_share: learning rate at the last step, as a share of `learning_rate`.
     clip_norm: largest global norm of the gradients; 0 does not clip.
     A job that brings its own optimizer uses only the schedule of these.
     """
 
+    name: str = "adamw"
     learning_rate: Positive = 4e-3
     weight_decay: NotNegative = 0.05
     warmup_steps: Whole = 60
     final_rate_share: NotNegative = 0.05
     clip_norm: NotNegative = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"optimizer.name is {shown(self.name)}", hint=f"use {' or '.join(OPTIMIZERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +107,10 @@ class PipelineConfig(PlanSettings):
         words=("auto", "cpu", "cuda"),
     )
     autocast: str | None = setting(None, "Mixed precision, in this dtype: bfloat16.")
+    master_weights: bool = setting(
+        False, "Keep float32 copies of parameters of lower precision; sums and updates are made in them."
+    )
+    tf32: bool = setting(False, "GPUs multiply float32 matrices in TF32: faster, with 10 bits of mantissa.")
     plan: str | None = setting(
         None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"
     )
@@ -124,6 +136,8 @@ class Config:
         plain PyTorch; the run is refused if they differ.
     rehearsals: how often, at most, the run predicts a step anew between two steps, to be held against the
         steps around it; each takes nearly as long as a step.
+    replan: after every so many steps look whether the ranks are as fast as planned, and go on with another
+        plan if that gains more than it costs; 0 for never.
     """
 
     name: Annotated[str, Meta(pattern=r"^[^/\0]+$")] = "gpt"
@@ -135,6 +149,7 @@ class Config:
     checkpoint_every: Count = 100
     keep_checkpoints: Count = 2
     rehearsals: Whole = 1
+    replan: Whole = 0
     compare: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -149,6 +164,8 @@ Override: TypeAlias = str | tuple[str, Any]
 def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config:
     """The defaults, changed by a TOML file, changed by overrides."""
     plain = {} if file is None else parse_toml(_read(file), str(file))
+    if isinstance(name := plain.get("optimizer"), str):
+        plain["optimizer"] = {"name": name}
     pairs = [_parse_override(each) if isinstance(each, str) else each for each in overrides]
     for key, value in pairs:
         _put(plain, key, value)
@@ -193,6 +210,7 @@ def write_config(config: Config) -> str:
     checkpoint_every = 100
     keep_checkpoints = 2
     rehearsals = 1
+    replan = 0
     compare = true
     """
     import tomli_w  # only `pipeloom train` writes a config

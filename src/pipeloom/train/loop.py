@@ -19,6 +19,7 @@ from ..step_reports import StepReport
 from .config import Config
 from .progress import StepProgress
 from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
+from .replan import Replans
 from .run_directory import METRICS, Metrics
 from .workload import Batch, Workload, rate_share, tokens_of
 
@@ -85,9 +86,13 @@ def train(
     out: Path,
     *,
     console: Console,
+    replans: Replans | None = None,
     at_once: bool = False,
 ) -> TrainOutcome:
-    """at_once: begin with a step, not with a validation, and rehearse none."""
+    """To the end, or until there is a better plan.
+
+    at_once: begin with a step, not with a validation, and rehearse none.
+    """
     first = step = pipeline.steps_done
     rehearsals = StepRehearsals(
         pipeline, first=first, end=config.steps, rehearsals=0 if at_once else config.rehearsals
@@ -105,6 +110,7 @@ def train(
         while step < config.steps:
             rehearsed_s = rehearsals.before(step)
             end = _next_stop(step, config, rehearsals)
+            better = False
             # Between two stops nothing is asked of the pipeline but steps, so it need not drain.
             reports = pipeline.steps(map(workload.train, range(step, end)))
             for done, report in enumerate(reports, start=step + 1):
@@ -113,6 +119,8 @@ def train(
                         f"the loss of step {done} is {report.loss}",
                         hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
                     )
+                if replans is not None:
+                    replans.add(report)
                 validates = done == config.steps or done % config.validate_every == 0
                 if done == end:
                     rehearsals.after(done - 1)
@@ -122,10 +130,18 @@ def train(
                     figures["rehearsed_step_s"] = rehearsed_s if done == step + 1 else None
                     metrics.write(figures | {"validation_loss": validation if validates else None})
                     progress.show(figures | {"validation_loss": validation})
-            if end == config.steps or end % config.checkpoint_every == 0:
+            if replans is not None and replans.is_due(end):
+                looked = replans.after(end)
+                better = looked is not None and looked.plan is not None
+                if looked is not None and metrics is not None:
+                    metrics.write({"step": end, "replan": looked.figures})
+                    console.print(str(looked), highlight=False, soft_wrap=True)
+            if better or end == config.steps or end % config.checkpoint_every == 0:
                 extra = {"data": workload.data, "step": end}
                 pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
             step = end
+            if better:
+                break
         if metrics is not None:
             lines = metrics.read()
             for name, loss in (("train", "loss"), ("validation", "validation_loss")):
@@ -146,7 +162,8 @@ def train(
 def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
     """How many steps are done when something else is due."""
     for done in range(step + 1, config.steps):
-        due = done % config.validate_every == 0 or done % config.checkpoint_every == 0
+        every = (config.validate_every, config.checkpoint_every, config.replan or config.steps)
+        due = any(done % each == 0 for each in every)
         if due or rehearsals.is_stop(done):
             return done
     return config.steps
@@ -171,4 +188,6 @@ def _figures(
         "bubble": report.bubble,
         "peak_bytes": list(report.peak_bytes),
         "grad_norm": report.grad_norm,
+        "mfu": report.mfu,
+        "tf32": report.tf32,
     }

@@ -77,7 +77,7 @@ def _measure(
     file: Path,
 ) -> None:
     """In each rank; rank 0 writes the file."""
-    require_runnable(settings.schedule)  # which loads the operations of a user's own
+    require_runnable(settings.named_schedule)  # which loads the operations of a user's own
     job = job_of(config)
     options = Options(device="cpu", compare=False, offload_dir=settings.offload_dir, compile=settings.compile)
     with Pipeline(job, plan, options=options, captured=take_over(handed, job)) as pipeline:

@@ -40,16 +40,17 @@ class StepProgress(Progress):
 
 def step_text(figures: Mapping[str, Any]) -> str:
     """
-    >>> speed = {"rows_per_s": 101.5, "tokens_per_s": 13e3, "bubble": 0.111}
+    >>> speed = {"rows_per_s": 101.5, "tokens_per_s": 13e3, "bubble": 0.111, "mfu": 0.41}
     >>> step_text({"loss": 2.5, "validation_loss": None, "peak_bytes": (3 << 20, 2 << 20), **speed})
-    'loss 2.500  13,000 tokens/s  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB'
+    'loss 2.500  13,000 tokens/s  MFU 41.0 %  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB'
     """
     validation = figures["validation_loss"]
     shown = "" if validation is None else f"  validation {validation:.3f}"
     speed = throughput(figures["rows_per_s"], figures["tokens_per_s"])
     memory = " | ".join(map(format_bytes, figures["peak_bytes"]))
     bubble = f"{figures['bubble']:.1%}".replace("%", " %")
-    return f"loss {figures['loss']:.3f}{shown}  {speed}  bubble {bubble}  memory {memory}"
+    mfu = "" if figures["mfu"] is None else f"  MFU {figures['mfu']:.1%}".replace("%", " %")
+    return f"loss {figures['loss']:.3f}{shown}  {speed}{mfu}  bubble {bubble}  memory {memory}"
 
 
 def throughput(rows_per_s: float, tokens_per_s: float | None) -> str:

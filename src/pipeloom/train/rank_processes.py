@@ -98,10 +98,12 @@ class RankProcesses:
         from ..tracer.evaluation import capture_evaluation
         from ..tracer.handover import hand_over, hand_over_evaluation
         from ..tracer.job_calls import sample_batch
+        from ..tracer.split_words import split_words
 
         autocast = mixed_precision(autocast_of(config), device_of(config))
         if captured is None:
             captured = capture(job, plan.microbatch_size, autocast=autocast)
+        captured = split_words(captured, plan.split_words)
         training = hand_over(captured)
         model = None if training is None else HandedModel(training=training)
         if not evaluates or captured.cut is not None:

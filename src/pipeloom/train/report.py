@@ -87,7 +87,8 @@ class RunReport:
         step = self.forecast_step
         if step.error is not None and step.measured is not None:
             text += f", off by {step.error:+.1%} from the middle step of {step.measured * 1e3:.0f} ms"
-        return text if self.outcome.comparison is None else f"{text}; {self.outcome.comparison}"
+        text = text if self.outcome.comparison is None else f"{text}; {self.outcome.comparison}"
+        return f"{text}; float32 products in TF32" if self.config.pipeline.tf32 else text
 
     def write(self) -> None:
         timelines = [t for t in (self.predicted, self.outcome.timeline) if t is not None]

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from rich.console import Console
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
 from ..ir.text import parse_bytes, write_whole
+from ..ir.weights import WEIGHT_POLICIES
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import COMPILED, times_of
-from ..planning import capture, make_request, plan_size, profile
+from ..planning import capture, plan_here
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.connect import connect
@@ -37,11 +39,15 @@ from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, ranks_of, run_rank, take_over
+from .replan import Replans
 from .report import RunReport
 from .run_directory import has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
 
 _log = logging.getLogger("pipeloom")
+
+DELAY_CORRECTION, FLUSHED_SHARE = 0.8, 0.25
+"""What loses least without a flush, and the share of a run's steps: see docs/results.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,8 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
     if plan is None:
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
+    if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
+        console.print(advice, highlight=False, soft_wrap=True)
     with console.status("capturing"):
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
     return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
@@ -125,11 +133,11 @@ def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
         if _planned_from(config) == _planned_from(read_config(out / "config.toml")):
-            require_runnable(config.pipeline.schedule)
+            require_runnable(config.pipeline.named_schedule)
             return config, load_plan(out / "plan.json")
     if config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
-    require_runnable(config.pipeline.schedule)
+    require_runnable(config.pipeline.named_schedule)
     return config, None
 
 
@@ -186,21 +194,36 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     if settings.plan is not None:
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
-        model: dict[str, Any] = {}
-        if (device := device_of(config)) != "cpu" or settings.autocast is not None:
-            captured = capture(
-                workload.job,
-                settings.microbatch_size,
-                autocast=autocast_of(config),
-                device=device,
-            )
-            profiled = profile(captured, device=device, compile=settings.compile)
-            model = {"captured": captured, "profiled": profiled}
-        clips = settings.clips or bool(config.optimizer.clip_norm)
-        plan, planned = plan_size(make_request(workload.job, settings, clips=clips), workload.job, **model)
+        job, device, clips = workload.job, device_of(config), bool(config.optimizer.clip_norm)
+        captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
+        plan = plan_here(job, settings, captured, device=device, clips=clips)
     for sentence in times_of(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
-    return plan, planned.captured
+    return plan, captured
+
+
+def against_the_delay(config: Config, plan: Plan, *, own_optimizer: bool) -> str:
+    """What was measured to lose least by late gradients, as far as a run without a flush does not have it.
+
+    >>> from ..ir.plan import StagePlan
+    >>> shape = {"graph": "", "planner": "", "stages": (StagePlan(ops=("a",)),), "placement": (0,)}
+    >>> plan = Plan(**shape, schedule="1f1b", schedule_rows=("0F1 0B0",), microbatches=1, weights="2bw")
+    >>> against_the_delay(Config(steps=80), replace(plan, delay_correction=0.3), own_optimizer=True)[-24:]
+    ' --warm-up-with-flush 20'
+    """
+    if WEIGHT_POLICIES[plan.weights].flushes:
+        return ""
+    wanted = {
+        "--optimizer muon+adamw": not own_optimizer and config.optimizer.name != "muon+adamw",
+        f"--delay-correction {DELAY_CORRECTION}": not plan.delay_correction,
+        f"--warm-up-with-flush {int(config.steps * FLUSHED_SHARE)}": not plan.warm_up_with_flush,
+    }
+    if not (missing := [option for option, lacks in wanted.items() if lacks]):
+        return ""
+    return (
+        f"with --weights {plan.weights} gradients are late, which costs loss at the same step; it cost least "
+        f"with (docs/without-a-flush.md): {' '.join(missing)}"
+    )
 
 
 def with_caps(plan: Plan, memory: str | int | None) -> Plan:
@@ -227,6 +250,8 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
         "planner": plan.planner,
         "schedule": plan.schedule,
         "weights": plan.weights,
+        "delay_correction": plan.delay_correction,
+        "warm_up_with_flush": plan.warm_up_with_flush,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
     }
@@ -256,42 +281,66 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
 
 
 def _train_rank(prepared: PreparedRun) -> None:
-    config, plan, out, request = prepared.config, prepared.plan, prepared.out, prepared.request
-    console = request.console
-    require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
+    config = prepared.config
+    require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
+    captured = take_over(prepared.model, workload.job)
+    plan: Plan | None = prepared.plan
+    resumes = prepared.request.resume
+    while plan is not None:
+        plan = _train_by(plan, prepared, workload, captured, resumes=resumes)
+        resumes = True
+
+
+def _train_by(
+    plan: Plan, prepared: PreparedRun, workload: Workload, captured: Captured | None, *, resumes: bool
+) -> Plan | None:
+    """Train by one plan, to the end or until another is better, which is returned. resumes: from the newest
+    checkpoint."""
+    begin_s = time.monotonic()
+    config, out, request = prepared.config, prepared.out, prepared.request
+    console = request.console
     options = Options(
         device=config.pipeline.device,
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm or None,
         scheduler=rate_scheduler(config),
         autocast=autocast_of(config),
+        master_weights=config.pipeline.master_weights,
+        tf32=config.pipeline.tf32,
         compile=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
         timeout_s=config.pipeline.timeout_s,
-        compare=config.compare and not request.resume and Options().compare,
+        compare=config.compare and not resumes and Options().compare,
     )
-    captured = take_over(prepared.model, workload.job)
     with Pipeline(workload.job, plan, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
         if pipeline.rank == 0:
-            told = at_once or what_runs_first(config.rehearsals, validates=not request.resume)
+            told = at_once or what_runs_first(config.rehearsals, validates=not resumes)
             console.print(told, highlight=False, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
-        if request.resume:
+        if resumes:
             resume_from(out, pipeline, workload)
         if pipeline.rank == 0:  # only now: a run that cannot begin changes nothing
             plan.save(out / "plan.json")
             write_whole(out / "config.toml", write_config(config))
-        outcome = train(pipeline, config, workload, out, console=console, at_once=bool(at_once))
+        replans = None
+        if config.replan and pipeline.ranks > 1:
+            replans = Replans(pipeline, config, cost_s=time.monotonic() - begin_s)
+        outcome = train(
+            pipeline, config, workload, out, console=console, replans=replans, at_once=bool(at_once)
+        )
+        if replans is not None and replans.plan is not None:
+            return replans.plan
         if pipeline.rank != 0:
-            return
+            return None
         graph = pipeline.captured.graph
         report = RunReport(config=config, out=out, plan=plan, graph=graph, outcome=outcome, forecast=forecast)
         report.write()
         report.print(console)
     if request.as_json:
         print(json.dumps(report.figures, indent=1))
+    return None

@@ -171,7 +171,7 @@ class Metrics:
 
     def __init__(self, path: Path, *, after_step: int) -> None:
         self.path = path
-        write_whole(path, "".join(text for text, line in self._lines() if line.step <= after_step))
+        write_whole(path, "".join(text for text, line in _lines(path) if line.step <= after_step))
         with writing(path):
             self._file = path.open("a")
 
@@ -182,25 +182,7 @@ class Metrics:
             self._file.flush()
 
     def read(self) -> list[StepLine]:
-        return [line for _, line in self._lines()]
-
-    def _lines(self) -> list[tuple[str, StepLine]]:
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.strerror}", hint="check its rights") from None
-        lines, damaged = [], 0
-        for line in content.splitlines(keepends=True):
-            try:
-                text = line.decode()
-                lines.append((text, msgspec.convert(json.loads(text), StepLine)))
-            except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-                damaged += line.endswith(b"\n")
-        if damaged:
-            _log.warning("%s has %d lines that are no figures of a step: left out", self.path, damaged)
-        return lines
+        return read_metrics(self.path)
 
     def __enter__(self) -> Metrics:
         return self
@@ -210,3 +192,27 @@ class Metrics:
     ) -> None:
         with writing(self.path):  # a line that the disk refused is tried once more here
             self._file.close()
+
+
+def read_metrics(path: Path) -> list[StepLine]:
+    """The lines of a metrics.jsonl, also of a run that trains; none if there is no such file yet."""
+    return [line for _, line in _lines(path)]
+
+
+def _lines(path: Path) -> list[tuple[str, StepLine]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check its rights") from None
+    lines, damaged = [], 0
+    for line in content.splitlines(keepends=True):
+        try:
+            text = line.decode()
+            lines.append((text, msgspec.convert(json.loads(text), StepLine)))
+        except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            damaged += line.endswith(b"\n")
+    if damaged:
+        _log.warning("%s has %d lines that are no figures of a step: left out", path, damaged)
+    return lines

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..ir.errors import ConfigError
 from ..options import named_device
 from ..tracer.job import Job, load_job
-from .config import Config
+from ..tracer.job_calls import at_length
+from .config import Config, OptimizerConfig
 from .model import GPT
+from .muon import MuonAndAdamW
 from .text import Text, files_of, split, standard_library
 
 Batch = dict[str, Tensor]
@@ -74,7 +77,7 @@ def gpt_workload(config: Config) -> Workload:
             model=lambda: GPT(**asdict(config.model)),
             batch=lambda seed, size: batch(train, seed, size),
             weight=lambda batch: batch["labels"].numel(),
-            optimizer=lambda parameters: make_optimizer(config, parameters),
+            optimizer=optimizer_of(config),
         ),
         train=lambda step: batch(train, derive_seed(seed, "train", step), rows * rounds),
         validation=lambda index: batch(validation, derive_seed(0, "validation", index), rows),
@@ -88,7 +91,12 @@ def job_workload(config: Config, job: Job) -> Workload:
     rows, seed, rounds = config.pipeline.rows, config.seed, config.pipeline.accumulate
     rate = config.optimizer.learning_rate if job.optimizer is None else None
     if job.optimizer is None:
-        job = replace(job, optimizer=lambda parameters: make_optimizer(config, parameters))
+        job = replace(job, optimizer=optimizer_of(config))
+    elif config.optimizer.name != OptimizerConfig().name:
+        raise ConfigError(
+            f"the optimizer is to be {config.optimizer.name}, but {job.name} brings its own",
+            hint="leave out one of them",
+        )
     return Workload(
         job=job,
         train=lambda step: job.batch(derive_seed(seed, "train", step), rows * rounds),
@@ -99,7 +107,11 @@ def job_workload(config: Config, job: Job) -> Workload:
 
 
 def workload_of(config: Config) -> Workload:
-    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+    """Its job has batches of the longest of several lengths that are planned for; what is trained on has its
+    own."""
+    workload = gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+    histogram = config.pipeline.histogram
+    return replace(workload, job=at_length(workload.job, max(histogram))) if histogram else workload
 
 
 def job_of(config: Config) -> Job:
@@ -107,15 +119,14 @@ def job_of(config: Config) -> Job:
     return gpt_workload(config).job if config.job is None else load_job(config.job)
 
 
-def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def optimizer_of(config: Config) -> Callable[..., Any]:
+    """What a job without an optimizer of its own trains with."""
     settings = config.optimizer
-    return AdamW(
-        parameters,
-        lr=settings.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=settings.weight_decay,
-        fused=named_device(config.pipeline.device) != "cpu" or None,  # without scratch
-    )
+    given: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    given |= {"betas": (0.9, 0.95), "fused": named_device(config.pipeline.device) != "cpu" or None}
+    if settings.name == "muon+adamw":
+        return lambda named_parameters: MuonAndAdamW(named_parameters, **given)
+    return lambda parameters: AdamW(parameters, **given)  # fused ones need no scratch
 
 
 def rate_share(config: Config, step: int) -> float:

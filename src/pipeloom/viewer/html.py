@@ -1,16 +1,19 @@
-"""Timelines -> report.html: one page that holds everything, plotly.js too, and opens without a network."""
+"""Timelines -> report.html: one page that holds everything, and opens without a network."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, show_share, write_whole
 from ..ir.timeline import Timeline
 from .labels import chunks
-from .plots import legend, loss_figure, memory_figure, timelines_figure
-from .stage_graph import StageEdge, draw_stages
+from .picture import legend, memory_panels, pictures
+from .stage_graph import StageDrawing, StageEdge, draw_stages
 from .tables import (
     Comparison,
     StageRow,
@@ -26,8 +29,30 @@ from .tables import (
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_report(
-    path: Path,
+def environment(*folders: Path) -> Any:
+    """What renders templates: of these folders, and of the viewer."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, TEMPLATES]),
+        autoescape=jinja2.select_autoescape(["html", "svg"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def stages_svg(drawn: StageDrawing) -> str:
+    text: str = environment().get_template("stages.svg").render(stage_graph=drawn)
+    return text
+
+
+def write_report(path: Path, *, title: str, **parts: Any) -> None:
+    """Write `report_page(title=title, **parts)`."""
+    write_whole(path, report_page(title=title, **parts))
+
+
+def report_page(
     *,
     title: str,
     predicted: Timeline | None = None,
@@ -41,25 +66,22 @@ def write_report(
     size_unit: SizeUnit | None = None,
     note: str = "",
     forecast: Comparison | None = None,
-) -> None:
-    """What is not given is left out of the page.
+) -> str:
+    """The page as text. What is not given is left out of the page.
 
     edges: between the stages, which are then drawn as a graph.
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  size_unit: what memory is counted in, instead of bytes.
     note: a sentence on how the two were compared.  forecast: the first card.
     """
-    import jinja2
-    from plotly.offline import get_plotlyjs
-
     both = predicted, measured
     timelines = [t for t in both if t is not None]
     drawn = [t for t in timelines if t.events]
     losses = {name: points for name, points in (losses or {}).items() if points}
     figures = {
-        "timelines": timelines_figure(drawn, explanations) if drawn else None,
-        "memory": memory_figure(timelines, caps, size_unit),
-        "loss": loss_figure(losses) if losses else None,
+        "timelines": pictures(drawn, explanations),
+        "memory": memory_panels(timelines, caps, size_unit),
+        "loss": [{"name": name, "points": points} for name, points in losses.items()],
     }
     peaks = peak_figures(both, size_unit).values()
     shares = {e.source: e.span_bubble for e in explanations}
@@ -75,36 +97,34 @@ def write_report(
         stage: [f"F {forward.value}", f"B {back.value}"]
         for stage, (forward, back) in stage_figures(stages, both).items()
     }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+    page: str = (
+        environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            note=note,
+            cards=cards if forecast is None else [forecast, *cards],
+            losses=losses,
+            legend=legend(figures["timelines"]),
+            explained=bool(drawn and explanations),
+            paired=any(t.paired for t in drawn),
+            chunks=any(any(chunks(t).values()) for t in drawn),
+            idle=idle_table(explanations, alone=measured is None)
+            if any(e.idle for e in explanations)
+            else None,
+            # No `<` can end the script element early that the JSON stands in.
+            figures={
+                name: msgspec.json.encode(figure).decode().replace("<", "\\u003c") if figure else ""
+                for name, figure in figures.items()
+            },
+            stages=stage_table(stages, both, errors=True),
+            replicas=max((row.replicas for row in stages), default=1),
+            stage_graph=draw_stages(stages, edges, times) if edges else None,
+            memory=memory_table(both, stages, caps, size_unit),
+            config=_flat(config or {}),
+        )
     )
-    page = environment.get_template("report.html").render(
-        title=title,
-        note=note,
-        cards=cards if forecast is None else [forecast, *cards],
-        losses=losses,
-        legend=legend(drawn),
-        explained=bool(drawn and explanations),
-        paired=any(t.paired for t in drawn),
-        chunks=any(any(chunks(t).values()) for t in drawn),
-        idle=idle_table(explanations, alone=measured is None) if any(e.idle for e in explanations) else None,
-        # No `<` can end the script element early that the JSON stands in.
-        figures={
-            name: str(figure.to_json()).replace("<", "\\u003c") if figure else ""
-            for name, figure in figures.items()
-        },
-        stages=stage_table(stages, both, errors=True),
-        replicas=max((row.replicas for row in stages), default=1),
-        stage_graph=draw_stages(stages, edges, times) if edges else None,
-        memory=memory_table(both, stages, caps, size_unit),
-        config=_flat(config or {}),
-        plotly=get_plotlyjs(),
-    )
-    write_whole(path, page)
+    return page
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:

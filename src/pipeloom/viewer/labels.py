@@ -76,11 +76,11 @@ def chunks(timeline: Timeline) -> dict[int, int]:
     >>> chunks(Timeline(source="predicted", ranks=1, events=tuple(at)))
     {0: 0, 7: 1}
     """
-    found: dict[int, set[int]] = {}
-    for event in timeline.events:
-        if event.stream == "compute" and (stage := label(event.action).stage) is not None:
-            found.setdefault(event.rank, set()).add(stage)
-    return {stage: i for stages in found.values() for i, stage in enumerate(sorted(stages))}
+    found: dict[int, int] = {}
+    for lane in timeline.lanes:
+        stages = {label(lane.actions[i]).stage for i in lane.firsts}
+        found |= {stage: i for i, stage in enumerate(sorted(s for s in stages if s is not None))}
+    return found
 
 
 def group_name(group: str) -> str:

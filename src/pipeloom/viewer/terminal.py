@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ..ir.text import show_share, show_time
-from ..ir.timeline import Event, Timeline
+from ..ir.timeline import Lane, Timeline
 from .labels import Label, chunks, colour, computes, group_name, label
 from .table import Table
 from .tables import (
@@ -60,12 +60,12 @@ def gantt(
     place = chunks(timeline)
     # Whether every block has room for its action with the stage's number.
     numbered = any(place.values()) and all(
-        int(e.duration_s * (width / span_s) + 1e-6) >= len(e.action)
-        for e in timeline.events
-        if e.stream == "compute" and computes(label(e.action).group)
+        int(duration_s * (width / span_s) + 1e-6) >= len(action)
+        for lane in timeline.lanes
+        for action, duration_s in zip(lane.actions, lane.end - lane.start, strict=True)
+        if computes(label(action).group)
     )
-    bands = _bands(timeline, width, span_s)
-    bands = bands if bands * timeline.ranks <= most_lines else 1
+    bands = _bands(timeline, width, span_s, most_lines // max(1, timeline.ranks))
     rows = [_row(timeline, r, width * bands, span_s, place, numbered) for r in ranks]
     parts = []
     if sides:
@@ -79,65 +79,78 @@ def gantt(
         begin, end = (show_time(span_s * edge / bands) if edge else "0" for edge in (band, band + 1))
         parts.append(Text(f"{'':{margin}} {begin}{end:>{width - len(begin)}}", style="dim"))
     parts.append(_legend(timeline, place, numbered))
-    counts = Counter(e.rank for e in timeline.events if e.stream == "compute" and e.duration_s > 0)
-    if (most := max(counts.values(), default=0)) > width * bands:
+    if (most := _most_on_a_rank(timeline)) > width * bands:
         crowded = f"{most} actions of a rank in {width * bands} columns: each shows what fills most of it"
         parts.append(Text(crowded, style="dim"))
     return Group(*parts)
 
 
-def _bands(timeline: Timeline, width: int, span_s: float) -> int:
-    """Into how many bands of `width` columns a step goes so that every action has room for its number."""
+def _most_on_a_rank(timeline: Timeline) -> int:
+    return max((int(np.count_nonzero(lane.end > lane.start)) for lane in timeline.lanes), default=0)
+
+
+def _bands(timeline: Timeline, width: int, span_s: float, most: int) -> int:
+    """Into how many bands of `width` columns a step goes so that every action has room for its number; 1 if
+    that takes more than `most`."""
+    if _most_on_a_rank(timeline) > 2 * most * width:  # an action that computes has two letters or more
+        return 1
     needed = 0.0
-    for event in timeline.events:
-        what = label(event.action)
-        if event.stream == "compute" and computes(what.group) and event.duration_s > 0:
-            needed = max(needed, len(what.group + what.short) / event.duration_s)
-    return max(1, math.ceil(needed * span_s / width - 1e-9))
+    for lane in timeline.lanes:
+        for action, duration_s in zip(lane.actions, lane.end - lane.start, strict=True):
+            what = label(action)
+            if computes(what.group) and duration_s > 0:
+                needed = max(needed, len(what.group + what.short) / duration_s)
+    bands = max(1, math.ceil(needed * span_s / width - 1e-9))
+    return bands if bands <= most else 1
 
 
 def _row(
     timeline: Timeline, rank: int, width: int, span_s: float, place: Mapping[int, int], numbered: bool
 ) -> Text:
-    events = [e for e in timeline.events if e.rank == rank and e.stream == "compute"]
+    lane = timeline.lanes[rank]
     second = dict(timeline.pairs)
     joined = {*second, *second.values()}
     row, open_for = Text(), ""
-    blocks = [(event, len(list(cells))) for event, cells in groupby(_columns(events, span_s, width))]
-    for (event, size), (following, _) in zip(blocks, (*blocks[1:], (None, 0)), strict=True):
-        if event is None:
+    blocks = [
+        (None if entry < 0 else lane.actions[entry], len(list(cells)))
+        for entry, cells in groupby(_columns(lane, span_s, width))
+    ]
+    for (action, size), (following, _) in zip(blocks, (*blocks[1:], (None, 0)), strict=True):
+        if action is None:
             row.append(IDLE * size, style="dim")
             continue
-        what = label(event.action)
+        what = label(action)
         chunk = place.get(what.stage, 0) if what.stage is not None else 0
         text = _block(what, size, chunk, numbered)
-        if event.action == open_for and text.endswith(FILL):
+        if action == open_for and text.endswith(FILL):
             text = JOINED + text[:-1]
         open_for = ""
-        if following is not None and second.get(event.action) == following.action:
+        if following is not None and second.get(action) == following:
             if text.endswith(FILL):
                 text = text[:-1] + JOINED
             else:
-                open_for = following.action  # the mark goes to the front of the other block, if it has room
-        line = "underline " if event.action in joined else ""
+                open_for = following  # the mark goes to the front of the other block, if it has room
+        line = "underline " if action in joined else ""
         row.append(text, style=f"{line}black on {colour(what.group, chunk)}")
     return row
 
 
-def _columns(events: Sequence[Event], span_s: float, width: int) -> list[Event | None]:
-    """For each column the event that has most of it, or None where more than half is idle time."""
-    filled: list[Event | None] = [None] * width
+def _columns(lane: Lane, span_s: float, width: int) -> list[int]:
+    """For each column the entry that has most of it, the last of several; -1 where more than half is idle."""
     if span_s <= 0:
-        return filled
-    best, busy = [0.0] * width, [0.0] * width
-    for event in events:
-        start, end = event.start_s / span_s * width, event.end_s / span_s * width
-        for column in range(int(start), min(width, int(end) + 1)):
-            overlap = max(0.0, min(end, column + 1) - max(start, column))
-            busy[column] += overlap
-            if overlap >= best[column] > 0.0 or overlap > best[column]:
-                best[column], filled[column] = overlap, event
-    return [event if part >= 0.5 - 1e-9 else None for event, part in zip(filled, busy, strict=True)]
+        return [-1] * width
+    start, end = lane.start / span_s * width, lane.end / span_s * width
+    first = start.astype(np.int64)
+    count = np.maximum(0, np.minimum(width - 1, end.astype(np.int64)) + 1 - first)
+    entry = np.repeat(np.arange(len(count)), count)
+    column = first[entry] + np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
+    overlap = np.maximum(0.0, np.minimum(end[entry], column + 1) - np.maximum(start[entry], column))
+    filled = np.full(width, -1)
+    by_overlap = np.lexsort((entry, overlap, column))
+    filled[column[by_overlap]] = entry[by_overlap]  # the last of each column stays
+    busy = np.bincount(column, overlap, minlength=width)
+    filled[busy < 0.5 - 1e-9] = -1
+    return [int(entry) for entry in filled]
 
 
 def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
@@ -152,9 +165,13 @@ def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
 
 def _legend(timeline: Timeline, place: Mapping[int, int], numbered: bool) -> Text:
     """Every kind that takes time; the lighter colours of further stages, if ranks have them."""
-    groups = dict.fromkeys(
-        label(e.action).group for e in timeline.events if e.stream == "compute" and e.duration_s > 0
+    shown = sorted(
+        (lane.start[i], rank, i)
+        for rank, lane in enumerate(timeline.lanes)
+        for i in lane.firsts
+        if lane.end[i] > lane.start[i]
     )
+    groups = dict.fromkeys(label(timeline.lanes[rank].actions[i]).group for _, rank, i in shown)
     legend = Text()
     for group in groups:
         legend.append(f" {group} ", style=f"black on {colour(group)}")

@@ -27,7 +27,7 @@ def test_peaks_are_the_devices() -> None:
     assert len(findings) == 9 and not [f for f in findings if f.problem]
 
 
-@pytest.mark.parametrize(("phase", "count"), [("host", 3), ("forecast", 1)])
+@pytest.mark.parametrize(("phase", "count"), [("host", 3), ("forecast", 2)])
 def test_what_depends_on_speed_is_measured(phase: str, count: int) -> None:
     assert len(gpu_check.check(SETUP, [phase])) == count
 

@@ -16,12 +16,14 @@ import zoo
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
+from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.memory_policy import MemoryPolicy
+from pipeloom.profiler.roofline import product_flops
 
 MICROBATCHES, ROWS = 4, 16
 JOB = products.job(64)
 
-READS_ONCE = ["copy to the host batches.py"]
+READS_ONCE = ["event.synchronize batches.py"]
 """Waits of the host that a step has: it reads its losses at its end."""
 
 
@@ -73,10 +75,48 @@ def test_a_step_waits_once_and_leaves_nothing() -> None:
         assert [f"{w.text} {w.place.rpartition('/')[2].partition(':')[0]}" for w in waits] == READS_ONCE
         assert torch.accelerator.memory_allocated() == held
         streams = {event.stream for event in pipeline.measured().events}
+        with standin.counted_syncs() as waits:
+            pipeline.evaluate(batch(0))
+        assert len(waits) == 1, waits
     assert streams == {"compute", "recv", "d2h", "h2d"}
     del pipeline
     gc.collect()
     assert torch.accelerator.memory_allocated() == before
+
+
+def test_rounds_that_are_accumulated_wait_together() -> None:
+    options = Options(device="standin", accumulate=3, clip_norm=0.1)
+    with Pipeline(JOB, plan_of("offload", "keep"), options=options) as pipeline:
+        for seed in range(2):
+            with standin.counted_syncs() as waits:
+                pipeline.step(JOB.batch(seed, 3 * MICROBATCHES * ROWS))
+    assert len(waits) == 1, waits
+
+
+def test_a_report_has_the_share_of_the_devices_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pipeline(JOB, plan_of("offload", "keep"), options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        assert pipeline.report.mfu is None
+    monkeypatch.setattr(torch.standin, "get_device_name", lambda device=None: "NVIDIA H200")
+    with Pipeline(JOB, plan_of("offload", "keep"), options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        flops = MICROBATCHES * product_flops(pipeline.captured.graph)
+        assert flops and pipeline.report.mfu == flops / (67e12 * pipeline.report.step_s)
+
+
+def test_a_cap_is_the_allocators_limit_too() -> None:
+    """What no ledger counts, as what a user makes on the device, cannot pass it either."""
+    plan, device = plan_of("offload", "keep"), torch.device("standin", 0)
+    with Pipeline(JOB, plan, options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        cap = pipeline.ledger.peak
+    plan = replace(plan, caps=(cap,))
+    with Pipeline(JOB, plan, options=Options(device="standin")) as pipeline:
+        pipeline.step(batch(0))
+        mine = torch.empty(cap // 4, dtype=torch.uint8, device=device)
+        with pytest.raises(MemoryCapError, match="out of its device's memory"):
+            pipeline.step(batch(1))
+    assert mine.nbytes and torch.empty(2 * cap, dtype=torch.uint8, device=device).nbytes
 
 
 @pytest.mark.parametrize("name", mutations.ONE_RANK)

@@ -114,10 +114,10 @@ def chunks_back_at_once(method: Method) -> Method:
 
 
 def not_waited_for(what: str, method: Method) -> Method:
-    """what: how the texts of the transfers begin."""
+    """what: a part of what the watch says is waited for."""
 
     def mutated(self: _Enqueued, timeout_s: float) -> None:
-        if not self.what.startswith(what):
+        if what not in self.lookout.watch.waiting.what:
             method(self, timeout_s)
 
     return mutated
@@ -192,7 +192,7 @@ ONE_RANK = {
 
 TWO_RANKS = {
     "a message is not waited for": Mutation(
-        _Enqueued, "wait", partial(not_waited_for, "message "), "race: .* recv .* writes", "chain"),
+        _Enqueued, "wait", partial(not_waited_for, " from rank"), "race: .* recv .* writes", "chain"),
     "another stream waits for transfers": Mutation(
         _Enqueued, "wait", beside, "race: .* recv .* writes", "chain"),
     "a message is sent beside the computation": Mutation(

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,11 @@ def _module() -> types.ModuleType:
     )
     module = types.ModuleType(f"torch.{NAME}")
 
+    @cache
+    def size(device: int) -> int:
+        """Before it is limited."""
+        return accelerator.get_memory_info(device)[1]
+
     def index(device: Any) -> int:
         if isinstance(device, int):
             return device
@@ -267,6 +273,9 @@ def _module() -> types.ModuleType:
         "memory_reserved": accelerator.memory_reserved,
         "memory_stats": accelerator.memory_stats,
         "mem_get_info": accelerator.get_memory_info,
+        "set_per_process_memory_fraction": lambda share, device=NAME: limit_memory(
+            index(device), int(share * size(index(device)))
+        ),
         "reset_peak_memory_stats": accelerator.reset_peak_memory_stats,
         "empty_cache": accelerator.empty_cache,
         "Stream": lambda device=None: torch.Stream(

@@ -111,6 +111,10 @@ class Communicator:
             if rank != root:
                 self.send(tensor, rank)
 
+    def close(self) -> None:
+        for connection in self._peers.values():
+            connection.close()
+
     def abort(self) -> None:
         """Whatever waits for a peer fails; so does the peer."""
         for connection in self._peers.values():
@@ -256,6 +260,7 @@ class StandinGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         for communicator in self._communicators.values():
             communicator.stream.synchronize()
+            communicator.close()
 
     def _all(self, device: torch.device) -> Communicator:
         return self._communicator(tuple(range(self._size)), "all", device)

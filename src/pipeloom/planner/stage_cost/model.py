@@ -14,7 +14,7 @@ message counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...ir.cluster import Cluster
 from ...ir.graph import OpGraph, step_bytes
 from ...ir.profile import Profile
 from ...ir.stages import StageGraph
+from .equal_stretches import EqualStretches
 from .interval_sums import IntervalSums, interval_terms
 from .liveness import LivenessSweep, SplitBackward
 from .peak_memory import CostOptions, Footprint, peak_bytes
@@ -83,6 +84,10 @@ class GraphTables:
         return LivenessSweep(tensors_of(self.readers, self.saves, self.distinct[0]))
 
     @cached_property
+    def equal(self) -> EqualStretches:
+        return EqualStretches(self.sweep.tensors, self.sums)
+
+    @cached_property
     def sums(self) -> IntervalSums:
         clones = [{name: c.forward_s for name, c in p.costs.items()} for p in self.distinct]
         terms = interval_terms(self.readers, self.saves, COLUMN, clones)
@@ -105,6 +110,17 @@ class GraphTables:
         names = [op.name for op in self.readers.ops]
         costs = [[p.costs[n].forward_s + p.costs[n].backward_s for n in names] for p in self.distinct]
         return np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
+
+    @cached_property
+    def prefix_parts_s(self) -> Array:
+        """The same of forwards, and of gradients of inputs and weights: (3, distinct profiles, ops + 1)."""
+        names = [op.name for op in self.readers.ops]
+        each = [[p.costs[name] for name in names] for p in self.distinct]
+        parts = [
+            [[getattr(cost, part) for cost in costs] for costs in each]
+            for part in ("forward_s", "input_grad_s", "weight_grad_s")
+        ]
+        return np.concatenate([np.zeros((3, len(each), 1)), np.cumsum(parts, axis=2)], axis=2)
 
     @cached_property
     def forward_s(self) -> Array:
@@ -178,6 +194,7 @@ class CostModel:
         self.kind = [next(k for k, p in enumerate(self.distinct) if p is own) for own in profiles]
         self.tables = GraphTables(graph, self.distinct, order) if tables is None else tables
         self.readers, self.saves = self.tables.readers, self.tables.saves
+        self._weighed: dict[Hashable, tuple[Footprint[float], list[float]]] = {}
 
     def __len__(self) -> int:
         """How many ops there are to assign."""
@@ -322,6 +339,14 @@ class CostModel:
             columns["backward_transient"] = rising[here]
         seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1] + sums[len(COLUMN) :, here]
         return Footprint(**columns), seconds
+
+    def interval(self, start: int, end: int) -> tuple[Footprint[float], list[float]]:
+        """Footprint and compute times by distinct profile of [start, end); of equal stretches made once."""
+        key = self.tables.equal.key(start, end)
+        if key not in self._weighed:
+            row, seconds = self.row(start, np.array([end]))
+            self._weighed[key] = row.at(0), seconds[:, 0].tolist()
+        return self._weighed[key]
 
     def turns(self, footprint: Footprint[Array], seconds: Array, ranks: Indices) -> Array:
         """Seconds that one micro-batch occupies each interval on each rank: (ranks, intervals)."""

@@ -168,8 +168,8 @@ def treat_interval(
     ahead: what is recomputed is restored in front of the backward, and all there in it.
     Returns: seconds are inf if no choice fits; peak_bytes is then the least that any reaches.
     """
-    row, seconds = model.row(start, np.array([end]))
-    footprint, compute_s = row.at(0), float(seconds[model.kind[stage], 0])
+    footprint, seconds = model.interval(start, end)
+    compute_s = seconds[model.kind[stage]]
     peak = float(peak_bytes(footprint, model.options, in_flight))
     if peak <= cap:
         return Evaluation(seconds=model.turn_of(footprint, compute_s, stage), peak_bytes=peak)

@@ -23,46 +23,12 @@ from ...simulator.simulate import simulate
 from ...simulator.summary import summarise
 from ..language.names import load_file
 from ..language.placements import loop, wave
+from ..recipe_text import IMPORTS, recipe_text
 from ..scenario import Scenario, between, load_work, wired
 from .exact import solver_installed
 from .orders import OrderCandidate
 from .problem import SearchProblem, SearchStage
 from .search import Progress, SearchOptions, SearchResult, search_orders
-
-_TEXT = '''\
-"""A schedule found by `pipeloom schedule search`, for {ranks} ranks and {stages} stages.
-
-{figures}
-
-Every rank runs its line of TURN again and again, each time one micro-batch further: 0F is the forward of
-stage 0 for the micro-batch of the turn, 0B-3 the backward of the micro-batch three turns before. Edit it as
-you like: every command checks it.
-
-    pipeloom schedule show {name}:found -p {ranks} -m {microbatches}
-"""
-
-{imports}
-TURN = (
-{turn}
-)
-RANKS = ({placement})
-"""For each stage its rank, or the ranks that run it together.{shards}"""
-EDGES = [{edges}]
-"""Which stage sends to which."""
-
-
-def order(shape: Shape) -> Recipe:
-    return Recipe(kinds={kinds}, rows=repeating(shape, TURN), fill=""{insert})
-
-
-found = Entry(
-    recipe=order,
-    place="table",
-    table=lambda ranks: RANKS,
-    stages=dag({stages}, EDGES),
-    about="found by a search",
-)
-'''
 
 
 def found_text(result: SearchResult, name: str = "found.py", declared_in: str = "") -> str:
@@ -77,20 +43,21 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
     kinds = [
         "FIW" if problem.stages[problem.origin(s)].split else "FB" for s in range(len(problem.placed[1]))
     ]
-    return _TEXT.format(
-        name=name,
-        ranks=problem.ranks,
-        stages=len(problem.stages),
-        microbatches=problem.microbatches,
+    return recipe_text(
+        turn_of(problem, repeating),
+        title="A schedule found by `pipeloom schedule search`",
         figures=_figures(result),
-        turn="\n".join(f'    "{line}",' for line in turn_of(problem, repeating)),
-        placement=", ".join(str(s.ranks[0] if len(s.ranks) == 1 else s.ranks) for s in problem.stages)
-        + ("," if len(problem.stages) == 1 else ""),
+        file=name,
+        name="found",
+        about="found by a search",
+        placement=[s.ranks[0] if len(s.ranks) == 1 else s.ranks for s in problem.stages],
+        microbatches=problem.microbatches,
+        ranks=problem.ranks,
+        edges=[(a, s) for s, stage in enumerate(problem.stages) for a in stage.after],
+        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
         shards=""
         if all(len(stage.ranks) == 1 for stage in problem.stages)
         else f" On further ranks a stage has numbers from {len(problem.stages)} on.",
-        edges=", ".join(f"({a}, {s})" for s, stage in enumerate(problem.stages) for a in stage.after),
-        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
         imports=_imports(problem, declared_in),
         insert=", insert=OPERATIONS" if problem.operations else "",
     )
@@ -123,14 +90,13 @@ def _figures(result: SearchResult) -> str:
 
 
 def _imports(problem: SearchProblem, declared_in: str) -> str:
-    names = "Entry, Recipe, Shape, dag, repeating"
     if not problem.operations:
-        return f"from pipeloom.schedule_language import {names}\n"
+        return IMPORTS
     own = ", ".join(f'DECLARED["{operation.letters}"]' for operation in problem.operations)
     return (
         "from pathlib import Path\n\n"
         "from pipeloom.ir.operation import OPERATIONS as DECLARED\n"
-        f"from pipeloom.schedule_language import {names}, load_file\n\n"
+        f"{IMPORTS[:-1]}, load_file\n\n"
         f"load_file(Path({declared_in!r}))\nOPERATIONS = ({own},)\n"
     )
 

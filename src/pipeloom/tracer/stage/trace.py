@@ -313,13 +313,14 @@ def _freed_inputs(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
 
 
 def _compile_part(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> CompiledPart:
-    """freed: inputs that the caller gives up."""
+    """freed: inputs that the caller gives up; what torch.compile makes keeps them to its end."""
+    fast = compiled and not any(slot.kind == "seed" for slot in part.inputs)
     owned = {
-        node.name: slot in freed
+        node.name: slot in freed and not fast
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
     footprint = predict_memory(part.graph, owned)
-    if compiled and not any(slot.kind == "seed" for slot in part.inputs):
-        fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
-        return CompiledPart(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
+    if fast:
+        run = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
+        return CompiledPart(part, attributes, footprint, lambda box: tuple(run(*box)), measured=True)
     return CompiledPart(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)

@@ -1,52 +1,23 @@
-"use strict";
-// Draws the embedded figures, dresses them in the page's colours, and keeps their time axes together.
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const settings = {
-  responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset",
+// Draws the embedded figures; timelines and memory share their time axis.
+const embedded = (name) => {
+  const data = document.getElementById(`${name}-data`);
+  return data && JSON.parse(data.textContent);
 };
-// Under a finger, dragging scrolls the page.
-const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
-const figures = [...document.querySelectorAll(".figure")].map((div) => ({
-  div, spec: JSON.parse(document.getElementById(div.id + "-data").textContent),
-}));
-
-function template() {
-  const css = getComputedStyle(document.documentElement);
-  const read = (name) => css.getPropertyValue(name).trim();
-  const axis = { gridcolor: read("--grid"), linecolor: read("--line"), tickcolor: read("--line"), automargin: false };
-  return { layout: {
-    font: { family: getComputedStyle(document.body).fontFamily, color: read("--ink"), size: 12 },
-    xaxis: axis, yaxis: axis,
-    hoverlabel: { bgcolor: read("--panel"), bordercolor: read("--soft"), font: { color: read("--ink"), size: 13 } },
-  } };
+const given = { timelines: embedded("timelines"), memory: embedded("memory"), loss: embedded("loss") };
+const pictures = (given.timelines ?? []).map((one) => new Picture(one));
+const ends = [...pictures.map((one) => one.span), ...(given.memory?.curves ?? []).map((c) => c.points.at(-1)[0])];
+const view = new View(Math.max(...ends, 1e-9));
+const options = { pictures, path: false };
+const timelines = given.timelines && new Timelines(document.getElementById("timelines"), view, options);
+if (given.memory) {
+  const title = pictures[0]?.unit ? `time, ${pictures[0].unit}` : "time";
+  new Chart(document.getElementById("memory"), (width) => memoryShapes(given.memory, view, { width, title }), view);
 }
-
-function draw() {
-  return Promise.all(figures.map(({ div, spec }) =>
-    Plotly.react(div, spec.data, { ...spec.layout, dragmode, uirevision: "zoom is kept", template: template() }, settings)));
+if (given.loss) {
+  new Chart(document.getElementById("loss"), (width) => plotShapes({ series: given.loss, x: "step", y: "loss" }, width));
 }
-
-function follow(leader, other) {
-  leader.on("plotly_relayout", () => {
-    const range = leader.layout.xaxis.range;
-    const same = other.layout.xaxis.range.every((end, i) => Math.abs(end - range[i]) < 1e-9);
-    if (!same) Plotly.relayout(other, { "xaxis.range": [...range] });
-  });
-}
-
-// The switch changes the figure's own data, so that a change of colours does not undo it.
-function showPath(visible) {
-  const { div, spec } = figures.find((figure) => figure.div.id === "timelines");
-  const lines = spec.data.flatMap((trace, i) => trace.name === "critical path" ? [i] : []);
-  for (const i of lines) spec.data[i].visible = visible;
-  return Plotly.restyle(div, { visible }, lines);
-}
-
-draw().then(() => {
-  const path = document.getElementById("critical-path");
-  if (path) path.addEventListener("change", () => showPath(path.checked));
-  const timelines = document.getElementById("timelines"), memory = document.getElementById("memory");
-  if (timelines && memory) { follow(timelines, memory); follow(memory, timelines); }
-  dark.addEventListener("change", draw);
-  document.body.dataset.drawn = "yes";
+document.getElementById("critical-path")?.addEventListener("change", (event) => {
+  options.path = event.target.checked;
+  view.changed();
 });
+document.body.dataset.drawn = "yes";

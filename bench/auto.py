@@ -1,0 +1,146 @@
+"""Planner auto: what its search finds, how far that is from the bound, and the processor seconds it takes.
+
+    python bench/auto.py models large random [--count N]
+
+models   2: steps over the fastest of the planners for 1F1B, 16 micro-batches, by roofline
+large    4: a chain of 12 layers on 4 devices, a 70B Llama on 64 and 512, and 10,000 ops of which 100 differ
+random   8: random graphs, clusters and caps (`tests/support/joint_cases.py`): cases in which one of 24
+         planners with a schedule of the library, drawn at random, is faster or has a plan alone; steps that
+         get longer as a cap grows; the gap to the bound
+"""
+
+from __future__ import annotations
+
+import random as dice
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from math import inf
+from statistics import median
+from typing import Any
+
+import torch
+from graphpipe import PUBLISHED
+from machine import by_roofline, parser_of, run_parts, tokens
+from startup import llama_70b
+from torch import nn
+
+# isort: split
+from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s, with_memory
+from layered import layered
+
+from pipeloom import Job, capture
+from pipeloom.clusters.names import find_cluster
+from pipeloom.ir.graph import OpGraph
+from pipeloom.plan_request import PlanRequest
+from pipeloom.planner.joint.ledger import searched_for
+from pipeloom.planner.request import PlanOptions
+from pipeloom.train.model import GPT
+
+Table = list[dict[str, Any]]
+
+SAMPLED = 24
+"""Planners with a schedule that are asked about a random case."""
+
+
+class Chain(nn.Module):
+    """12 linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.ReLU()))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.layers(input).square().mean()
+
+
+def chain() -> Job:
+    return Job(model=Chain, batch=lambda seed, rows: {"input": torch.full((rows, 256), 0.1 * seed)})
+
+
+def gpt() -> Job:
+    return Job(model=partial(GPT, layers=8, width=512, heads=8, context=256), batch=tokens(256, 256))
+
+
+MODELS: dict[str, tuple[Callable[[], Job], int, str]] = {
+    "GPT": (gpt, 8, "4 x a100-40"),
+    "case study": (PUBLISHED["case_study"], 8, "2 nodes of 4 x v100-16"),
+    "MMT": (PUBLISHED["mmt"], 2, "2 nodes of 4 x v100-16"),
+    "CANDLE-Uno": (PUBLISHED["candle"], 256, "1 nodes of 4 x v100-16"),
+    "CLIP": (PUBLISHED["clip"], 8, "1 nodes of 4 x v100-16"),
+}
+"""A model, its rows and devices."""
+
+LARGE: dict[str, tuple[Callable[[], OpGraph], int, str, int]] = {
+    "12 layers": (lambda: capture(chain(), 8).graph, 8, "4 x a100-40", 16),
+    "70B Llama": (lambda: capture(llama_70b(), 1).graph, 1, "8 nodes of 8 x h100", 256),
+    "70B Llama, wide": (lambda: capture(llama_70b(), 1).graph, 1, "64 nodes of 8 x h100", 1024),
+    "10,000 ops": (lambda: layered(833), 4, "2 nodes of 8 x a100-40", 64),
+}
+"""A graph, its rows, devices and micro-batches."""
+
+
+def searched(name: str, graph: OpGraph, rows: int, devices: str, microbatches: int) -> dict[str, Any]:
+    cluster = find_cluster(devices)
+    model = by_roofline(graph, cluster, rows)
+    options = PlanOptions(ranks=len(cluster.devices), microbatches=microbatches, planner="auto")
+    begin = time.process_time()
+    plan = PlanRequest(cluster=cluster, options=options).plan(model, explained=False)
+    took_s = time.process_time() - begin
+    told = searched_for(plan)
+    assert told is not None
+    single = min((s for s in told["planners"].values() if not isinstance(s, str)), default=inf)
+    row = {"case": name, "ops": len(graph.ops), "devices": devices, "schedule": plan.schedule}
+    row |= {"step_ms": 1e3 * plan.predicted_step_s, "over_1f1b": plan.predicted_step_s / single}
+    return row | {"gap": told["gap"], "processor_s": took_s}
+
+
+def models() -> Table:
+    each = ((name, capture(job(), rows).graph, rows, where) for name, (job, rows, where) in MODELS.items())
+    return [searched(*one, 16) for one in each]
+
+
+def large() -> Table:
+    return [searched(name, make(), *how) for name, (make, *how) in LARGE.items()]
+
+
+def on_random(count: int) -> Table:
+    slower, alone, longer, gaps, caps = 0, 0, 0, list[float](), 0
+    for seed in range(count):
+        graph, profile, cluster = random_case(seed)
+        free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
+        assert free is not None
+        sizes = [int(share * max(free.peaks)) for share in (0.7, 0.9, 1.3)]
+        made = [planned(graph, profile, with_memory(cluster, size), "auto") for size in sizes]
+        steps = [step_s(plan) for plan in made]
+        caps += len(sizes) - 1
+        longer += sum(b > 1.001 * a for a, b in zip(steps, steps[1:], strict=False))
+        at = dice.Random(seed).randrange(len(sizes))
+        one = with_memory(cluster, sizes[at])
+        some = dice.Random(seed).sample([*product(PLANNERS_OF_ONE, SCHEDULES)], SAMPLED)
+        theirs = min(step_s(planned(graph, profile, one, *how)) for how in some)
+        alone += theirs < steps[at] == inf
+        slower += inf > steps[at] > theirs * (1 + 1e-9)
+        gaps += [told["gap"] for plan in made if plan is not None and (told := searched_for(plan))]
+    figures = {"cases": count, "another is faster": slower, "another alone has a plan": alone}
+    figures |= {"caps grew": caps, "and the step by over 0.1 %": longer}
+    return [figures | {"gap, middle": median(gaps), "gap, worst": max(gaps)}]
+
+
+def main() -> int:
+    run: dict[str, Callable[[], Table]] = {
+        "models": models,
+        "large": large,
+        "random": lambda: on_random(given.count),
+    }
+    parser = parser_of(__doc__, run)
+    parser.add_argument("--count", type=int, default=200, help="of random cases")
+    given = parser.parse_args()
+    return run_parts(given.parts, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

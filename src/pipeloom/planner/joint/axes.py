@@ -1,0 +1,186 @@
+"""The axes of the joint search: each a function from a candidate to what it becomes by moves of one kind.
+
+A new axis is a function and a line of `AXES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+
+from ...ir.errors import PlanError, ScheduleError
+from ..request import are_alike
+from ..schedule_names import schedule_names
+from ..strategies.graphpipe import shallow_cuts
+from .estimates import ClosedForm, climb
+from .search import FAR, Axis, JointSearch, Judged, Point
+
+SIMULATED = 3
+"""Cuts of one climb that are simulated."""
+
+ORDERS, PROPOSED = 3, 3
+"""Orders of branches in which cuts are sought, and cuts of each."""
+
+SLACKS = (1, 2)
+"""Micro-batches in flight beyond the depth of a stage that are tried."""
+
+ARRANGED = 24
+"""Orders of devices up to which all are tried; of more, those that differ by two devices."""
+
+
+def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
+    """Cuts moved as long as an estimate by the candidate's own order falls; again from what was found."""
+    while True:
+        found = line.found
+        estimate = search.estimate_of(line)
+        here = estimate.cuts.places(found.cuts)
+        near = [estimate.cuts.cut(places) for places in climb(estimate, here)[: 2 * SIMULATED]]
+        for cuts in [cuts for cuts in near if cuts != found.cuts][:SIMULATED]:
+            yield replace(line.point, cuts=cuts, search=line.point.search)
+        best = search.best_of[line.point.way]
+        if best.key >= line.key:
+            return
+        line = best
+
+
+def other_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
+    """The same cuts in other schedules that put stages in the same places."""
+    best_s = line.step_s if search.best is None else search.best.step_s
+    ranked: list[tuple[float, int, Point]] = []
+    for number, name in enumerate(search.names):
+        try:
+            request = search.way(name, line.point.order)
+            if name == line.point.request.schedule or request.layout != line.point.request.layout:
+                continue
+            request = replace(request, slack=line.point.request.slack)
+            own = line.point.search
+            of_way = replace(request.search(), treatments=own.treatments, by_depth=own.by_depth)
+            if own.model.readers.order:
+                of_way = replace(of_way, model=own.model, known=own.known, borders=own.borders)
+            estimate = search.estimate(request, of_way)
+        except (PlanError, ScheduleError):
+            continue
+        seconds = float(estimate.steps(estimate.cuts.places(line.point.cuts)[None])[0])
+        if seconds <= best_s * (1 + FAR):
+            ranked.append((seconds, number, Point(request, of_way, line.point.cuts, line.point.order)))
+    for _, _, point in sorted(ranked, key=lambda one: one[:2])[:SIMULATED]:
+        yield point
+
+
+def copying_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
+    """Schedules that offload, where caps cost something."""
+    request, devices = search.request, search.request.cluster.devices
+    options = request.options
+    named = options.schedule or options.schedules
+    if not search.pressed or named or request.updates is not None:
+        return
+    if any(d.host_link is None for d in devices) or not (
+        options.allowed is None or "offload" in options.allowed
+    ):
+        return
+    plain = set(schedule_names(len(devices), search.places, copies=False))
+    for name in schedule_names(len(devices), search.places):
+        if name in plain:
+            continue
+        try:
+            way = search.way(name, line.point.order)
+            own = way.search()
+        except (PlanError, ScheduleError):
+            continue
+        if way.layout == line.point.request.layout:
+            yield Point(way, own, line.point.cuts, line.point.order)
+
+
+def freed(search: JointSearch, line: Judged) -> Iterator[Point]:
+    """Other ways to free residuals."""
+    allowed = line.point.request.treatments
+    ways = dict.fromkeys(((), tuple(t for t in allowed if t != "offload"), allowed))
+    for treatments in ways:
+        if treatments != line.found.search.treatments and search.pressed:
+            yield replace(line.point, search=replace(line.point.search, treatments=treatments))
+
+
+def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
+    """Stages side by side, in several orders of branches; and with more micro-batches in flight."""
+    request = line.point.request
+    if not request.side_by_side:
+        return
+    stages = request.layout.stages
+    orders = request.branch_orders(stages)
+    if len(orders) == 1 and not orders[0].borders:
+        return
+    treatments = request.treatments if search.pressed else ()
+    for order in orders[:ORDERS]:
+        own = replace(request.search(order), by_depth=True, treatments=treatments)
+        for cuts in islice(shallow_cuts(own), PROPOSED):
+            yield replace(line.point, search=own, cuts=cuts)
+    best = search.best_of[line.point.way]
+    if best.found.depth < stages:
+        for slack in dict.fromkeys((*SLACKS, stages)):
+            if slack <= stages:
+                own = replace(best.point.search, by_depth=True)
+                yield replace(best.point, request=replace(request, slack=slack), search=own)
+
+
+def device_orders(search: JointSearch, line: Judged) -> Iterator[Point]:
+    """Unlike devices in other orders, with cuts whose ranks take equally long."""
+    devices = search.request.cluster.devices
+    kind = [next(k for k, d in enumerate(devices) if are_alike(d, device)) for device in devices]
+    if len(set(kind)) == 1:
+        return
+    now = line.point.order or tuple(range(len(devices)))
+    for order in _orders(kind, now):
+        try:
+            request = search.way(line.point.request.schedule, order)
+            own = replace(request.search(), treatments=line.point.search.treatments)
+        except (PlanError, ScheduleError):
+            continue
+        for cuts in search.level_cuts(ClosedForm(search.cut_times(request, own)))[:1]:
+            yield Point(request, own, cuts, order)
+
+
+def _orders(kind: list[int], now: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Other orders of devices of some kinds: all if there are few, else those that swap two.
+
+    >>> list(_orders([0, 0, 1], (0, 1, 2)))
+    [(0, 2, 1), (2, 0, 1)]
+    """
+    rows = _arrangements(tuple(sorted(kind)), ARRANGED + 1)
+    if len(rows) > ARRANGED:
+        pairs = ((a, b) for a in range(len(now)) for b in range(a) if kind[now[a]] != kind[now[b]])
+        for a, b in pairs:
+            swapped = list(now)
+            swapped[a], swapped[b] = now[b], now[a]
+            yield tuple(swapped)
+        return
+    for row in rows:
+        free: dict[int, list[int]] = {k: [i for i, own in enumerate(kind) if own == k] for k in set(kind)}
+        order = tuple(free[k].pop(0) for k in row)
+        if order != tuple(now):
+            yield order
+
+
+def _arrangements(kinds: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
+    """Different rows of some kinds, ascending, up to so many."""
+    if not kinds:
+        return [()]
+    found: list[tuple[int, ...]] = []
+    for index, kind in enumerate(kinds):
+        if index and kinds[index - 1] == kind:
+            continue
+        rest = kinds[:index] + kinds[index + 1 :]
+        found += [(kind, *row) for row in _arrangements(rest, most - len(found))]
+        if len(found) >= most:
+            return found[:most]
+    return found
+
+
+AXES: Mapping[str, Axis] = {
+    "cuts": moved_cuts,
+    "branches": branches,
+    "schedules": other_schedules,
+    "devices": device_orders,
+    "treatments": freed,
+    "copies": copying_schedules,
+}

@@ -1,0 +1,334 @@
+"""Steps of many cuts at once, without a simulation: what says which cuts are worth one.
+
+    ClosedForm   m x the busiest rank + (ranks - 1) x the mean turn, each weighed by itself: of any order
+    InOrder      when each action of one order begins, for all cuts at once; stretched if there are fewer
+                 micro-batches in it
+
+Cuts are rows of places: numbers of the positions where the op order may be cut. What stages take besides
+their ops (clones, what is made again) and what comes before and after the actions is that of a candidate
+whose step is known, if one is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from math import comb
+from typing import Protocol
+
+import numpy as np
+
+from ...ir.columns import B_, F_, I_, W_, Columns
+from ...ir.flow import Flow
+from ..candidate import Candidate
+from ..placement import Layout
+from ..search.cut_search import Search
+from ..stage_cost.tensors import Array, Indices
+
+SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)
+"""Of the mean turn that are moved between two stages."""
+
+STEPS = (-4, -2, -1, 1, 2, 4)
+"""Places by which one cut moves."""
+
+BUSIEST, IDLEST = 2, 16
+"""Ranks whose stages give time to others, and those whose stages take it."""
+
+PASSES = 60
+"""Moves that are made at most."""
+
+ALL_CUTS = 3_000
+"""Cuts up to which all are looked at."""
+
+WEIGHED, FEW_PLACES = 24, 16
+"""Cuts of a pass that are weighed with what is freed to keep their caps: those that are fastest without, and
+all where there are so few places."""
+
+LESS = 1 - 1e-6
+
+ENTRIES = 4_000_000
+"""Numbers that are kept at once."""
+
+
+class Estimate(Protocol):
+    """What is searched by: of cuts."""
+
+    cuts: CutTimes
+
+    def steps(self, places: Indices) -> Array:
+        """Seconds of each, of (cuts, stages + 1) places."""
+        ...
+
+
+class CutTimes:
+    """What the stages of cuts take.
+
+    parts: seconds before each place of forwards, of gradients of inputs and of weights, by stage.
+    turns_of: (stages, ranks), how many turns of a stage a rank takes in a step.
+    """
+
+    def __init__(self, search: Search, layout: Layout, microbatches: int, *, weighed: bool = False) -> None:
+        model = search.model
+        self.search, self.layout, self.microbatches, self.weighed = search, layout, microbatches, weighed
+        self.points = model.cut_points
+        self.stages, self.ranks = layout.stages, layout.ranks
+        self.parts = model.tables.prefix_parts_s[:, np.array(model.kind)][:, :, self.points]
+        self.whole = self.parts.sum(axis=0)
+        self.turns_of = np.zeros((self.stages, self.ranks))
+        for index, rank in enumerate(layout.placement):
+            self.turns_of[index % self.stages, rank] += microbatches / layout.replicas
+
+    def of(self, places: Indices) -> Array:
+        """Seconds of the parts of stages: (3, cuts, stages)."""
+        stage = np.arange(self.stages)
+        return np.asarray(self.parts[:, stage, places[:, 1:]] - self.parts[:, stage, places[:, :-1]])
+
+    def turns(self, places: Indices) -> Array:
+        """Seconds of the parts together: (cuts, stages)."""
+        stage = np.arange(self.stages)
+        return np.asarray(self.whole[stage, places[:, 1:]] - self.whole[stage, places[:, :-1]])
+
+    def exposed(self, places: Indices) -> Array:
+        """Seconds that a turn takes beyond computing, by the search; inf where a stage does not fit."""
+        found = np.zeros((len(places), self.stages))
+        known: dict[tuple[int, int, int], float] = {}
+        for row, cuts in enumerate(places.tolist()):
+            for stage in range(self.stages):
+                key = cuts[stage], cuts[stage + 1], stage
+                if key not in known:
+                    start, end = self.points[[key[0], key[1]]].tolist()
+                    compute = self.whole[stage, key[1]] - self.whole[stage, key[0]]
+                    known[key] = max(0.0, self.search.evaluate(start, end, stage).seconds - compute)
+                found[row, stage] = known[key]
+        return found
+
+    def places(self, cuts: Sequence[int]) -> Indices:
+        return np.searchsorted(self.points, np.array(cuts))
+
+    def cut(self, places: Indices) -> tuple[int, ...]:
+        return tuple(self.points[places].tolist())
+
+    def evenly(self, bare: int = 0) -> Indices | None:
+        """Places of stages that take equally long; None if there are too few.
+
+        bare: stages in front, or behind if negative, that have one piece each.
+        """
+        last, middle = len(self.points) - 1, self.whole.mean(axis=0)
+        if last < self.stages:
+            return None
+        front, behind = max(bare, 0), max(-bare, 0)
+        inner = self.stages - front - behind
+        low, high = middle[front], middle[last - behind]
+        wanted = np.searchsorted(middle, low + (high - low) * np.arange(1, inner) / inner)
+        places = np.array([*range(front + 1), *wanted, *range(last - behind, last + 1)])
+        index = np.arange(len(places))
+        spread = np.maximum.accumulate(np.maximum(places, index) - index) + index
+        room = last - (self.stages - index)
+        return np.asarray(np.minimum(spread, room), dtype=np.int64)
+
+    def moves(self, places: Indices) -> Indices:
+        """One cut moved, and time moved from the busiest ranks' stages to any: (moves, stages + 1)."""
+        found = []
+        for step in STEPS:
+            moved = np.repeat(places[None], self.stages - 1, axis=0)
+            index = np.arange(1, self.stages)
+            moved[index - 1, index] += step
+            found.append(moved)
+        middle = self.whole.mean(axis=0)
+        by_load = np.argsort(-(self.turns(places[None])[0] @ self.turns_of), kind="stable")
+        giving, taking = (
+            np.flatnonzero(self.turns_of[:, ranks].any(axis=1))
+            for ranks in (by_load[:BUSIEST], by_load[-IDLEST:])
+        )
+        cuts = np.arange(self.stages + 1)
+        for giver in giving.tolist():
+            for side, takers in ((1, taking[taking < giver]), (-1, taking[taking > giver])):
+                first, last = (np.minimum(takers, giver), np.maximum(takers, giver))
+                between = (cuts > first[:, None]) & (cuts <= last[:, None])
+                for share in SHARES:
+                    to = middle[places] + side * share * middle[-1] / self.stages
+                    found.append(np.where(between, self._nearest(to), places))
+        moved = np.concatenate(found)
+        moved = moved[(np.diff(moved, axis=1).min(axis=1) > 0) & (moved[:, -1] == places[-1])]
+        return np.asarray(moved, dtype=np.int64)
+
+    def _nearest(self, seconds: Array) -> Indices:
+        middle = self.whole.mean(axis=0)
+        after = np.clip(np.searchsorted(middle, seconds), 1, len(middle) - 1)
+        return np.asarray(after - (seconds - middle[after - 1] < middle[after] - seconds), dtype=np.int64)
+
+
+class ClosedForm:
+    def __init__(self, cuts: CutTimes) -> None:
+        self.cuts = cuts
+
+    def steps(self, places: Indices) -> Array:
+        turns = self.cuts.turns(places)
+        if not self.cuts.weighed:
+            return self._sum(turns)
+        return weigh_best(
+            self.cuts, places, self._sum(turns), lambda some, more: self._sum(turns[some] + more)
+        )
+
+    def _sum(self, turns: Array) -> Array:
+        fits = np.isfinite(turns).all(axis=1)
+        turns = np.where(fits[:, None], turns, 0.0)
+        filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
+        steps = (turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled
+        return np.where(fits, steps, np.inf)
+
+
+class InOrder:
+    """columns: of an order, maybe of fewer micro-batches.  flow: of the stages, replicas included.
+    message_s: of each edge, by (from stage, to stage); None for a chain: those of its cuts.
+    """
+
+    def __init__(
+        self,
+        cuts: CutTimes,
+        columns: Columns,
+        flow: Flow,
+        message_s: Mapping[tuple[int, int], float] | None = None,
+        known: Candidate | None = None,
+    ) -> None:
+        self.cuts, self.message_s = cuts, message_s
+        self.count = int(columns.microbatch.max(initial=0)) + 1
+        self.more, self.offset = np.zeros((3, cuts.stages)), 0.0
+        self._actions = list(_in_turn(columns, flow))
+        followed = {before for _, _, before, _ in self._actions}
+        self._last = [at for at in range(len(self._actions)) if at not in followed]
+        if known is not None:
+            here = cuts.places(known.cuts)[None]
+            took = np.array(
+                [[c.forward_s, c.input_grad_s + c.recompute_s, c.weight_grad_s] for c in known.stage_costs]
+            )[: cuts.stages].T
+            self.more = np.maximum(0.0, took - cuts.of(here)[:, 0])
+            weighed, cuts.weighed = cuts.weighed, False
+            self.offset = known.timeline.step_s - float(self.steps(here)[0])
+            cuts.weighed = weighed
+
+    def steps(self, places: Indices) -> Array:
+        most = max(1, ENTRIES // max(1, len(self._actions)))
+        if len(places) > most:
+            return np.concatenate([self.steps(places[at : at + most]) for at in range(0, len(places), most)])
+        parts = self.cuts.of(places)
+        if not self.cuts.weighed:
+            return self._steps(places, parts + self.more[:, None])
+
+        def again(some: Indices, exposed: Array) -> Array:
+            own = parts[:, some]
+            own[1] += exposed
+            return self._steps(places[some], own)
+
+        return weigh_best(self.cuts, places, self._steps(places, parts), again)
+
+    def _steps(self, places: Indices, parts: Array) -> Array:
+        cuts, stages = self.cuts, self.cuts.stages
+        fits = np.isfinite(parts).all(axis=(0, 2))
+        parts = np.where(np.isfinite(parts), parts, 0.0)
+        seconds = {F_: parts[0], I_: parts[1], W_: parts[2], B_: parts[1] + parts[2]}
+        own = {(k, s): np.ascontiguousarray(row[:, s]) for k, row in seconds.items() for s in range(stages)}
+        late: dict[tuple[int, int], Array | float] = {}
+        end: list[Array] = []
+        zero = np.zeros(len(places))
+        for kind, stage, before, needs in self._actions:
+            start = end[before] if before >= 0 else zero
+            for need, source in needs:
+                edge = (source, stage)
+                if edge not in late:
+                    late[edge] = self._message(edge, places)
+                start = np.maximum(start, end[need] + late[edge])
+            end.append(start + own[kind, stage % stages])
+        last = np.maximum.reduce([end[at] for at in self._last]) if end else zero
+        total = last + self.offset
+        if (missing := cuts.microbatches // cuts.layout.replicas - self.count) > 0:
+            busy = parts.sum(axis=0) @ (cuts.turns_of / cuts.microbatches * cuts.layout.replicas)
+            total = total + missing * busy.max(axis=1)
+        return np.where(fits, total, np.inf)
+
+    def _message(self, edge: tuple[int, int], places: Indices) -> Array | float:
+        if self.message_s is not None:
+            return self.message_s.get(edge, 0.0)
+        cuts, (source, target) = self.cuts, edge
+        ranks = cuts.layout.placement[source], cuts.layout.placement[target]
+        if ranks[0] == ranks[1]:
+            return 0.0
+        stages = source % cuts.stages, target % cuts.stages
+        link = cuts.search.model.cluster.link(*stages)  # whose devices are those of the stages
+        at = cuts.points[places[:, max(stages)]]
+        crossing = cuts.search.model.crossing_bytes[at]
+        return np.asarray(link.latency_s + crossing / link.bandwidth_bytes_per_s)
+
+
+def _in_turn(columns: Columns, flow: Flow) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
+    """Actions that compute, each behind what it waits for: its kind and stage, the one before it in its row,
+    and those of other stages, with these; by their places in what is made."""
+    kinds, stages, batches = (c.tolist() for c in (columns.kind, columns.stage, columns.microbatch))
+    made: dict[tuple[bool, int, int], int] = {}
+    at, count = columns.offsets[:-1].tolist(), 0
+    before = [-1] * columns.ranks
+    ends = columns.offsets[1:].tolist()
+    waiting = list(range(columns.ranks))
+    while waiting:
+        moved, rest = False, []
+        for rank in waiting:
+            while at[rank] < ends[rank]:
+                kind, stage, batch = kinds[at[rank]], stages[at[rank]], batches[at[rank]]
+                needs: list[tuple[int, int]] = []
+                if kind in (F_, B_, I_):
+                    others = flow.reads_from[stage] if kind == F_ else flow.gradients_from[stage]
+                    keys = [(kind == F_, other, batch) for other in others]
+                    if not all(key in made for key in keys):
+                        break
+                    needs = [(made[key], key[1]) for key in keys]
+                at[rank] += 1
+                moved = True
+                if kind in (F_, B_, I_, W_):
+                    yield kind, stage, before[rank], needs
+                    before[rank] = count
+                    if kind != W_:
+                        made[kind == F_, stage, batch] = count
+                    count += 1
+            else:
+                continue
+            rest.append(rank)
+        assert moved or not rest, "an order that cannot run"
+        waiting = rest
+
+
+def weigh_best(
+    cuts: CutTimes, places: Indices, steps: Array, again: Callable[[Indices, Array], Array]
+) -> Array:
+    """The best of some cuts with what is freed to keep their caps; inf for all others.
+
+    again: (which, seconds beyond computing of their stages) -> seconds of the step.
+    """
+    most = None if len(cuts.points) <= FEW_PLACES else WEIGHED
+    some = np.argsort(steps, kind="stable")[:most]
+    found = np.full(len(places), np.inf)
+    found[some] = again(some, cuts.exposed(places[some]))
+    return found
+
+
+def climb(estimate: Estimate, places: Indices) -> list[Indices]:
+    """What becomes of cuts that are moved while that makes the step shorter, the best first; of few places
+    the best of all cuts."""
+    cuts = estimate.cuts
+    inner, wanted = len(cuts.points) - 2, cuts.stages - 1
+    if comb(inner, wanted) <= ALL_CUTS:
+        every = np.array([(0, *some, inner + 1) for some in combinations(range(1, inner + 1), wanted)])
+        steps = estimate.steps(every)
+        order = np.argsort(steps, kind="stable")
+        return [every[index] for index in order if steps[index] < np.inf]
+    trail, best = [places], float(estimate.steps(places[None])[0])
+    for _ in range(PASSES):
+        moved = cuts.moves(trail[-1])
+        if not len(moved):
+            break
+        steps = estimate.steps(moved)
+        index = int(np.argmin(steps))
+        if not steps[index] < LESS * best:
+            break
+        best = float(steps[index])
+        trail.append(moved[index])
+    return trail[::-1]

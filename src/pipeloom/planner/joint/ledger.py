@@ -1,0 +1,106 @@
+"""What a search tried, what each axis gained, what was refused and why: told as notes of its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from ...ir.plan import Plan
+from ...ir.text import show_time
+
+PREFIX = "search."
+
+INTERRUPTED = "interrupted"
+
+
+@dataclass
+class Ledger:
+    """planners: seconds of the best step of what each found, or why it has nothing.  schedules: seconds of
+    the best step in each, or why there is none.  tried: candidates of each axis.  gained: seconds by which
+    each shortened the best step.  died: candidates that were not simulated, by the tier that judged them.
+    bound_s: no step is shorter.  ended: converged, time limit, or `INTERRUPTED` by Ctrl-C.
+    """
+
+    planners: dict[str, float | str] = field(default_factory=dict)
+    schedules: dict[str, float | str] = field(default_factory=dict)
+    tried: Counter[str] = field(default_factory=Counter)
+    gained: dict[str, float] = field(default_factory=dict)
+    died: Counter[str] = field(default_factory=Counter)
+    bound_s: float = 0.0
+    ended: str = "converged"
+
+    def note(self, table: dict[str, float | str], name: str, found: float | str) -> None:
+        """Keep the shortest step, or the first refusal if there is none."""
+        known = table.get(name)
+        if isinstance(found, str):
+            table.setdefault(name, found)
+        elif not isinstance(known, float) or found < known:
+            table[name] = found
+
+    def notes(self) -> dict[str, str]:
+        told = {"bound_s": repr(self.bound_s), "ended": self.ended}
+        for kind in ("planners", "schedules", "gained", "tried", "died"):
+            told |= {f"{kind}.{name}": _text(value) for name, value in getattr(self, kind).items()}
+        return {f"{PREFIX}{key}": text for key, text in told.items()}
+
+
+def _text(value: float | str) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def searched_for(plan: Plan) -> dict[str, Any] | None:
+    """The ledger that a plan's notes tell, with the gap to the bound; None if no search made the plan."""
+    told = {k.removeprefix(PREFIX): text for k, text in plan.notes.items() if k.startswith(PREFIX)}
+    if "bound_s" not in told:
+        return None
+    bound_s = float(told["bound_s"])
+    found: dict[str, Any] = {"bound_s": bound_s, "ended": told["ended"]}
+    found["gap"] = plan.predicted_step_s / bound_s - 1 if bound_s else None
+    for kind in ("planners", "schedules", "gained", "tried", "died"):
+        own = {k.removeprefix(f"{kind}."): t for k, t in told.items() if k.startswith(f"{kind}.")}
+        found[kind] = {name: _value(text) for name, text in own.items()}
+    return found
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+SHOWN = 6
+"""Refusals that are printed; all are in --json."""
+
+
+def sentences(told: Mapping[str, Any]) -> list[str]:
+    """A ledger for a screen."""
+    said = [f"planners: {_steps(told['planners'])}"] if told["planners"] else []
+    if told["schedules"]:
+        said.append(f"schedules: {_steps(told['schedules'])}")
+    gained = {name: s for name, s in told["gained"].items() if s > 0}
+    if gained:
+        each = ", ".join(f"{name} {show_time(s)}" for name, s in gained.items())
+        said.append(f"gained by axis: {each}")
+    tried, died = sum(told["tried"].values()), sum(told["died"].values())
+    gap = "" if told["gap"] is None else f"; no step is shorter than {show_time(told['bound_s'])}, "
+    gap += "" if told["gap"] is None else f"the gap is {max(0.0, told['gap']):.1%}"
+    said.append(f"search: {tried:.0f} simulated, {died:.0f} not worth it, {told['ended']}{gap}")
+    refused = {n: why for table in ("planners", "schedules") for n, why in told[table].items() if _no(why)}
+    listed = list(refused.items())[:SHOWN]
+    said += [f"refused: {name}: {why}" for name, why in listed]
+    if len(refused) > len(listed):
+        said.append(f"refused: {len(refused) - len(listed)} more, see --json")
+    return said
+
+
+def _no(value: float | str) -> bool:
+    return isinstance(value, str)
+
+
+def _steps(table: Mapping[str, float | str]) -> str:
+    known = sorted(((s, n) for n, s in table.items() if not isinstance(s, str)))
+    return ", ".join(f"{name} {show_time(s)}" for s, name in known if s < inf) or "none fits"

@@ -1,0 +1,509 @@
+"""One search over cuts, orders of ops, schedules, orders of devices and what is freed.
+
+    Seeds: what every planner finds for one stage on each rank, and cuts whose ranks take equally long for
+    every other place that a schedule puts stages in. Then moves of one axis each (axes.py) of the best few,
+    round after round, until a round brings less than `LITTLE`, or time is up.
+
+Three tiers judge what is tried. Most dies at the first two:
+
+    1. a bound: the busiest rank computes its stages for all micro-batches
+    2. a step in the order of something known, of a few micro-batches and stretched (estimates.py)
+    3. the simulated step under the caps, by which plans are compared
+
+The objective is that step. What passes a cap counts by how much it does, so that moves may mend it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ...ir.cluster import Cluster
+from ...ir.errors import PlanError, ScheduleError
+from ...ir.flow import flow_of
+from ...ir.plan import Plan
+from ...ir.stages import chain, replicate
+from ...ir.weights import FLUSH, WEIGHT_POLICIES
+from ...schedules import registry
+from ...schedules.language.names import CHUNKS as OF_CHUNKS
+from ..candidate import Candidate
+from ..placement import Layout, message_seconds
+from ..plan_costs import PlanCosts
+from ..refine import fit_caps, least_step_s
+from ..refusals import passes_caps, too_many_stages
+from ..request import Request, profile_of
+from ..search.cut_search import Search
+from ..search.problem import Cuts
+from ..searched_order import with_searched_order
+from ..stage_cost.tensors import Readers
+from .estimates import ClosedForm, CutTimes, Estimate, InOrder, climb
+from .ledger import INTERRUPTED, Ledger
+
+LITTLE = 1e-3
+"""Share of the step that a round has to save for another one."""
+
+ROUNDS = 12
+
+LINES, CLOSE = 3, 0.05
+"""Ways whose best candidates are moved, at most, and by which share of the step they may be slower."""
+
+FEW, FAR = 6, 0.03
+"""Schedules that are simulated in any case, and by which share of the best step the estimates of others may
+be longer."""
+
+FITS = 4
+"""Searches for treatments with which the same cut keeps its caps."""
+
+BUDGET, ORDERING, LEAST = 5_000_000, 10, 3_000
+"""Actions that are simulated in one search, how many one counts for where it is ordered by time, and how many
+a candidate counts for at least."""
+
+MOST_ESTIMATED = 20_000
+"""Actions of an order that estimates go through."""
+
+SHORT, LONG = 3, 5
+"""Micro-batches per rank of a short step, and those up to which a step is short enough."""
+
+ORDERS, EFFORT, FEW_OPS = 3, 0.3, 40
+"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts beyond which
+that of the best plan builds the library within its limits, which takes seconds."""
+
+LEVEL = "level cuts"
+"""What seeds are called that no planner has found."""
+
+SAME = 1e-9
+CHUNKS = (2, 4)
+"""Stages per rank that are tried."""
+
+PROMISING = ("1f1b", "zb_v", "zb_h2", "zb_h1", "gis", "interleaved_1f1b", "dualpipe", "chimera", "hanayo")
+"""Schedules that are tried first, which matters where the budget ends before all were."""
+
+LEFT_OUT = ("forward_only", "zb_1p", "zb_2p", "gis_g", "po")
+"""Schedules that do not train, or are others unless options are set."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What may become a candidate.
+
+    request: with its schedule, and the devices in the order of ranks.  search: the order of ops, and what may
+    be freed.  order: of each rank the number of its device; () for that of the cluster.
+    """
+
+    request: Request
+    search: Search
+    cuts: Cuts
+    order: tuple[int, ...] = ()
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        search, options = self.search, self.request.options
+        how = search.treatments, search.caps, bool(search.layers), search.by_depth
+        return (*self.way, self.request.slack, options.branches, search.model.readers.order, *how, self.cuts)
+
+    @property
+    def way(self) -> tuple[str, tuple[int, ...]]:
+        return self.request.schedule, self.order
+
+
+class Judged(NamedTuple):
+    """key: bytes over the caps, and seconds of the step."""
+
+    point: Point
+    found: Candidate
+    key: tuple[int, float]
+
+    @property
+    def fits(self) -> bool:
+        return self.key[0] == 0
+
+    @property
+    def step_s(self) -> float:
+        return self.key[1]
+
+
+Seed: TypeAlias = tuple[str, Search, Cuts]
+"""The planner that found it, or why it found nothing, the search, and the cuts."""
+
+Seeds: TypeAlias = Callable[[Request, Ledger], Iterator[Seed]]
+
+Axis: TypeAlias = "Callable[[JointSearch, Judged], Iterator[Point]]"
+"""A candidate -> what it becomes by moves of one kind, the most promising first. Told between two of them
+what became of the one before: `JointSearch.best_of` has it."""
+
+
+class TimeIsUp(Exception):
+    """The limit is reached."""
+
+
+class JointSearch:
+    """axes: by name, in the order in which they are tried.  seeds: what planners find."""
+
+    def __init__(self, request: Request, axes: Mapping[str, Axis], seeds: Seeds) -> None:
+        self.request, self.axes, self.seeds = request, axes, seeds
+        self.ledger = Ledger()
+        self.until = time.monotonic() + (request.options.time_limit or inf)
+        self.ways: dict[tuple[str, tuple[int, ...]], Request] = {}
+        self.best_of: dict[tuple[str, tuple[int, ...]], Judged] = {}
+        self.tried: dict[object, Judged | None] = {}
+        self.best: Judged | None = None
+        self.closest: Judged | None = None
+        self.ordered: list[Plan] = []
+        """Plans whose stages run in a faster order."""
+        self.spent = 0
+        self.errors: list[PlanError | ScheduleError] = []
+        self.pressed = False
+        """Whether caps have cost anything: something was freed, or passed them."""
+        self.places = len(Readers(request.graph).cut_points) - 1
+        self.ledger.bound_s = self._bound_s()
+
+    # --- what there is to choose from -----------------------------------------------------------------
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Schedules without copies, by name; those that were named, if any were."""
+        options, ranks = self.request.options, len(self.request.cluster.devices)
+        if options.schedules or options.schedule:
+            return options.schedules or (options.named_schedule,)
+        if ranks == 1:
+            return (options.named_schedule,)
+        found = []
+        flushes = WEIGHT_POLICIES[options.weights or FLUSH].flushes
+        # Replicas of a stage would each update the buffers of its forward.
+        both_ways = flushes and options.replicas == 1 and not self.request.graph.together
+        for name in registry.names():
+            entry = registry.entry(name)
+            usable = entry.weights == FLUSH and not entry.lacks and entry.place != "table"
+            if not usable or name in LEFT_OUT or entry.offload is not None:
+                continue
+            if entry.place in ("loop", "wave"):
+                chosen = (options.chunks,) if options.chunks else CHUNKS if entry.place == "loop" else (2,)
+                fitting = [v for v in chosen if v * ranks <= self.places and flushes]
+                found += [name if v == 2 else f"{name}:{OF_CHUNKS}={v}" for v in fitting]
+            elif not options.chunks and (entry.place == "line" or both_ways):
+                found.append(name)
+        early = {name: number for number, name in enumerate(PROMISING)}
+        return tuple(sorted(found, key=lambda name: early.get(name, len(early))))
+
+    def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
+        """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
+        if (name, order) not in self.ways:
+            request = self.request
+            if order:
+                devices = tuple(request.cluster.devices[index] for index in order)
+                known = next((r for (_, other), r in self.ways.items() if other == order), None)
+                own = request.shared
+                shared = known.shared if known else replace(own, models={}, known={}, steps={})
+                request = replace(request, cluster=replace(request.cluster, devices=devices), shared=shared)
+            request = replace(request, options=replace(request.options, schedule=name, schedules=()))
+            request.refuse_what_cannot_be()
+            if request.layout.stages > self.places:
+                why = f"{request.layout.stages} stages, the model can be cut into {self.places}"
+                raise too_many_stages(why, self.places, name, len(request.cluster.devices), request.cluster)
+            if self.best is not None and self.spent + 2 * self._actions(request) > BUDGET:
+                raise PlanError("not tried: other schedules took the time", hint="name it alone")
+            if not self.ways or request.entry.recipe is not None:
+                self.spent += self._actions(request)
+            self.ways[name, order] = request
+        return self.ways[name, order]
+
+    def _actions(self, request: Request) -> int:
+        """What a candidate counts for in the budget."""
+        layout = request.layout
+        count = 3 * layout.stages * request.microbatches
+        alone = len(self.names) == 1
+        return max(LEAST, count if request.entry.recipe is None or alone else ORDERING * count)
+
+    def cut_times(self, request: Request, search: Search) -> CutTimes:
+        return CutTimes(search, request.layout, request.microbatches, weighed=self.pressed)
+
+    def estimate(self, request: Request, search: Search) -> Estimate:
+        """By a schedule's order for equal times, and of a chain, a short one if there are many micro-batches;
+        by the closed form where the order is long."""
+        layout, cuts = request.layout, self.cut_times(request, search)
+        count = request.microbatches // layout.replicas
+        short = count if count <= LONG * layout.ranks else SHORT * layout.ranks
+        flushes = request.updates is None
+        if not flushes or 3 * layout.stages * layout.replicas * short > MOST_ESTIMATED:
+            return ClosedForm(cuts)
+        few = request
+        if short < count:
+            few = replace(
+                request, options=replace(request.options, microbatches=short * layout.replicas), rounds=None
+            )
+        flow = flow_of(replicate(chain(layout.stages), layout.replicas))
+        return InOrder(cuts, few.usual.columns, flow)
+
+    def estimate_of(self, judged: Judged) -> Estimate:
+        """By the order of a candidate."""
+        request, found = judged.point.request, judged.found
+        cuts = self.cut_times(request, found.search)
+        columns = found.schedule.columns
+        if request.updates is not None or len(columns) > MOST_ESTIMATED:
+            return ClosedForm(cuts)
+        placement, cluster = request.layout.placement, request.cluster
+        return InOrder(cuts, columns, flow_of(found.stages), messages_of(found, placement, cluster), found)
+
+    # --- judging --------------------------------------------------------------------------------------
+
+    def judge(self, point: Point, by: str) -> Judged | None:
+        """The candidate of a point; None if it was known, cannot be, or is no better for sure.
+
+        by: the axis, or the planner.
+        """
+        if point.key in self.tried:
+            return None
+        self.tried[point.key] = None
+        if time.monotonic() > self.until:
+            raise TimeIsUp
+        best_s = self.best.step_s if self.best is not None else inf
+        if least_step_s(point.request, point.search, point.cuts) >= best_s * (1 - SAME):
+            self.ledger.died["bound"] += 1
+            return None
+        cost = self._actions(point.request)
+        if self.spent + cost > BUDGET and self.best is not None:
+            self.ledger.died["budget"] += 1
+            return None
+        self.spent += cost
+        self._tell(point, by)
+        self.ledger.tried[by] += 1
+        try:
+            judged = self._simulated(point)
+        except (PlanError, ScheduleError) as error:
+            self.errors.append(error)
+            self.ledger.note(self.ledger.schedules, point.request.schedule, error.message)
+            return None
+        self.tried[point.key] = judged
+        known = self.best_of.get(point.way)
+        if known is None or judged.key < known.key:
+            self.best_of[point.way] = judged
+        if self.closest is None or judged.key < self.closest.key:
+            self.closest = judged
+        if judged.fits:
+            self.ledger.note(self.ledger.schedules, point.request.schedule, judged.step_s)
+            if judged.step_s < best_s * (1 - SAME):
+                if self.best is not None:
+                    self.ledger.gained[by] = self.ledger.gained.get(by, 0.0) + best_s - judged.step_s
+                self.best = judged
+        return judged
+
+    def _simulated(self, point: Point) -> Judged:
+        """With as much freed as caps ask for."""
+        request, search, cuts = point.request, point.search, point.cuts
+        found = fit_caps(request, search, cuts)
+        tries = [found]
+        if any(found.over) and not search.optimises and request.treatments:
+            self.pressed = True
+            found = fit_caps(request, replace(search, treatments=request.treatments), cuts)
+            tries.append(found)
+        for _ in range(FITS):
+            if not any(found.over) or not found.search.optimises or (search := found.tighter()) is None:  # type: ignore[assignment]
+                break
+            found = fit_caps(request, search, cuts)
+            tries.append(found)
+        best = min(tries, key=key_of)
+        self.pressed = self.pressed or any(best.over) or any(map(bool, best.policy.stages))
+        return Judged(point, best, key_of(best))
+
+    def _tell(self, point: Point, by: str) -> None:
+        if self.request.watch is not None:
+            best = None if self.best is None else (self.best.point.request.schedule, self.best.step_s)
+            self.request.watch.trying(f"{by}: {point.request.schedule}", best, self.ledger.bound_s)
+
+    # --- the search -----------------------------------------------------------------------------------
+
+    def run(self) -> Plan:
+        """The plan of the shortest step that is found.
+
+        Raises: InfeasibleError if none keeps its caps; PlanError or ScheduleError if none can be made.
+        """
+        try:
+            self._begin()
+            self._improve()
+            self._put_in_faster_orders()
+        except TimeIsUp:
+            self.ledger.ended = "time limit"
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.ledger.ended = INTERRUPTED
+        if self.best is None:
+            raise self._refusal()
+        best = min([plan_of(self.best), *self.ordered], key=lambda plan: plan.predicted_step_s)
+        return replace(best, notes={**best.notes, **self.ledger.notes()})
+
+    def _begin(self) -> None:
+        """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
+        starts: list[tuple[float, str, list[Point]]] = []
+        inline: list[Seed] = []
+        cuts_of: dict[Layout, list[Cuts]] = {}
+        for name in self.names:
+            try:
+                request = self.way(name)
+                search = request.search()
+                estimate = self.estimate(request, search)
+            except (PlanError, ScheduleError) as error:
+                self.errors.append(error)
+                self.ledger.note(self.ledger.schedules, name, error.message)
+                continue
+            layout = request.layout
+            if layout.in_line and not inline:
+                inline = list(self.seeds(request, self.ledger))
+                level = [(LEVEL, search, cuts) for cuts in self.level_cuts(ClosedForm(estimate.cuts))[:1]]
+                for planner, own, cuts in sorted([*inline, *level], key=self._closely(request)):
+                    judged = self.judge(Point(request, own, cuts), planner)
+                    self._note_planner(planner, Point(request, own, cuts), judged)
+            seeds = cuts_of.get(layout)
+            if seeds is None:
+                seeds = cuts_of[layout] = self.level_cuts(ClosedForm(estimate.cuts))
+                if layout.in_line:
+                    seeds += [cuts for _, own, cuts in inline if not own.model.readers.order]
+            found: dict[Cuts, float] = {}
+            starts_at = np.array([estimate.cuts.places(cuts) for cuts in seeds], dtype=np.int64)
+            if not len(starts_at):
+                continue
+            first = starts_at[int(np.argmin(estimate.steps(starts_at)))]
+            for places in climb(estimate, first)[:2] or [first]:
+                found[estimate.cuts.cut(places)] = float(estimate.steps(places[None])[0])
+            best = min(found.values())
+            starts.append((best, name, [Point(request, search, cuts) for cuts in found]))
+        for number, (seconds, _, points) in enumerate(sorted(starts, key=lambda start: start[0])):
+            limit = inf if self.best is None else self.best.step_s * (1 + FAR)
+            if number >= FEW and seconds > limit:
+                self.ledger.died["short step"] += 1
+                continue
+            for point in points[: 1 if number >= FEW else 2]:
+                self.judge(point, "schedules")
+
+    def _closely(self, request: Request) -> Callable[[Seed], float]:
+        """Seconds of a seed's step, by the closed form."""
+
+        def seconds(seed: Seed) -> float:
+            cuts = CutTimes(seed[1], request.layout, request.microbatches)
+            return float(ClosedForm(cuts).steps(cuts.places(seed[2])[None])[0])
+
+        return seconds
+
+    def level_cuts(self, estimate: ClosedForm) -> list[Cuts]:
+        """Cuts whose ranks take equally long, from several starts."""
+        cuts, others = estimate.cuts, estimate.cuts.stages - estimate.cuts.ranks
+        found = []
+        for bare in dict.fromkeys((0, max(0, others), -max(0, others))):
+            if (places := cuts.evenly(bare)) is not None:
+                found += [cuts.cut(best) for best in climb(estimate, places)[:1]]
+        return list(dict.fromkeys(found))
+
+    def _note_planner(self, planner: str, point: Point, judged: Judged | None) -> None:
+        judged = judged or self.tried.get(point.key)
+        if planner != LEVEL and judged is not None and judged.fits:
+            self.ledger.note(self.ledger.planners, planner, judged.step_s)
+        elif planner != LEVEL:
+            self.ledger.note(self.ledger.planners, planner, "its cut passes the caps, or is slower for sure")
+
+    def lines(self) -> list[Judged]:
+        """The best few, of different ways."""
+        ranked = sorted(self.best_of.values(), key=lambda judged: judged.key)
+        if self.best is None:
+            return ranked[:LINES]
+        near = [
+            judged for judged in ranked if judged.fits and judged.step_s <= self.best.step_s * (1 + CLOSE)
+        ]
+        return near[:LINES]
+
+    def _improve(self) -> None:
+        for _ in range(ROUNDS):
+            before = (self.closest.key if self.closest else (0, inf)) if self.best is None else self.best.key
+            for name, axis in self.axes.items():
+                for line in self.lines():
+                    for point in axis(self, line):
+                        self.judge(point, name)
+            after = (self.closest.key if self.closest else (0, inf)) if self.best is None else self.best.key
+            if after[0] == before[0] and after[1] >= before[1] * (1 - LITTLE):
+                return
+
+    def _put_in_faster_orders(self) -> None:
+        if self.best is None or len(self.names) == 1 or self.request.graph.together:
+            return
+        costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
+        large = self.places > FEW_OPS
+        for judged in self.lines()[:ORDERS]:
+            if time.monotonic() > self.until:
+                raise TimeIsUp
+            below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
+            self.ledger.tried["order"] += 1
+            plan = with_searched_order(
+                plan_of(judged), costs, below_s=below_s, effort=EFFORT, library=judged is self.best and large
+            )
+            if plan is not None:
+                self.ordered.append(plan)
+                gained = below_s - plan.predicted_step_s
+                self.ledger.gained["order"] = self.ledger.gained.get("order", 0.0) + gained
+
+    def _refusal(self) -> PlanError | ScheduleError:
+        if self.closest is None:
+            return self.errors[0] if self.errors else PlanError("no cut fits", hint="name another planner")
+        point = self.closest.point
+        return passes_caps(self.closest.found.over, point.request.cluster, point.request.schedule)
+
+    def _bound_s(self) -> float:
+        """No step is shorter: the work of all ranks together; the largest op, of which two ranks may have
+        replicas, for all micro-batches; the longest path of one micro-batch."""
+        request, graph = self.request, self.request.graph
+        costs = [profile_of(request.profile, d.name, graph).costs for d in request.cluster.devices]
+        ops = [op.name for op in graph.ops if not op.cheap]
+        kinds = list({id(cost): cost for cost in costs}.values())
+        seconds = {id(own): [own[name].forward_s + own[name].backward_s for name in ops] for own in kinds}
+        directions = 2 if any(registry.entry(name).place == "both ways" for name in self.names) else 1
+        rate = sum(1 / whole if (whole := sum(seconds[id(own)])) else inf for own in costs)
+        least = [min(each) for each in zip(*seconds.values(), strict=True)]
+        path: dict[str, float] = {}
+        for name in ops:
+            before = (path.get(graph.producer.get(value, ""), 0.0) for value in graph.op[name].inputs)
+            path[name] = max(before, default=0.0) + min(
+                own[name].forward_s + own[name].input_grad_s for own in kinds
+            )
+        most, count = max(least, default=0.0), request.microbatches
+        return max(count / rate if rate < inf else 0.0, most * count / directions, *path.values())
+
+
+def key_of(found: Candidate) -> tuple[int, float]:
+    """Bytes over the caps, one at least where a stage or a host has no room; and seconds of the step."""
+    misfits = found.host_shortage is not None or not found.fits
+    return max(sum(found.over), int(misfits)), found.timeline.step_s
+
+
+def messages_of(
+    found: Candidate, placement: Sequence[int], cluster: Cluster
+) -> Mapping[tuple[int, int], float] | None:
+    """Seconds of each edge of a candidate's stages; None of a chain."""
+    edges = set(found.stages.between)
+    if all(b - a == 1 for a, b in edges):
+        return None
+    seconds = message_seconds(found.stages, tuple(placement), cluster)
+    return {pair: seconds(*pair) for a, b in edges for pair in ((a, b), (b, a))}
+
+
+def plan_of(judged: Judged) -> Plan:
+    """The plan, on the devices in the order of the cluster."""
+    plan, order = judged.found.plan(), judged.point.order
+    if not order:
+        return plan
+    at = {device: rank for rank, device in enumerate(order)}
+    ranks = range(len(order))
+
+    def moved(row: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(row[at[device]] for device in ranks) if row else row
+
+    return replace(
+        plan,
+        placement=tuple(order[rank] for rank in plan.placement),
+        schedule_rows=moved(plan.schedule_rows),  # type: ignore[arg-type]
+        caps=moved(plan.caps),  # type: ignore[arg-type]
+        peaks=moved(plan.peaks),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,1 @@
+"""The studio: a page on this machine on which schedules and plans are drawn, asked, edited and saved."""

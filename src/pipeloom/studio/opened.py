@@ -1,0 +1,69 @@
+"""What the studio opens with: schedules of the library, and what its command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..ir.errors import ConfigError
+from ..ir.plan import load_plan
+from ..schedules.formats import read_schedule
+from ..schedules.scenario import library
+from .plans import PlanDesk, PlanModel
+from .runs import RunDesk
+from .schedules import Reader, ScheduleDesk
+from .server import Answer
+
+if TYPE_CHECKING:
+    from ..ir.cluster import Cluster
+    from ..tracer.job import Job
+
+
+def opened(
+    what: str | None, read: Reader, *, job: Job | None = None, cluster: Cluster | None = None
+) -> tuple[dict[str, Any], Mapping[str, Answer]]:
+    """What the page begins with, and the answers to what it asks.
+
+    what: a plan, a run's directory, rows of a schedule, or a schedule in the language; None for the library.
+    read: see `Reader`.  job, cluster: of a plan, to simulate its changes.
+    Raises: ConfigError if there is no such file, or a job is given and no plan.
+    """
+    start: dict[str, Any] = {
+        **{"library": library(), "entries": [{"name": "1f1b"}], "words": {}, "files": []},
+        **{"plan": "", "model": False, "run": ""},
+    }
+    answers: dict[str, Answer] = {}
+    files, times = [], None
+    file = Path(what.partition(":")[0]) if what is not None else None
+    if file is not None and not file.exists():
+        raise ConfigError(f"there is no {file}", hint="name a plan, a run's directory, or a schedule's file")
+    if file is not None and file.is_dir():
+        answers["run"], start["run"] = RunDesk(file).run, str(file)
+        file = file / "plan.json" if (file / "plan.json").is_file() else None
+    if file is not None and file.suffix == ".json":
+        plan, times = load_plan(file), file
+        desk = PlanDesk(plan, None if job is None else PlanModel.load(job, plan, cluster))
+        answers |= {name: getattr(desk, name) for name in ("plan", "save_plan", "cap", "progress")}
+        start |= {
+            "plan": str(file),
+            "model": job is not None,
+            "words": _words(file, len(plan.schedule_rows), plan.microbatches),
+        }
+        start["entries"] = (
+            [{"name": "plan", "rows": str(plan.as_schedule)}] if plan.steady is None else start["entries"]
+        )
+    elif job is not None:
+        raise ConfigError(f"{what} is no plan, so a model says nothing of it", hint="leave MODEL out")
+    elif file is not None and file.suffix in (".txt", ".csv"):
+        start["entries"] = [{"name": file.stem, "rows": str(read_schedule(file))}]
+    elif file is not None:
+        files, start["entries"] = [str(what)], [{"name": str(what)}]
+    schedules = ScheduleDesk(read, files=files, times=times)
+    names = ("draw", "figures", "ask", "path", "recognise", "save")
+    return start | {"files": files}, answers | {name: getattr(schedules, name) for name in names}
+
+
+def _words(file: Path, ranks: int, microbatches: int) -> dict[str, str]:
+    """The setting in which a plan's order is drawn by its own times."""
+    return {"--times": str(file), "-p": str(ranks), "-m": str(microbatches)}

@@ -1,0 +1,100 @@
+"""auto: the joint search against every planner with every schedule, under caps, cut short; its orders."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from branching_graphs import cluster_of, plan_of, random_graph, request_for
+from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s, with_memory
+
+from pipeloom.ir.action import F
+from pipeloom.ir.cluster import Cluster
+from pipeloom.planner import planners
+from pipeloom.planner.joint.ledger import searched_for
+from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.searched_order import with_searched_order
+
+pytestmark = pytest.mark.whole_search
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
+def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int) -> None:
+    graph, profile, cluster = random_case(seed)
+    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
+    assert free is not None
+    share = random.Random(seed).choice((0.7, 0.9, 1.3))
+    cluster = with_memory(cluster, int(share * max(free.peaks)))
+    made = planned(graph, profile, cluster, "auto")
+    dice = random.Random(seed)
+    for planner, schedule in dice.sample([*product(PLANNERS_OF_ONE, SCHEDULES)], 60 if seed else 3):
+        theirs = planned(graph, profile, cluster, planner, schedule)
+        assert step_s(made) <= step_s(theirs) * (1 + 1e-9), (planner, schedule)
+    if made is not None:
+        assert PlanCosts(graph, profile, cluster).simulate(made).step_s == pytest.approx(step_s(made))
+        assert all(peak <= cap for peak, cap in zip(made.peaks, made.caps, strict=True))
+        told = searched_for(made)
+        assert told is not None and told["bound_s"] <= step_s(made) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 7))])
+def test_a_larger_cap_gives_no_slower_step(seed: int) -> None:
+    graph, profile, cluster = random_case(seed)
+    free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
+    assert free is not None
+    sizes = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if seed == 1 else (0.7, 0.8, 0.95, 1.2))]
+    steps = [step_s(planned(graph, profile, with_memory(cluster, size), "auto")) for size in sizes]
+    assert all(after <= 1.001 * before for before, after in pairwise(steps)), steps
+
+
+def test_one_seed_gives_one_plan_and_unlike_devices_get_the_best_order() -> None:
+    graph, profile = random_graph(4, 10, "chain")
+    slow = replace(profile, costs={n: c.scaled(3, 3) for n, c in profile.costs.items()}, device="slow")
+    fast, other = (replace(cluster_of(1).devices[0], name=name) for name in ("d", "slow"))
+    link = cluster_of(1).within_node
+    steps = []
+    for devices in ((fast, fast, other), (fast, other, fast), (other, fast, fast)):
+        cluster = Cluster(devices=devices, within_node=link)
+        profiles = {"d": profile, "slow": slow}
+        made = [planned(graph, profiles, cluster, "auto", "1f1b") for _ in range(2)]
+        assert made[0] is not None and made[0] == made[1]
+        assert PlanCosts(graph, profiles, cluster).simulate(made[0]).step_s == pytest.approx(step_s(made[0]))
+        steps.append(step_s(made[0]))
+    assert max(steps) == pytest.approx(min(steps))
+
+
+def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    graph, profile, cluster = random_case(0)
+    monkeypatch.setitem(planners.AXES, "cuts", stop)  # type: ignore[arg-type]
+    made = planned(graph, profile, cluster, "auto")
+    assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["chain", "series-parallel"])
+def test_a_searched_order_keeps_the_caps_and_is_what_is_simulated(kind: str) -> None:
+    graph, profile = random_graph(3, 12, kind)
+    how = request_for(graph, profile, 3, slack=1.5)
+    plan = plan_of(how, "exact")
+    costs = PlanCosts(graph, profile, how.cluster)
+    found = with_searched_order(plan, costs)
+    assert found is not None, "1f1b of uneven stages without a split backward leaves something to gain"
+    assert found.schedule == "searched" and found.stages != ()
+    assert found.predicted_step_s < plan.predicted_step_s
+    timeline = costs.simulate(found)
+    assert timeline.step_s == found.predicted_step_s
+    assert all(timeline.peak_bytes(rank) == peak for rank, peak in enumerate(found.peaks))
+    assert all(peak <= cap for peak, cap in zip(found.peaks, plan.caps, strict=True))
+    done = [sorted(action.microbatch for action in row if action.kind == F) for row in found.as_schedule.rows]
+    assert done == [list(range(plan.microbatches))] * 3
+
+
+def test_orders_of_plans_without_a_flush_are_left_as_they_are() -> None:
+    graph, profile = random_graph(3, 12, "chain")
+    how = request_for(graph, profile, 2)
+    plan = plan_of(replace(how, options=replace(how.options, weights="2bw")), "exact")
+    assert with_searched_order(plan, PlanCosts(graph, profile, how.cluster)) is None

@@ -1,0 +1,148 @@
+"""Rows that are edited on the page: proved, undone, recognised, saved, and read by the commands."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import needs_chromium
+from click.testing import CliRunner
+
+from pipeloom.cli import main
+
+pytestmark = needs_chromium
+
+SMALL = {"-p": "2", "-m": "3"}
+ROWS = ("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+
+
+def edited(studio: Any, **setting: str) -> Any:
+    page = studio(s="1f1b", **(SMALL | setting))
+    page.page.get_by_label("edit 1f1b").click()
+    page.drawn()
+    return page
+
+
+def write(page: Any, rank: int, row: str) -> None:
+    before = page.page.evaluate("changes")
+    page.page.get_by_label(f"row of rank {rank}").fill(row)
+    page.wait_until(f"changes > {before}")
+    page.drawn()
+
+
+@pytest.mark.parametrize(
+    ("rank", "row", "sentence"),
+    [
+        (0, "0F0 0F1 0B0 0F2 0B1", "rank 0 never runs 0B2"),
+        (1, "1B0 1F0 1F1 1B1 1F2 1B2", "rank 1 runs 1B0 before 1F0"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1B2 1B2", "1B2"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1X2", "cannot read action '1X2'"),
+        (0, "0F0 0F1 0B0 0F2 0B1 0B2 0W2", "rank 0 runs both 0B2 and 0W2"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1B2 0F1", "stand"),
+    ],
+)
+def test_the_rule_stands_under_the_row_that_breaks_it(
+    studio: Any, rank: int, row: str, sentence: str
+) -> None:
+    page = edited(studio)
+    write(page, rank, row)
+    broken = page.page.locator(".row .broken")
+    assert sentence in broken.nth(rank if sentence != "stand" else 0).inner_text()
+    assert page.page.locator(".row[data-broken]").count() == 1
+    assert "stale" in str(page.page.locator("#timelines").get_attribute("class"))
+    page.page.get_by_role("button", name="Undo").click()
+    page.drawn()
+    assert page.page.locator(".row[data-broken]").count() == 0
+    assert page.page.get_by_label(f"row of rank {rank}").input_value() == ROWS[rank]
+    page.page.get_by_role("button", name="Redo").click()
+    page.drawn()
+    assert page.page.locator(".row[data-broken]").count() == 1
+
+
+def test_a_deadlock_is_drawn_as_a_circle(studio: Any) -> None:
+    page = edited(studio)
+    write(page, 0, "0F0 0B0 0F1 0F2 0B1 0B2")
+    write(page, 1, "1F0 1F1 1B0 1B1 1F2 1B2")
+    circle = page.page.get_by_role("img", name="deadlock: rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1")
+    assert circle.count() == 1 and "needs 1B0" in str(circle.text_content())
+    assert page.page.locator(".row[data-broken]").count() == 2
+
+
+def test_a_block_is_dragged_to_another_place(studio: Any) -> None:
+    page = edited(studio, **{"-m": "4"})
+    step = page.figures()["step_s"]
+    x, y = page.middle("0F2")
+    to_x, _ = page.middle("0B0")
+    page.page.mouse.move(x, y)
+    page.page.mouse.down()
+    page.page.mouse.move(to_x - 10, y, steps=4)
+    page.page.mouse.up()
+    page.drawn()
+    row = page.page.get_by_label("row of rank 0").input_value()
+    assert row == "0F0 0F1 0F2 0B0 0B1 0F3 0B2 0B3"
+    assert page.figures()["peak"] == 3 and page.figures()["step_s"] >= step - 1
+    page.page.keyboard.press("Control+z")
+    page.page.get_by_role("button", name="Undo").click()
+    page.drawn()
+    assert page.figures()["step_s"] == step
+
+
+def test_an_order_of_the_library_is_recognised(studio: Any) -> None:
+    page = edited(studio)
+    page.settled()
+    assert "mine is 1f1b" in page.page.inner_text("#known")
+    for rank, kind in enumerate(("0", "1")):
+        forwards, back = (" ".join(f"{kind}{letter}{b}" for b in range(3)) for letter in "FB")
+        write(page, rank, f"{forwards} {back}")
+    page.settled()
+    assert "mine is gpipe" in page.page.inner_text("#known")
+    write(page, 0, "0F0 0F1 0F2 0B1 0B0 0B2")
+    page.settled()
+    assert "none of the library" in page.page.inner_text("#known")
+
+
+def saved(page: Any, name: str, folder: Path) -> Path:
+    with page.page.expect_download() as download:
+        page.page.get_by_role("button", name=name).click()
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+def test_saved_files_are_read_by_the_commands(
+    studio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = edited(studio, **{"-p": "3", "-m": "6"})
+    run = CliRunner().invoke
+    for name, file in (("rows .txt", "mine.txt"), ("CSV for torch", "mine.csv"), ("recipe .py", "mine.py")):
+        assert saved(page, name, tmp_path).name == file
+    for file in ("mine.txt", "mine.csv"):
+        assert "cannot block" in run(main, ["schedule", "check", file]).stdout
+    assert (tmp_path / "mine.csv").read_text() == run(main, "schedule export 1f1b -p 3 -m 6".split()).stdout
+    for count in (6, 9):
+        shapes = ["-p", "3", "-m", str(count)]
+        rows = [run(main, ["schedule", "export", n, *shapes]).stdout for n in ("mine.py:mine", "1f1b")]
+        assert rows[0] == rows[1] != ""
+
+
+def test_an_order_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
+    page = edited(studio)
+    write(page, 0, "0F0 0F1 0F2 0B0 0B2 0B1")
+    write(page, 1, "1F0 1B0 1F1 1B1 1F2 1B2")
+    page.page.get_by_role("button", name="recipe .py").click()
+    page.wait_until("!$('problem').hidden")
+    assert "does not repeat" in page.page.inner_text("#problem")
+    page.complaints.clear()  # the browser notes the refusal, which is the answer
+
+
+def test_drawings_are_saved_for_papers_and_perfetto(studio: Any, tmp_path: Path) -> None:
+    page = studio(s="1f1b", **SMALL)
+    svg, pdf, png = (saved(page, form, tmp_path).read_bytes() for form in ("SVG", "PDF", "PNG"))
+    assert svg.startswith(b"<svg ") and b"var(" not in svg and b"1f1b   step 12" in svg
+    assert pdf.startswith(b"%PDF-1.4") and b"(1f1b   step 12" in pdf and pdf.rstrip().endswith(b"%%EOF")
+    assert png[1:4] == b"PNG" and int.from_bytes(png[16:20]) == 2000
+    trace = saved(page, "Perfetto trace", tmp_path).read_text()
+    assert '"PP:1B2"' in trace
+    html = saved(page, "offline page", tmp_path).read_text()
+    run = CliRunner().invoke(main, f"schedule show 1f1b -p 2 -m 3 --html {tmp_path}/shown.html".split())
+    assert run.exit_code == 0 and html == (tmp_path / "shown.html").read_text()

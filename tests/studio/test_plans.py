@@ -1,0 +1,144 @@
+"""Plans and runs on the page: cuts that are moved, caps that are planned for, a run that is still going."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import needs_chromium
+from click.testing import CliRunner
+from simulated_steps import simulated_step
+from studio_page import running
+from tiny_run import prepare
+
+from pipeloom.cli import main
+from pipeloom.clusters.names import cpu_cluster
+from pipeloom.ir.plan import load_plan
+from pipeloom.studio.plans import cuts_of, pieces, with_cuts
+from pipeloom.studio.server import StudioServer
+from pipeloom.train.config import read_config
+from pipeloom.train.workload import job_of
+from pipeloom.viewer.chrome import read_trace, write_trace
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("plan"), {}, memory="3MiB", treatments="recompute") / "plan.json"
+
+
+@pytest.fixture(scope="module")
+def plan_server(plan_file: Path) -> Iterator[StudioServer]:
+    job = job_of(read_config(plan_file.parent / "config.toml", []))
+    with running(str(plan_file), job=job, cluster=cpu_cluster(2)) as server:
+        yield server
+
+
+def planned(page: Any, times: int) -> dict[str, Any]:
+    page.wait_until(f"+document.body.dataset.planned >= {times}")
+    answer: dict[str, Any] = page.page.evaluate("plan.answer")
+    return answer
+
+
+def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServer, plan_file: Path) -> None:
+    page = studio(plan_server)
+    first = planned(page, 1)
+    assert first["step"] == pytest.approx(load_plan(plan_file).predicted_step_s, rel=0.02)
+    assert page.page.locator("svg.stages .stage").count() == 2
+    page.page.locator(".handle").focus()
+    page.page.keyboard.press("ArrowLeft")
+    moved = planned(page, 2)
+    assert moved["cuts"] == [first["cuts"][0] - 1] and moved["step"] != first["step"]
+    assert "by hand" in page.page.inner_text("#plan-said")
+    with page.page.expect_download() as download:
+        page.page.get_by_role("button", name="Save plan").click()
+    saved = plan_file.with_name("moved.json")
+    download.value.save_as(saved)
+    assert load_plan(saved).predicted_step_s == pytest.approx(moved["step"])
+    page.page.get_by_role("button", name="Undo the cut").click()
+    assert planned(page, 3)["cuts"] == first["cuts"]
+    assert load_plan(saved).stages != load_plan(plan_file).stages
+
+
+def test_another_cap_is_planned_for_in_the_background(studio: Any, plan_server: StudioServer) -> None:
+    page = studio(plan_server)
+    planned(page, 1)
+    page.page.locator("#cap").fill("1")
+    assert page.page.inner_text("#cap-text").endswith("KiB")
+    page.page.get_by_role("button", name="Plan again").click()
+    page.wait_until("$('search').textContent !== '' && !$('plan-again').disabled")
+    assert "give each device at least" in page.page.inner_text("#search")
+    page.page.locator("#cap").fill("200")
+    page.page.get_by_role("button", name="Plan again").click()
+    answer = planned(page, 2)
+    assert answer["cap"] == page.page.evaluate("capBytes()")
+    assert "planned for" in page.page.inner_text("#search")
+
+
+def test_a_plan_alone_is_drawn_by_its_own_times(studio: Any, plan_file: Path) -> None:
+    with running(str(plan_file)) as server:
+        page = studio(server)
+        planned(page, 1)
+        assert "Name the plan's model" in page.page.inner_text("#cuts")
+        rows = plan_file.with_name("plan.txt")
+        rows.write_text(page.page.evaluate("state.entries[0].rows"))
+        words = ["schedule", "check", str(rows), "--times", str(plan_file), "--json"]
+        result = json.loads(CliRunner().invoke(main, words).stdout)
+        assert page.figures()["step_s"] == pytest.approx(result["step_s"])
+        page.page.uncheck("#times")
+        page.drawn()
+        assert page.figures()["step_s"] > 1
+
+
+def test_every_cut_between_pieces_is_a_plan_with_the_same_ops(plan_file: Path) -> None:
+    from pipeloom.planning import capture
+
+    plan = load_plan(plan_file)
+    graph = capture(job_of(read_config(plan_file.parent / "config.toml", [])), plan.microbatch_size).graph
+    parts = pieces(plan, graph)
+    assert with_cuts(plan, parts, cuts_of(parts)).stages[0].ops == plan.stages[0].ops
+    for at in range(1, len(parts)):
+        moved = with_cuts(plan, parts, [at])
+        assert [op for s in moved.stages for op in s.ops] == [op for part in parts for op in part.ops]
+        assert sum(map(len, moved.memory.stages)) == sum(map(len, plan.memory.stages))
+        assert len(moved.stages[0].ops) == sum(len(part.ops) for part in parts[:at])
+
+
+def test_a_run_is_followed_until_it_ends(studio: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lock").touch()
+    metrics = run / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.5, "step_s": 0.5}\n')
+    with running(str(run)) as server:
+        page = studio(server)
+        page.wait_until("$('run-said').textContent.startsWith('training, step 1;')")
+        with metrics.open("a") as file:
+            file.write('{"step": 2, "loss": 2.25, "step_s": 0.25, "validation_loss": 2.0}\n')
+        page.wait_until("$('run-said').textContent.startsWith('training, step 2; the last step took 250')")
+        both = [
+            simulated_step(ranks=2, mbs=3),
+            simulated_step(ranks=2, mbs=3, source="measured", forward_s=0.02),
+        ]
+        write_trace(run / "trace.json", both)
+        (run / "lock").unlink()
+        page.wait_until("$('run-said').textContent.startsWith('ended at step 2;')")
+        shown = page.page.inner_text("#run-step")
+        assert "predicted" in shown and "measured" in shown
+        assert "validation" in page.page.inner_text("#loss")
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    pairs = (("0F1", "0B0"),)
+    whole = replace(simulated_step(ranks=2, mbs=3), pairs=pairs)
+    write_trace(tmp_path / "trace.json", [whole])
+    (again,) = read_trace(tmp_path / "trace.json")
+    assert (again.ranks, again.source, again.pairs) == (2, "predicted", pairs)
+    key = lambda e: (e.rank, e.action)  # noqa: E731
+    for one, other in zip(sorted(again.events, key=key), sorted(whole.events, key=key), strict=True):
+        assert (one.action, one.stream) == (other.action, other.stream)
+        assert one.end_s == pytest.approx(other.end_s, abs=1e-8)
+    assert [c.sizes for c in again.memory] == [c.sizes for c in whole.memory]

@@ -1,0 +1,163 @@
+"""Schedules on the page: controls, comparison, questions. Figures are those of the command line."""
+
+import json
+from typing import Any
+
+import pytest
+from browser import needs_chromium
+from click.testing import CliRunner
+
+from pipeloom.cli import main
+
+pytestmark = needs_chromium
+
+FIGURES = ("step_s", "bubble", "span_s", "span_bubble", "peak")
+
+
+def command(*words: str) -> Any:
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("1f1b", "-p", "3"),
+        ("1f1b", "-m", "5"),
+        ("interleaved_1f1b", "-v", "4"),
+        ("1f1b", "-F", "1,2,1,1"),
+        ("zb_h1", "-I", "1.5"),
+        ("zb_h1", "-W", "0.5"),
+        ("1f1b", "-T", "0.5,0,0.25"),
+        ("zb_1p", "--memory", "3"),
+        ("po_f", "-k", "2"),
+        ("po_f", "--per-uplink", "2"),
+        ("dualpipev", "--pair-factor", "0.8"),
+    ],
+)
+def test_each_control_changes_the_picture_as_the_command_does(
+    studio: Any, name: str, option: str, value: str
+) -> None:
+    page = studio(s=name, **{"-T": "0.1"})
+    before = page.picture()
+    page.set(option, value)
+    assert page.picture() != before
+    result = command(*page.command())
+    assert page.command()[2] == name and value in page.command()
+    assert {key: page.figures()[key] for key in FIGURES} == pytest.approx({k: result[k] for k in FIGURES})
+    shown = page.page.inner_text("#timelines")
+    assert f"step {result['step_s']:.6g}" in shown
+    for rank in result["by_rank"]:
+        assert f"{rank['peak']:.4g}" in shown
+
+
+def test_a_slider_does_what_its_field_does(studio: Any) -> None:
+    page = studio(s="1f1b")
+    page.page.locator('[data-slides="-p"]').fill("6")
+    page.drawn()
+    assert page.figures() == pytest.approx(command("schedule", "compare", "1f1b", "-p", "6")["1f1b"])
+    assert "-p=6" in page.page.url and page.page.input_value('[data-option="-p"]') == "6"
+
+
+def test_several_are_drawn_on_one_time_axis_and_compared(studio: Any) -> None:
+    page = studio(s=["1f1b", "zb_h1"], **{"-T": "0.2"})
+    result = command(*page.command())
+    assert list(result) == ["1f1b", "zb_h1"]
+    for n, one in enumerate(result.values()):
+        assert page.figures(n) == pytest.approx(one)
+    (first, _), (second, _) = page.middle("0F0", 0), page.middle("0F0", 1)
+    assert first == second
+    assert page.page.inner_text("#memory").count("zb_h1") == 1
+
+
+def test_points_of_all_schedules_are_clicked(studio: Any) -> None:
+    page = studio(s="1f1b", **{"-p": "3", "-m": "4"})
+    page.settled()
+    points = dict(page.page.evaluate("trade.map(([step, peak, name]) => [name, [step, peak]])"))
+    assert {"gpipe", "zb_v", "gis_h"} <= points.keys()
+    result = command("schedule", "compare", "gpipe", "zb_v", "-p", "3", "-m", "4")
+    assert all(points[name] == [one["step_s"], one["peak"]] for name, one in result.items())
+    point = page.page.locator("#trade .point[title*='gpipe']")
+    assert point.get_attribute("title").endswith(f"step {result['gpipe']['step_s']:g}, peak 4 micro-batches")
+    point.click()
+    page.drawn()
+    assert page.page.evaluate("drawn.map((one) => one.name)") == ["1f1b", "gpipe"]
+
+
+@pytest.mark.parametrize("action", ["1B3", "0F0", "2W2"])
+def test_a_block_says_what_it_waited_for_and_what_waits_for_it(studio: Any, action: str) -> None:
+    name = "zb_h1" if "W" in action else "1f1b"
+    page = studio(s=name, **{"-T": "0.5"})
+    said = page.click(action)
+    chain = command("schedule", "why", name, action, "-T", "0.5")
+    assert page.page.evaluate("[...document.querySelectorAll('#answer ol li')].length") == len(chain)
+    assert page.page.evaluate("shown.marks[0].chain.slice(1)") == [cause["action"] for cause in chain]
+    assert ("residuals of its micro-batch" in said) == ("F" in action)
+    assert ("no residuals" in said) == ("F" not in action)
+    if action == "1B3":
+        assert "the result of 2B3" in said and "0B3 on rank 0" in said
+    page.page.locator("#answer ol .link").last.click()
+    page.wait_until("shown.marks[0].chain[0] === '0F0' || shown.marks[0].chain.length < 3")
+
+
+def test_a_gap_says_its_reason_and_the_path_is_that_of_explain(studio: Any) -> None:
+    page = studio(s="1f1b", **{"-F": "1,1,2,1", "-T": "0.1"})
+    result = command("schedule", "explain", "1f1b", "-F", "1,1,2,1", "-T", "0.1")
+    x, y = page.page.evaluate(
+        """() => { const gap = shown.pictures[0].gaps[0].find((one) => one[3] === "imbalance");
+        const [, y] = timelines.middle(0, "0F0"), box = timelines.canvas.getBoundingClientRect();
+        return [box.left + LEFT + (gap[1] + gap[2]) / 2 * shown.pictures[0].scale * timelines.scale, y]; }"""
+    )
+    page.page.mouse.click(x, y)
+    page.wait_until("!$('answer').hidden")
+    assert "imbalance" in page.page.inner_text("#answer")
+    page.page.check("#path")
+    page.wait_until("$('answer').textContent.startsWith('critical path')")
+    said = page.page.inner_text("#answer")
+    assert all(leg in said for leg in result["path_text"])
+    assert all(reason in said for reason in result["reasons"])
+    assert 'stroke-width="5.5"' in page.picture() and "path=1" in page.page.url
+
+
+def test_the_address_holds_the_whole_setting(studio: Any) -> None:
+    page = studio(s="1f1b")
+    page.set("-F", "1,2,1,1")
+    page.page.select_option("#add", "zb_h1")
+    page.page.check("#path")
+    page.drawn()
+    again = studio(s="gpipe")
+    again.page.goto("about:blank")
+    again.page.goto(page.page.url)
+    again.page.wait_for_selector("body[data-drawn]")
+    again.drawn()
+    assert again.picture() == page.picture() and again.command() == page.command()
+
+
+def test_large_pipelines_draw_what_is_visible_and_keys_go_through_them(studio: Any) -> None:
+    page = studio(s="1f1b", **{"-p": "64", "-m": "512"})
+    assert page.page.evaluate("shown.pictures[0].blocks.action.length") == 2 * 64 * 512
+    assert page.page.evaluate("document.querySelectorAll('#timelines svg *').length") < 3000
+    page.page.locator("#timelines").focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
+        page.page.keyboard.press(key)
+    page.wait_until("document.querySelector('#timelines .said').textContent.startsWith('1F1')")
+    for _ in range(8):
+        page.page.keyboard.press("+")
+    page.drawn()
+    assert page.page.evaluate("view.to - view.from") < 20
+    for key in (">", "<", "-", "0"):
+        page.page.keyboard.press(key)
+    page.drawn()
+    assert page.page.evaluate("view.from") == 0
+    page.wait_until("$('answer').textContent.includes('stage 1: forward of micro-batch 1')")
+
+
+def test_everything_has_a_name_for_screen_readers(studio: Any) -> None:
+    page = studio(s="1f1b")
+    page.page.get_by_label("edit 1f1b").click()
+    page.settled()
+    nameless = """[...document.querySelectorAll("button, input, select, textarea, [role=application]")]
+      .filter((e) => !(e.ariaLabel || e.title || e.textContent.trim() || e.labels?.[0]?.textContent.trim()))
+      .map((e) => e.outerHTML)"""
+    assert page.page.evaluate(nameless) == []

@@ -1,0 +1,96 @@
+"""Heads and embeddings that are cut by words give the numbers of one process."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from heads import FAMILIES, LOSSES, batch, family, with_loss
+from optimizers import MuonAndAdamW
+from runs import assert_same, capture_of, each_rank, even_plan, pipelined, plain
+from torch import nn
+
+from pipeloom import Pipeline, planning
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.plan import Plan
+from pipeloom.tracer.split_words import heads, split_words
+
+SIZES = {"microbatches": 4, "microbatch_size": 2}
+
+
+@pytest.mark.sampled("gemma2-float64", "bert-float32", "t5-float64")
+@pytest.mark.parametrize("double", [True, False], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, double: bool) -> None:
+    job = family(name, double=double)
+    batches = [batch(seed, 8) for seed in range(3)]
+    plan = even_plan(job, 4, words=3, placement=(0, 1, 1, 0), schedule="zb_v", **SIZES)
+    expected = plain(job, batches[:2], 4, evaluate=batches[2:], clip_norm=1.0)
+    found = pipelined(job, plan, batches[:2], evaluate=batches[2:], clip_norm=1.0)
+    assert_same(found, expected, tolerance=1e-12 if double else 1e-5)
+    assert plan.split_words
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    job = with_loss(name)
+    batches = [batch(seed, 8) for seed in range(2)]
+    plan = even_plan(job, 3, words=4, **SIZES)
+    (head,) = heads(capture_of(job))
+    assert head.names[0] == "head.weight"
+    assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=1e-12)
+
+
+def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Groups by the names that the model has; one that makes its state at once."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in dict(named_parameters).items():
+        groups[name in ("tokens.weight", "norm.weight")].append(parameter)
+    decayed = {"params": groups[True], "weight_decay": 0.1}
+    return torch.optim.Adagrad([decayed, {"params": groups[False]}], lr=0.1, initial_accumulator_value=0.5)
+
+
+def test_checkpoints_exports_and_groups_have_whole_names(tmp_path: Path) -> None:
+    """A tied head, trained whole, is trained in 3 parts, then in 2, then whole again."""
+    job = replace(zoo.job("gpt", double=True), optimizer=by_name)
+    batches = [job.batch(seed, 4) for seed in range(3)]
+    whole, *parts = (even_plan(job, 2, words=words, microbatches=2) for words in (1, 3, 2))
+    model = job.model()
+
+    def trains(plan: Plan, first: int, steps: int) -> list[float]:
+        def work(pipeline: Pipeline) -> list[float]:
+            if first:
+                pipeline.load(tmp_path)
+            losses = [pipeline.step(batch) for batch in batches[first : first + steps]]
+            pipeline.save(tmp_path)
+            state = pipeline.state_dict()
+            assert [(n, t.shape) for n, t in state.items()] == [
+                (n, t.shape) for n, t in model.state_dict().items()
+            ]
+            pipeline.load_weights(pipeline.export(tmp_path / "weights.safetensors"))
+            pipeline.load_state_dict(state)
+            assert all(torch.equal(t, state[n]) for n, t in pipeline.state_dict().items())
+            return losses
+
+        return each_rank(job, plan, work)[0]
+
+    expected = trains(whole, 0, 3)
+    in_turns = [*trains(parts[0], 0, 1), *trains(parts[1], 1, 1), *trains(whole, 2, 1)]
+    assert in_turns == pytest.approx(expected, rel=1e-12)
+    assert {*parts[0].split_words} == {"tokens.weight"}
+
+
+@pytest.mark.parametrize("make", [MuonAndAdamW, torch.optim.Adafactor])
+def test_optimizers_of_whole_matrices_are_refused(make: Callable[..., torch.optim.Optimizer]) -> None:
+    job = replace(zoo.job("gpt"), optimizer=make)
+    captured = split_words(capture_of(job), {"tokens.weight": 2})
+    with pytest.raises(PlanError, match="rows"):
+        planning.with_updates(captured.graph, job)
+
+
+@pytest.mark.parametrize("split", [{"nothing": 2}, {"tokens.weight": zoo.VOCABULARY + 1}])
+def test_what_cannot_be_split_is_refused(split: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match="split"):
+        split_words(capture_of(zoo.job("gpt")), split)
