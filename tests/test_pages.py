@@ -165,20 +165,6 @@ def test_a_page_names_what_there_is(page: Path) -> None:
     assert not list(untrue(page))
 
 
-def test_untrue_pages_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A\n[a](gone.md), [a](#b), `ir/gone.py`, `test_pages.py::test_gone`\n\n    pipeloom gone\n"
-    )
-    assert [line.split(":")[0] for line in untrue(page)] == [
-        "link to gone.md",
-        "link to #b",
-        "file ir/gone.py",
-        "test test_pages.py, test_gone",
-        "command outside of a block that is run",
-    ]
-
-
 def test_code_names_pages_that_exist() -> None:
     files = [f for folder in ("src", "bench", "examples", "tests") for f in (ROOT / folder).rglob("*.py")]
     named = {name for f in files for name in re.findall(r"\bdocs/[\w/-]+\.md\b", f.read_text())}

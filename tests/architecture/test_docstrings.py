@@ -110,36 +110,3 @@ def test_what_is_public_is_explained() -> None:
     assert {"Pipeline.step", "Plan.save", "Link.transfer_s", "plan", "Pipeline"} <= PUBLIC.keys()
     found = {name: said for name, thing in PUBLIC.items() if (said := problems(name, thing))}
     assert not found, found
-
-
-def test_planted_gaps_are_found() -> None:
-    def terse(size: int, wait_s: float, kind: str, other: str) -> None:
-        """Does something with `kind`.
-
-        other: what else.
-        Raises: LostError if it is gone.
-        """
-        raise errors.PlanError("no")
-
-    def whole(size: int) -> None:
-        """size: in bytes.
-
-        Raises: PlanError if there is no plan.
-
-        >>> 1 + 1
-        2
-        """
-        raise errors.InfeasibleError("no")
-
-    @dataclasses.dataclass
-    class Generated:
-        rows: int
-
-    assert problems("whole", whole) == []
-    assert problems("Generated", Generated) == ["has no docstring of its own"]
-    assert problems("terse", terse) == [
-        "does not explain size",
-        "says that it raises LostError, which there is not",
-        "raises PlanError and does not say so",
-        "has no example (>>> ...)",
-    ]

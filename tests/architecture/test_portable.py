@@ -45,11 +45,6 @@ def test_no_file_names_a_package_index() -> None:
     assert not found, f"{found} choose where packages come from; that is for each machine's own pip"
 
 
-def test_planted_paths_are_found() -> None:
-    text = 'open("/home/me/data.txt")\nsource=/scratch/x, ok: /usr/bin/env ./a/b a/b/c </p> https://a/b/c\n'
-    assert machine_paths(text) == ["/home/me", "/scratch/x"]
-
-
 def test_a_wheel_has_all_files_of_the_package() -> None:
     package = ROOT / "src" / "pipeloom"
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]

@@ -99,13 +99,6 @@ def test_examples_use_public_names_only() -> None:
     assert {name for name, inner in used.items() if inner} == set(INNER), used
 
 
-def test_inner_names_are_found() -> None:
-    code = (
-        "import pipeloom.ir\nfrom pipeloom import plan, api\nfrom pipeloom.ir import plan\npipeloom.runtime.x"
-    )
-    assert list(inner_names(code)) == ["pipeloom.ir", "pipeloom.api", "pipeloom.ir", "pipeloom.runtime"]
-
-
 # One name, one thing: no two public classes of the package are called the same.
 
 

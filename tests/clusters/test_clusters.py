@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
+import re
 import tomllib
-import zipfile
+import tracemalloc
+from collections.abc import Iterator
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import zoo
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from pipeloom import plan
+from pipeloom.cli import main
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster, save_cluster
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import OP_CLASSES, Cluster, Device, GiB, Link
-from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.graph import DTYPE_BYTES
+from pipeloom.machine import detect
 
 GOOD = """
 [[device]]
@@ -165,7 +169,6 @@ def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
         save_cluster(cluster, tmp_path / "missing" / "cluster.toml")
 
 
-ROOT = Path(__file__).parents[2]
 NAMES = list(built_in_devices())
 
 
@@ -284,14 +287,130 @@ def test_a_path_is_a_file_whatever_it_is_called(tmp_path, monkeypatch):
         assert find_cluster("mine") == load_cluster(Path("mine")) == wanted
 
 
-@pytest.mark.slow
-def test_the_catalogue_is_in_the_wheel(tmp_path):
-    source = tmp_path / "source"  # building leaves folders behind
-    shutil.copytree(ROOT / "src" / "pipeloom", source / "src" / "pipeloom")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
-    subprocess.run([sys.executable, *command, str(source)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    inside = zipfile.ZipFile(wheel).namelist()
-    assert {f"pipeloom/clusters/catalogue/{name}.toml" for name in NAMES} <= set(inside)
+# Numbers of devices, and of digits, that nobody means.
+
+
+MANY = 10**10
+HUGE = 10**400
+CARD = '[[device]]\nname = "card"\nmemory = "1GiB"\n'
+LINK = '[within_node]\nbandwidth = "12GB"\n'
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """What is refused before it is made takes next to none."""
+    tracemalloc.start()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def file_of(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{MANY} x a100-40", "10000000000 devices"),
+        (f"{MANY} nodes of 8 x h100", "80000000000 devices"),
+        ("60000 x a100-40 + 60000 x v100-32", "120000 devices"),
+        (f"{MANY} x cpu", "10000000000 devices"),
+        (f"{HUGE} x a100-40", "401 digits"),
+        (f"{'9' * 5000} nodes of 2 x a100-40", "5000 digits"),
+        (f"2 x a100-40 with {HUGE}GiB", "too large for a size"),
+        (f"2 x a100-40 with {'9' * 5000}", "too large for a size"),
+        (f"2 x a100-40 with {'9' * 1_000_001}", "1000001 digits"),
+    ],
+)
+@pytest.mark.usefixtures("little_memory")
+def test_clusters_by_name(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        find_cluster(text)
+    assert len(str(caught.value)) < 200
+    assert str(caught.value.hint) in ("describe at most 100000", "sizes are below 1e30 bytes")
+
+
+@pytest.mark.parametrize("count", [MANY, HUGE, 10**5000], ids=["11", "401", "5001"])
+@pytest.mark.usefixtures("little_memory")
+def test_processes_of_this_machine(count: int) -> None:
+    for make in (cpu_cluster, lambda n: cpu_cluster(n, memory="1GiB"), lambda n: detect(devices=n)):
+        with pytest.raises(ConfigError, match="at most 100000"):
+            make(count)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("words", [["plan"], ["plan", "--cluster", "2 x a100-40"], ["verify"]])
+def test_ranks_on_the_command_line(schedule: str, words: list[str]) -> None:
+    done = CliRunner().invoke(main, [*words, "--ranks", str(MANY), "-s", schedule])
+    assert done.exit_code == 2
+    assert "10000000000" in done.output and ("to 100000" in done.output or words == ["verify"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_as_many_stages_as_devices_may_be(schedule: str) -> None:
+    with pytest.raises(PlanError, match="100000"):
+        plan(zoo.job("skips"), ranks=100_000, microbatch_size=2, cluster="2 x cpu", schedule=schedule)
+
+
+def test_counts_of_several_tables(tmp_path: Path) -> None:
+    file = file_of(tmp_path, (CARD + "count = 60000\n") * 2 + LINK)
+    with pytest.raises(ConfigError, match="120000 devices"):
+        load_cluster(file)
+    file.write_text((CARD + "count = 50000\n") * 2 + LINK)
+    assert len(load_cluster(file).devices) == 100_000
+
+
+@pytest.mark.parametrize("value", [f"{HUGE}", "0x" + "f" * 5000], ids=["decimal", "hexadecimal"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "memory = VALUE",
+        "host_memory = VALUE",
+        "host_memory = [VALUE]",
+        "memory_bytes_per_s = VALUE",
+        "launch_s = VALUE",
+        "node = VALUE",
+        "group = VALUE",
+        "flops_per_s = { float32 = VALUE }",
+        "efficiency = { matmul = VALUE }",
+        "host_link = { bandwidth = VALUE }",
+        "host_link = { bandwidth = 1, latency_s = VALUE }",
+    ],
+)
+def test_numbers_of_hundreds_of_digits_in_files(tmp_path: Path, row: str, value: str) -> None:
+    """The file, the device and the key are named, and the number in a few characters."""
+    device = CARD.replace('memory = "1GiB"\n', "") if row.startswith("memory =") else CARD
+    file = file_of(tmp_path, f"{device}{row.replace('VALUE', value)}\n{LINK}")
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: ")) as caught:
+        load_cluster(file)
+    said = caught.value.message
+    assert "device 1" in said and row.partition(" ")[0] in said and caught.value.hint
+    assert re.search(r"\d\.\d\de\+\d{3}|1000000\.\.\.0000000", said) and len(said) < len(str(file)) + 120
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{CARD}launch_s = {'9' * 5000}\n{LINK}", "thousands of digits"),
+        (f"{'9' * 6000} = 1", "cluster.toml"),
+        (f'[[device]]\nname = "a"\n[{"n" * 6000}]\nx = 1', "cluster.toml"),
+    ],
+    ids=["number", "key", "table"],
+)
+def test_what_is_thousands_of_characters_long_is_cut_short(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        find_cluster(str(file_of(tmp_path, text)))
+    assert len(str(caught.value)) < 1000
+
+
+def test_figures_beyond_all_measure_are_refused() -> None:
+    """A device that computes at no rate, and a latency that no clock can show."""
+    with pytest.raises(ConfigError, match=r"flops_per_s\[float32\] = 0"):
+        Device(name="card", memory_bytes=1, flops_per_s={"float32": 0.0})
+    with pytest.raises(ConfigError, match=r"latency 1e\+308"):
+        Link(bandwidth_bytes_per_s=1.0, latency_s=1e308)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.action import B, F, I, Kind, W
-from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.text import from_json, to_json
 
 
 def cost(**more: object) -> StageCost:
     times = {"forward_s": 1.0, "backward_s": 2.5, "input_grad_s": 1.5, "weight_grad_s": 0.5}
     return StageCost(**(times | more))  # type: ignore[arg-type]
-
-
-def test_seconds_by_kind() -> None:
-    mine = cost(other_s={"COMPRESS": 0.25})
-    assert [mine.seconds(kind) for kind in (F, B, I, W)] == [1.0, 2.5, 1.5, 0.5]
-    assert [mine.seconds(Kind(letters)) for letters in ("COMPRESS", "OTHER")] == [0.25, 0.0]
 
 
 def test_a_slow_device_takes_longer_and_holds_the_same() -> None:
@@ -40,9 +33,3 @@ def test_a_slow_device_takes_longer_and_holds_the_same() -> None:
 def test_refuses(more: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         cost(**more)
-
-
-def test_json_round_trip() -> None:
-    mine = cost(static_bytes={"parameters": 3}, tied_bytes={"wte": 2})
-    assert from_json(to_json(mine), StageCost, what="test") == mine
-    assert equal_costs(3, residual_bytes=2)[2].residual_bytes == 2

@@ -7,10 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pipeloom.ir import heap
 from pipeloom.ir.kernels import COMPILED_FROM, kernel
 
 SQUARES = """
@@ -94,15 +92,6 @@ def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:
     assert first.form(COMPILED_FROM - 1) is first.interpreted
     assert first((3, 4)) == 3
     assert first.form(1) is first.compiled
-
-
-def test_the_heap_gives_numbers_by_time_and_of_equal_times_the_lowest() -> None:
-    rng, times = np.random.default_rng(0), np.zeros(60)
-    numbers, size = np.zeros(60, np.int64), np.zeros(1, np.int64)
-    wanted = sorted(zip(rng.integers(0, 9, 60) / 2, rng.integers(0, 5, 60).tolist(), strict=True))
-    for at in rng.permutation(60):
-        heap.push(times, numbers, size, *wanted[at])
-    assert [(times[0], heap.pop(times, numbers, size)) for _ in wanted] == wanted
 
 
 # Compiled kernels that are kept on disk.

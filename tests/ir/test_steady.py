@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from small import alike, simulated
 
-from pipeloom.checks.weight_versions import versions
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
@@ -27,16 +26,6 @@ def test_unrolled_1f1b_is_1f1b_over_all_micro_batches():
     assert body.unroll(5).rows == registry.build("1f1b", stages, (0, 1, 2, 3), 40).rows
     again = parse_steady(tuple(str(body).splitlines()), name="1f1b", microbatches=8, placement=(0, 1, 2, 3))
     assert again == body
-
-
-@pytest.mark.parametrize("microbatches", [3, 4, 12])
-def test_2bw_keeps_two_versions_and_d_minus_s_micro_batches(microbatches):
-    _, body = built("1f1b", 4, microbatches)
-    updates = Updates(policy="2bw", every=microbatches)
-    assert [stage.needed for stage in versions(body.unrolled, updates)] == [2, 2, 2, 2]
-    assert registry.in_flight(body.unrolled) == (4, 3, 2, 1)
-    for stage in versions(body.unrolled, updates):
-        assert stage.used == tuple(max(k // microbatches - 1, 0) for k in range(6 * microbatches))
 
 
 @pytest.mark.parametrize(

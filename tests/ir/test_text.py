@@ -15,12 +15,10 @@ from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError, ScheduleEr
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.ir.text import UNITS, enough_bytes, format_bytes, from_json, parse_bytes, to_json
-from pipeloom.runtime.checkpoint_files import read_index
+from pipeloom.ir.text import enough_bytes, format_bytes, from_json, parse_bytes, to_json
 from pipeloom.schedules.formats import parse_schedule
 
 NINES = "9" * 5000
-NESTED = "[" * 200_000
 EMPTY = Plan(
     graph="",
     planner="",
@@ -56,12 +54,6 @@ def test_long_texts_are_refused_in_a_short_message(
     with pytest.raises(error, match=word) as caught:
         read(text)
     assert len(caught.value.message) < (600 if read is parse_plan else 200)
-
-
-def test_brackets_within_brackets_are_refused(tmp_path) -> None:
-    (tmp_path / "index.json").write_text(NESTED)
-    with pytest.raises(PipeloomError, match="index.json"):
-        read_index(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +124,6 @@ def test_what_is_read(text, size):
 def test_what_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         parse_bytes(text)
-
-
-@given(number=st.integers(1, 10**6), unit=st.sampled_from(sorted(UNITS)))
-def test_numbers_and_units(number, unit):
-    assert parse_bytes(f"{number}{unit}") == number * UNITS[unit]
 
 
 def test_for_people():

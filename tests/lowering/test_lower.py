@@ -90,14 +90,6 @@ def test_pictures(
     assert lowered(name, stages, placement, microbatches) == rows
 
 
-def test_messages_are_awaited_in_the_order_in_which_they_were_sent() -> None:
-    """Of two stages on rank 0 that both feed stage 2, so that a receiver need post no more than one ahead."""
-    stages = dag(3, [(0, 2), (1, 2)])
-    program = lower(registry.build("gpipe", stages, (0, 0, 1), 4), stages)
-    waits = [step for step in program.rows[1] if step.receives]
-    assert waits == [send.other_end for send in program.messages[0, 1]]
-
-
 def test_one_sum_per_rank_with_tied_parameters() -> None:
     tied = dag(4, [(0, 1), (1, 2), (2, 3)], params={0: ("wte",), 1: ("a",), 2: ("a",), 3: ("wte", "lone")})
     rows = lowered("gpipe", tied, (0, 1, 1, 2), 1).splitlines()
@@ -111,13 +103,6 @@ def test_one_sum_per_rank_with_tied_parameters() -> None:
         [(("a",), (1, 2), (1,))],
         [(("wte",), (0, 3), (0, 2))],
     ]
-
-
-def test_ranks_sum_all_that_they_share_at_once() -> None:
-    """Sums stage by stage would block here: rank 0 would start with x, rank 1 with y."""
-    tied = dag(4, [(0, 1), (1, 2), (2, 3)], params={0: ("x",), 1: ("y",), 2: ("y",), 3: ("x",)})
-    lowered("gpipe", tied, (0, 0, 1, 1), 2)
-    assert [[r.names for r in rank] for rank in reductions(tied, (0, 0, 1, 1))] == [[("x", "y")]] * 2
 
 
 def test_refuses_what_the_checks_refuse() -> None:

@@ -35,15 +35,6 @@ def test_a_reload_runs_beside_the_action_before_and_a_recomputation_while_waitin
     )
 
 
-def test_split_backwards_have_them_before_i() -> None:
-    assert lowered("gpipe", 2, split=True) == (
-        "0F0 0SEND_F0>1 0OFFLOAD0 0RELOAD0 0F1 0SEND_F1>1 0OFFLOAD1 0RECOMPUTE0 0RECV_B0<1 0I0 "
-        "0RELOAD1 0W0 0RECOMPUTE1 0RECV_B1<1 0I1 0W1 0STEP\n"
-        "1RECV_F0<0 1F0 1OFFLOAD0 1RECV_F1<0 1RELOAD0 1F1 1OFFLOAD1 1I0 1SEND_B0>0 1RELOAD1 1W0 "
-        "1I1 1SEND_B1>0 1W1 1STEP"
-    )
-
-
 def test_no_more_than_three_are_on_the_device_however_slow_copies_are() -> None:
     assert lowered("gpipe", 5).splitlines()[1] == (
         "1RECV_F0<0 1F0 1OFFLOAD0 1RECV_F1<0 1F1 1OFFLOAD1 1RECV_F2<0 1F2 1OFFLOAD2 1AWAIT0 1RECV_F3<0 1F3 "

@@ -12,7 +12,6 @@ from random_ops import cluster_of, op_chain, op_graph, profile_of, search_for
 
 from pipeloom.ir.graph import Buffer, OpGraph
 from pipeloom.ir.stages import cut
-from pipeloom.planner.refusals import stage_needs
 from pipeloom.planner.search.cut_search import Search, best_cuts
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
@@ -90,46 +89,9 @@ def test_of_equally_fast_cuts_the_one_with_least_traffic():
     assert cuts[-2:] == (4, 5) and cuts[1] != 3  # which would be as fast, but sends the large value
 
 
-def test_a_tight_cap_moves_the_cut():
-    graph, profile = op_chain([1] * 8, [1000] * 8)
-    roomy = search_for(graph, profile, cluster_of([10**9] * 2))
-    assert roomy.fastest() == (4.0, (0, 4, 8))
-    # The first stage holds two micro-batches: with less memory than the balanced cut needs, it gets less.
-    _, smallest = roomy.smallest()
-    assert smallest[1] < 4
-    cap = max(stage_needs(roomy, smallest))
-    assert search_for(graph, profile, cluster_of([cap] * 2)).fastest()[1] == smallest
-    assert search_for(graph, profile, cluster_of([cap - 1] * 2)).fastest() == (float("inf"), ())
-
-
-def test_unequal_devices():
-    graph, profile = op_chain([1] * 9)
-    slow = replace(profile, device="slow", costs=op_chain([2] * 9)[1].costs)
-    assert search_for(graph, [profile, slow], cluster_of([10**9] * 2)).fastest() == (6.0, (0, 6, 9))
-
-
 def test_sweep_of_sums():
     """Minimising a sum instead: lengths squared make equal parts best."""
     value, cuts = best_cuts(
         np.arange(7), 3, lambda start, ends, ranks: np.tile((ends - start) ** 2.0, (len(ranks), 1)), np.add
     )
     assert (value, cuts) == (12.0, (0, 2, 4, 6))
-
-
-def busy_chain(ops: int):
-    """A long chain with skip connections, residual bytes and times that vary; deterministic."""
-    rng = np.random.default_rng(0)
-    graph, profile = op_chain(rng.uniform(0.5, 2.0, ops), rng.integers(100, 2000, ops).tolist(), weight=500)
-    skips = tuple(
-        replace(op, inputs=(*op.inputs, graph.ops[k - 7].outputs[0].name)) if k > 9 else op
-        for k, op in enumerate(graph.ops)
-    )
-    return replace(graph, ops=skips), profile
-
-
-@pytest.mark.slow
-def test_the_coarse_search_in_front_changes_nothing():
-    graph, profile = busy_chain(400)
-    share, _ = search_for(graph, profile, cluster_of([10**9] * 8)).smallest()
-    tight = search_for(graph, profile, cluster_of([int(1.1 * share * 10**9)] * 8))
-    assert replace(tight, coarse=50).fastest() == tight.fastest()

@@ -111,21 +111,6 @@ def test_both_find_the_best_chain_there_is(
 
 
 @pytest.mark.parametrize(
-    "edges, pieces, count",
-    [
-        (towers(4, 8), 32, 6_561),
-        (towers(4, 8, join=1), 33, 6_562),
-        (towers(1, 500), 500, 501),
-        (towers(30, 3), 90, 4**30),
-    ],
-)
-def test_down_sets_are_counted_without_listing_them(
-    edges: list[tuple[int, int]], pieces: int, count: int
-) -> None:
-    assert count_down_sets(pieces, edges) == count
-
-
-@pytest.mark.parametrize(
     ("planner", "edges", "pieces", "count"),
     [(piper, towers(7, 4), 28, "78,125"), (pipedream_graph, towers(11, 3), 33, "4,194,304")],
 )

@@ -13,7 +13,6 @@ from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.ir.text import to_json
 from pipeloom.planner.plan_table import plan_rows
 from pipeloom.planner.planners import make_plan
 from pipeloom.planner.refusals import NoCutFits, stage_needs
@@ -52,16 +51,6 @@ def test_a_plan_cuts_schedules_and_predicts(schedule, split, tied, tmp_path):
     assert plan.stages[0].memory.residuals == in_flight * 3 * 4 * SIZE
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
-
-
-def test_explain_has_one_row_per_stage():
-    plan = planned(*layers(5), 2)
-    first, second = plan_rows(plan)
-    assert (first.rank, first.first_op, second.last_op) == (0, "op0", "op4")
-    assert first.last_op < second.first_op
-    assert first.peak_bytes == plan.stages[0].memory.total
-    assert first.filled == plan.peaks[0] / GiB
-    assert to_json([first, second])
 
 
 @pytest.mark.parametrize(

@@ -234,20 +234,6 @@ def small(**changes: object) -> ShapeRequest:
     return replace(request, **changes)  # type: ignore[arg-type]
 
 
-def test_large_micro_batches_win_where_launches_count() -> None:
-    """With 2bw nothing drains: depth saves memory only, and rows save launches."""
-    shape = best_shape_closed_form(small())
-    assert (shape.width * shape.depth, shape.microbatch_size, shape.recompute) == (4, 4, False)
-
-
-def test_recomputes_only_where_it_lets_larger_micro_batches_fit() -> None:
-    tight = replace(small().cluster, devices=(Device(name="any", memory_bytes=40),) * 4)
-    shape = best_shape_closed_form(small(cluster=tight, global_batch=64))
-    assert shape.recompute
-    kept = small(cluster=tight, global_batch=64, recompute=(False,))
-    assert best_shape_closed_form(kept).microbatch_size < shape.microbatch_size
-
-
 def test_what_does_not_fit_says_what_it_needs() -> None:
     tight = replace(small().cluster, devices=(Device(name="any", memory_bytes=9),) * 4)
     with pytest.raises(InfeasibleError, match="need 10 bytes|need 10 B"):

@@ -22,14 +22,12 @@ from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
-from pipeloom.planner.stage_cost.recompute_liveness import KEEP
 from pipeloom.planner.stage_cost.stage_estimate import (
     cost_treatments,
     estimate_stage,
     host_copies,
     offload_all,
 )
-from pipeloom.planner.treatments.checkpoints import choose_checkpoints
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.planner.treatments.greedy import choose_greedily
 from pipeloom.schedules import registry
@@ -311,23 +309,3 @@ def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
     )
     assert best.fits and found.fits
     assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.2 * best.seconds
-
-
-@pytest.mark.slow
-def test_checkpoints_are_chosen_together():
-    """A chain of equal ops: some choice keeps no more than about the root of twice its results."""
-    ops = 45
-    sizes = []
-
-    def look(task):
-        sizes.extend(
-            (task.moments.peak(c), int((c == KEEP).sum())) for c in choose_checkpoints(task.moments, task.may)
-        )
-        return choose_greedily(task)
-
-    model = chain_model(ops)
-    treat_interval(model, 0, ops, 0, in_flight=1, cap=20 * 400, solve=look)
-    least, kept = min(sizes)
-    assert least <= 400 * ((2 * ops) ** 0.5 + 4)
-    assert 1 < kept < 2 * (2 * ops) ** 0.5
-    assert len(set(sizes)) > 3

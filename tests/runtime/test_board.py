@@ -166,18 +166,6 @@ def test_who_was_frozen_itself_blames_nobody() -> None:
     board.stop()
 
 
-def test_a_broken_wait_names_the_rank_that_failed(boards: list[Board]) -> None:
-    watch = Watch(boards[0])
-    boards[1].announce(BOOM)
-
-    def block() -> None:
-        raise ConnectionError("closed")
-
-    with pytest.raises(PeerError) as found:
-        watch.wait("1SEND_B0>0 from rank 1", (1,), block)
-    assert str(found.value) == "rank 1 failed: ValueError: boom\nTraceback ..."
-
-
 def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None:
     def block() -> None:
         raise ConnectionError("closed by peer")

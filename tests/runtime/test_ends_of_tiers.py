@@ -110,12 +110,6 @@ def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error
                 raise ValueError("the user's own mistake")
 
 
-def test_the_directory_may_be_a_text(tmp_path: Path) -> None:
-    with Pipeline(JOB, offloading(), options=Options(offload_dir=str(tmp_path / "away"))) as pipeline:
-        pipeline.step(JOB.batch(0, 4))
-    assert (tmp_path / "away").is_dir()
-
-
 def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def synchronize(self) -> None:

@@ -1,11 +1,18 @@
 """Processes start together and end together, and none stays, whatever happens."""
 
+from __future__ import annotations
+
 import importlib
+import io
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
+import sys
+import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +21,8 @@ import pytest
 from processes import run, start, until
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, StartedRanks, launch
+from pipeloom.runtime import launch as processes
+from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, Processes, StartedRanks, launch
 
 HERE = Path(__file__).parent
 
@@ -170,6 +178,7 @@ def test_a_target_that_cannot_be_loaded_is_reported_once(launched: Launch) -> No
     assert process.returncode == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["sleep", "stubborn"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_process_stays_after_a_signal(
@@ -249,3 +258,112 @@ def test_ranks_that_get_no_work_end_without_a_word(
         raise ValueError("no plan")
     assert not any(alive(pid) for pid in ready)
     assert capfd.readouterr() == ("", "")
+
+
+# A rank that is killed while the launching process plans.
+
+
+KILLED = textwrap.dedent(
+    """
+    import os, signal, time
+    from pipeloom.runtime.launch import StartedRanks
+
+    with StartedRanks(2) as started:
+        os.kill(started._processes._ranks[1].process.pid, signal.SIGKILL)
+        time.sleep(600)
+    """
+)
+
+
+def test_the_launcher_does_not_go_on_planning() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+
+
+OPTIONAL = KILLED.replace("StartedRanks(2)", "StartedRanks(2, needed=False)").replace(
+    "time.sleep(600)", "time.sleep(1)\n    print(started.run(print))"
+)
+
+
+def test_a_plan_is_not_lost_with_ranks_that_were_to_rehearse_it() -> None:
+    done = subprocess.run([sys.executable, "-c", OPTIONAL], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(128 + signal.SIGKILL)
+    assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+
+
+# What ranks print that cannot be encoded, and pipes that nobody empties.
+
+
+SCRIPT = """
+import os, sys
+from pipeloom.runtime.launch import launch
+
+def work():
+    if os.environ["RANK"] == "1":
+        sys.stdout.buffer.write(bytes.fromhex(sys.argv[1]) + b"\\n")
+        for _ in range(3000):  # more than a pipe holds
+            sys.stdout.buffer.write(b"x" * 60 + b"\\n")
+        sys.stdout.buffer.write(b"done\\n")
+
+def loud():
+    raise ValueError("caf\\u00e9 \\u2713")
+
+if __name__ == "__main__":
+    sys.exit(launch(loud if len(sys.argv) > 2 else work, 2))
+"""
+
+
+def printed_by(tmp_path: Path, encoding: str, *args: str) -> subprocess.CompletedProcess[bytes]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("sys.argv[1]", repr(args[0])))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": encoding}
+    return subprocess.run([sys.executable, script, *args], env=env, capture_output=True, timeout=300)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("encoding", "said", "seen"),
+    [
+        ("latin-1", "café".encode("latin-1"), "café".encode("latin-1")),
+        ("utf-8", "café".encode(), "café".encode()),
+        ("utf-8", "café".encode("latin-1"), b"caf\\xe9"),
+        ("ascii", "café".encode("latin-1"), b"caf\\xe9"),
+    ],
+)
+def test_all_that_ranks_say_is_read(tmp_path: Path, encoding: str, said: bytes, seen: bytes) -> None:
+    done = printed_by(tmp_path, encoding, said.hex())
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, len(lines)) == (0, b"", 3002)
+    assert lines[0] == b"[rank 1] " + seen and lines[-1] == b"[rank 1] done"
+
+
+def test_why_a_rank_failed_is_said_as_far_as_it_can_be(tmp_path: Path) -> None:
+    done = printed_by(tmp_path, "ascii", "", "loud")
+    assert done.returncode == 1 and done.stderr.endswith(b"ValueError: caf\\xe9 \\u2713\n")
+
+
+def test_a_pipe_is_read_to_its_end_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise ValueError("I/O operation on closed file")
+
+    class Pipe(io.BytesIO):
+        def close(self) -> None:
+            closed_at.append(self.tell())
+            super().close()
+
+    raised: list[object] = []
+    closed_at: list[int] = []
+    monkeypatch.setattr(threading, "excepthook", lambda hook: raised.append(hook.exc_value))
+    ranks = Processes(pickle.dumps((bool, ())))
+    ranks._print(Pipe(b"one\ntwo\nthree\n"), Closed(), 1)
+    ranks._printers[0].join()
+    assert closed_at == [14] and isinstance(raised[0], ValueError)
+    ranks.stop()
+
+
+def test_streams_without_an_encoding_take_anything() -> None:
+    out = io.StringIO()
+    processes._write(out, "café ✓\n")
+    assert out.getvalue() == "café ✓\n"

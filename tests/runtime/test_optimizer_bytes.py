@@ -72,6 +72,7 @@ def flags(name: str) -> list[dict[str, bool]]:
     return [{"foreach": True}, {"foreach": False}] if "foreach" in known else [{}]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [(n, s) for n in (*TRAINS, "Muon") for s in flags(n)],
@@ -87,6 +88,7 @@ def test_counted_is_what_an_optimizer_keeps_and_at_least_what_it_needs(
     assert any(update.together for update in updates.values()) == settings.get("foreach", False)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in REFUSED])
 def test_accelerators_update_all_parameters_at_once_unless_they_are_told_otherwise(name: str) -> None:
     as_default, at_once, apart = (

@@ -42,6 +42,7 @@ def peaks(plan: Plan) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
         return each_rank(TANH, plan, work)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ahead", "split"), [((), False), ((), True), ((0,), False), ((0, 1), True)])
 def test_the_ledger_sees_what_was_foreseen(ahead: tuple[int, ...], split: bool) -> None:
     """Where W has the peak, a weight's gradient is on top of a message of I: that is gone by then here."""

@@ -40,6 +40,7 @@ def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
     )
 
 
+@pytest.mark.sampled("True")
 @pytest.mark.parametrize("split", [False, True])
 def test_every_action_is_timed_and_nothing_is_left(split: bool) -> None:
     """The convolution network has BatchNorm, whose buffers a forward changes."""
@@ -100,13 +101,14 @@ def require_same(job: Job, plan: Plan, **options: Any) -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
-@pytest.mark.sampled("1f1b", "dualpipe")
+@pytest.mark.sampled("dualpipe")
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", "gpipe", "zb_h1", "zb_v", "chimera"])
 def test_training_is_the_same_with_rehearsals(schedule: str) -> None:
     job = replace(gpt_job(), optimizer=adam)
     require_same(job, plan_of(job, schedule, 2, microbatches=4))
 
 
+@pytest.mark.sampled("stash")
 @pytest.mark.parametrize("policy", ["2bw", "stash"])
 def test_training_without_a_flush_is_the_same_with_rehearsals(policy: str) -> None:
     """A rehearsal uses the sums of gradients and the versions of the weights: nothing of it may stay."""

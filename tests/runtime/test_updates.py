@@ -62,23 +62,6 @@ def test_a_message_says_how_much_is_missing() -> None:
         peaks((WIDTH * WIDTH,) * RANKS)
 
 
-def test_an_optimizer_without_state_is_asked_for_it_once() -> None:
-    made: list[object] = []
-
-    def sgd(params: Any) -> torch.optim.Optimizer:
-        made.append(params)
-        return torch.optim.SGD(params, lr=0.1)
-
-    job = replace(JOB, optimizer=sgd)
-    plan = runs.even_plan(job, 1, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
-    with runs.shared_captures(), Pipeline(job, replace(plan, caps=(1 << 30,))) as pipeline:
-        pipeline.step(job.batch(0, COUNT))
-        before = len(made)
-        for step in range(1, 4):
-            pipeline.step(job.batch(step, COUNT))
-    assert len(made) == before
-
-
 def low_model() -> nn.Module:
     return model().to(torch.bfloat16)
 

@@ -82,6 +82,7 @@ def test_doing_what_the_message_says_keeps_to_the_cap() -> None:
     check_memory_limit(moved, dag(2, []), [COST] * 2, [1.25 * MiB, inf])
 
 
+@pytest.mark.sampled("forward_only", "eager_1f1b", "zb_1p", "v_min", "dualpipev", "gis", "chimera", "po_h")
 @pytest.mark.parametrize("name", registry.names())
 def test_the_least_limit_that_passes_is_the_simulated_peak(name: str) -> None:
     usual, _ = registry.default_placement(name, 4)

@@ -18,7 +18,7 @@ from small import alike, whole_costs
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.explanation import Explanation
 from pipeloom.ir.schedule import Program, parse_program
@@ -90,47 +90,6 @@ def test_copies_run_beside_computing_and_the_backward_waits_for_its_reload() -> 
     assert timeline.peak_bytes(0) == 180
     assert timeline.peak_bytes(0, "host") == 30
     assert timeline.busy_s(0) == 7.0  # making again is computing
-
-
-def test_one_copy_at_a_time_in_each_direction() -> None:
-    row = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0B0 0RELOAD1 0B1 0STEP"
-    _, timeline = one_rank(row, replace(KEPT, reload_s=1.0))
-    at = {e.action: (e.start_s, e.end_s) for e in timeline.events}
-    copies = ["0OFFLOAD0", "0OFFLOAD1", "0RELOAD0", "0B0", "0RELOAD1"]  # 0RELOAD0 beside the other direction
-    assert [at[a] for a in copies] == [(1.0, 4.0), (4.0, 7.0), (4.0, 5.0), (5.0, 7.0), (7.0, 8.0)]
-    assert steps(timeline.memory[0]) == [(0.0, 100), (1.0, 200), (7.0, 100), (10.0, 0)]
-    assert timeline.peak_bytes(0, "host") == 60
-
-
-@pytest.mark.parametrize(
-    ("row", "cost", "held"),
-    [
-        (  # a reload takes its room when it begins
-            "0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0 0STEP",
-            replace(KEPT, offload_s=0.5, reload_s=1.0),
-            # OFFLOAD0 is over at 1.5 s; RELOAD0 begins beside B1 at 2 s; nothing waits
-            [(0.0, 100), (1.0, 200), (1.5, 170), (2.0, 200), (4.0, 100), (6.0, 0)],
-        ),
-        (  # a split backward reads what came back in its first part
-            "0F0 0OFFLOAD0 0RELOAD0 0RECOMPUTE0 0I0 0W0 0STEP",
-            replace(COST, carried_bytes=40),
-            [(0.0, 80), (8.0, 100), (9.5, 40), (10.5, 0)],
-        ),
-        (  # a stage may treat some micro-batches only
-            "0F0 0F1 0B0 0RECOMPUTE1 0B1 0STEP",
-            COST,
-            [(0.0, 100), (1.0, 180), (4.0, 100), (6.5, 0)],
-        ),
-        (  # actions that the costs say nothing of take nothing
-            "0F0 0OFFLOAD0 0RELOAD0 0RECOMPUTE0 0B0 0STEP",
-            equal_costs(1, residual_bytes=10)[0],
-            [(0.0, 10), (3.0, 0)],
-        ),
-    ],
-)
-def test_what_is_held(row: str, cost: StageCost, held: list[tuple[float, int]]) -> None:
-    _, timeline = one_rank(row, cost, 1 + row.count("F1"))
-    assert steps(timeline.memory[0]) == held
 
 
 def test_a_backward_that_waits_for_its_reload_says_so() -> None:

@@ -8,10 +8,12 @@ from math import inf
 import pytest
 from small import alike, simulated
 
-from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.action import OFFLOAD, SEND_F, STEP, Action, B, F, Kind, W
+from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, PlanError
 from pipeloom.ir.flow import dag
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
@@ -83,30 +85,6 @@ def test_drawn(timeline: Timeline, picture: str) -> None:
 
 def events(timeline: Timeline, stream: str) -> list[tuple[int, str, float, float]]:
     return [(e.rank, e.action, e.start_s, e.end_s) for e in timeline.events if e.stream == stream]
-
-
-def test_a_link_carries_one_message_at_a_time() -> None:
-    """4 bytes at 1 byte/s with 1 s latency: 5 s each, while forwards take 1 s."""
-    timeline = step("forward_only", chain(2), 3, where=alike(2, 1.0, 1.0), receive_ahead=3)
-    sent = [(0, f"0SEND_F{b}>1", 1.0 + 5 * b, 6.0 + 5 * b) for b in range(3)]
-    assert events(timeline, "send") == sent
-    waited = [(1, f"1RECV_F{b}<0", start, 6.0 + 5 * b) for b, start in enumerate((0.0, 7.0, 12.0))]
-    assert events(timeline, "recv") == waited
-
-
-def test_a_message_waits_until_its_receive_is_posted() -> None:
-    timeline = step("forward_only", chain(2), 3, (EVEN, EVEN.slowed(10.0)), alike(2, 4.0), receive_ahead=1)
-    # The second receive is posted when the first message is taken, at 2 s; the third at 12 s.
-    assert [start for *_, start, _ in events(timeline, "send")] == [1.0, 2.0, 12.0]
-    assert timeline.step_s == 32.0
-
-
-def test_waiting_out_of_order_posts_all_receives_up_to_the_one_waited_for() -> None:
-    rows = ("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F1<0 1F1 1RECV_F0<0 1F0")
-    program = parse_program(2, (0, 1), rows)
-    timeline = simulate(program, chain(2), equal_costs(2), alike(2, 4.0), receive_ahead=1)
-    assert events(timeline, "recv") == [(1, "1RECV_F1<0", 0.0, 3.0)]
-    assert timeline.step_s == 5.0
 
 
 def memory(rank: int, timeline: Timeline) -> list[tuple[float, int]]:
@@ -181,18 +159,6 @@ def test_residuals_at_the_peak_are_those_in_flight(p: int, m: int) -> None:
     assert [peaks["residuals"] for peaks in timeline.peaks] == [10**6 * min(p - s, m) for s in range(p)]
 
 
-def test_tied_gradients_are_summed_when_both_ranks_are_there() -> None:
-    tied = dag(3, [(0, 1), (1, 2)], params={0: ("wte",), 2: ("wte",)})
-    end = replace(EVEN, step_s=3.0, tied_bytes={"wte": 8})
-    timeline = step("gpipe", tied, 1, (end, EVEN, end), alike(3, latency_s=0.5))
-    # Forwards and backwards with their transfers end at 3 + 4 * 0.5 + 6 = 11 s on rank 0, at 6 s on rank 2.
-    assert [e for e in events(timeline, "recv") if "REDUCE" in e[1]] == [
-        (2, "2REDUCE", 6.0, 12.0),
-        (0, "0REDUCE", 11.0, 12.0),
-    ]
-    assert timeline.step_s == 15.0
-
-
 def test_all_reduce_times() -> None:
     assert [all_reduce_s(12, ranks, alike(3, 2.0, 1.0)) for ranks in ((0,), (0, 2), (0, 1, 2))] == [0, 8, 12]
 
@@ -252,3 +218,55 @@ def test_a_rank_waits_for_its_sends_before_it_passes_its_cap() -> None:
     assert free < late
     assert run(4, small_bytes=4, caps=(late, late)).peak_bytes(0) == late
     assert run(4, small_bytes=4, caps=(late - 1, late)).peak_bytes(0) == free
+
+
+# Times of single actions, and copies that take none.
+
+
+def with_times(own_s: dict[Action, float]) -> Timeline:
+    device, link = Device(name="any", memory_bytes=1), Link(bandwidth_bytes_per_s=1e9)
+    program = parse_program(1, (0,), ("0F0 0B0 0STEP",))
+    cluster = Cluster(devices=(device,), within_node=link)
+    return simulate(program, chain(1), equal_costs(1), cluster, action_s=own_s)
+
+
+def test_an_action_takes_its_own_time() -> None:
+    assert with_times({}).step_s == 3.0 and with_times({Action(0, B, 0): 0.5}).step_s == 1.5
+
+
+STRANGERS = [
+    Action(0, W, 0),
+    Action(0, F, 1),
+    Action(1, F, 0),
+    Action(0, Kind("NOWHERE"), 0),
+    Action(0, OFFLOAD, 0),
+    Action(0, STEP, 0),
+    Action(0, SEND_F, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("action", "seconds", "words"),
+    [
+        *((action, 1.0, f"{action} is given .* but is no action of") for action in STRANGERS),
+        *((Action(0, B, 0), bad, f"0B0 is to take {bad} s") for bad in (-1.0, float("nan"), float("inf"))),
+    ],
+)
+def test_strangers_and_times_that_are_none_are_refused(action: Action, seconds: float, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        with_times({action: seconds})
+
+
+@pytest.mark.parametrize(("microbatches", "peak"), [(3, 16), (4, 24)])
+def test_the_host_holds_what_has_come_and_not_left(microbatches: int, peak: int) -> None:
+    """All but the last micro-batch, whose backward follows at once. Copies that take no time left before they
+    had come, so the curve fell below zero."""
+    policy = MemoryPolicy(stages=({"x": "offload"},))
+    program = lower(registry.build("gpipe", chain(1), (0,), microbatches), chain(1), policy=policy)
+    (cost,) = equal_costs(1)
+    costs = (replace(cost, residual_bytes=8, offloaded_bytes=8),)
+    cluster = Cluster(
+        devices=(Device(name="any", memory_bytes=1),), within_node=Link(bandwidth_bytes_per_s=1.0)
+    )
+    (host,) = (c for c in simulate(program, chain(1), costs, cluster).memory if c.tier == "host")
+    assert min(host.sizes) == 0 and max(host.sizes) == peak

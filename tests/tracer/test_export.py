@@ -156,6 +156,7 @@ def test_micro_batches_in_another_order_are_refused_where_a_forward_updates_buff
     assert "in the order of their micro-batches" in str(caught.value.hint)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", registry.names())
 def test_all_schedules_of_the_library_run_forwards_in_order(name: str) -> None:
     stages, placement = registry.default_placement(name, 4)

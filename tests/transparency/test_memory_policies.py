@@ -45,21 +45,6 @@ def all_away(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", [*zoo.OWN, *zoo.FAMILIES])
-def test_families(name: str, split: bool, dropout: bool) -> None:
-    """One of two stages recomputes ahead of its backward, the other one inside."""
-    if dropout and name not in zoo.DROPOUT:
-        return
-    job = zoo.with_dropout(name) if dropout else zoo.job(name)
-    plan = all_away(job, 2, ahead=(int(split),), schedule="zb_h1" if split else "1f1b", split=split)
-    batches = [job.batch(seed, 8) for seed in (1, 2)]
-    expected = pipelined(job, replace(plan, memory=MemoryPolicy()), batches)
-    assert_same_bits(pipelined(job, plan, batches, evaluate=batches), expected)
-
-
-@pytest.mark.slow
 def test_autocast_and_accumulation() -> None:
     job = zoo.job("gpt")
     plan = all_away(job, 2, autocast=torch.bfloat16)

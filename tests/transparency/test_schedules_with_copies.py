@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zoo
 from deep import GELU
 from hypothesis import Phase, given, settings, strategies as st
 from programs import policies
 from runs import assert_same, capture_of, each_rank, even, graph_of, pipelined, plain, plan_for, treated_plan
-from torch import Tensor
 
 from pipeloom import Options, Pipeline
 from pipeloom.clusters.names import cpu_cluster
@@ -29,7 +26,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.file_tier import FileCopy, FileTier
+from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
 from pipeloom.tracer.stage.trace import stage_residuals
@@ -108,50 +105,6 @@ def test_all_of_it_equals_one_process(name: str, ranks: int, chunks: int) -> Non
     assert offloads(plan)
     batches = [JOB.batch(seed, ROWS * 6) for seed in (1, 2)]
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, 6), tolerance=1e-12)
-
-
-def at_worst(plan: Plan, rank: int, size: int) -> int:
-    """Bytes of residuals that a rank holds if a copy ends only when it is awaited; `size` of each forward."""
-    row = plan.as_schedule.rows[rank]
-    awaited = {(a.stage, a.microbatch) for a in row if a.kind == "AWAIT"}
-    held = most = 0
-    for action in row:
-        again = action.kind == "RELOAD" and (action.stage, action.microbatch) in awaited
-        held += (action.kind == "F") + again - (action.kind == "AWAIT")
-        most = max(most, held)
-        held -= action.kind in ("B", "W")
-    return most * size
-
-
-@pytest.mark.slow
-def test_a_slow_host_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradients, and the peak that the rows say: the same for all copies that end when they are
-    awaited, and never more."""
-    plan = planned("1f1b:offload=1", 3, 1, 6)
-    sizes = [sum(r.bytes for r in found.values()) for found in residuals(plan)]
-
-    def work(pipeline: Pipeline) -> tuple[dict[str, Tensor], int]:
-        for seed in (1, 2):
-            pipeline.step(JOB.batch(seed, ROWS * 6))
-        return dict(pipeline.weights.last_gradients), pipeline.ledger.residual_peak
-
-    fast = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
-    write = FileTier._write
-
-    def slowly(tier: FileTier, copy: Any) -> None:
-        time.sleep(0.02)
-        write(tier, copy)
-
-    monkeypatch.setattr(FileTier, "_write", slowly)
-    slow = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
-    monkeypatch.setattr(FileCopy, "gone", lambda copy: False)
-    latest = each_rank(JOB, plan, work, keep_gradients=True, offload_dir=tmp_path)
-    for rank, (expected, peak) in enumerate(fast):
-        most = at_worst(plan, rank, sizes[rank])
-        for gradients, _ in (slow[rank], latest[rank]):
-            assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-        assert max(peak, slow[rank][1]) <= most
-        assert latest[rank][1] == most
 
 
 def die_within(where: str, plan: Plan, folder: Path) -> None:

@@ -94,11 +94,3 @@ def test_at_most_d_minus_s_micro_batches_are_in_flight(depth: int, microbatches:
             now += 1 if kind == "F" else -1
             most = max(most, now)
         assert most <= limits[stage] and now == 0
-
-
-def test_stash_alternates_between_as_many_versions_as_are_in_flight() -> None:
-    """Stage s of d uses, for micro-batch k, the version of d - 1 - s updates before, with one update each."""
-    depth = 3
-    for stage, row in as_run(steady_plan(job_of(), depth, 1, "stash")).items():
-        assert all(version == max(number - (depth - 1 - stage), 0) for _, number, version in row)
-        assert {number for _, number, _ in row} == set(range(4))

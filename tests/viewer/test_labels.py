@@ -1,6 +1,3 @@
-from itertools import combinations
-
-import numpy as np
 import pytest
 
 from pipeloom.ir.action import KINDS, ActionKind, Kind, register_kind
@@ -54,44 +51,3 @@ def test_further_stages_of_a_rank_are_lighter() -> None:
     shades = [colour("B", shade) for shade in range(5)]
     assert sorted(shades[:4]) == shades[:4]
     assert shades[3] == shades[4]
-
-
-SEEN_AS = {
-    "all colours": np.eye(3),
-    "no red": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "no green": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.01182, 0.04294, 0.968881],
-    ],
-    "no blue": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.3039],
-    ],
-}
-"""What eyes make of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1."""
-
-TO_XYZ = np.array(
-    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
-)
-
-
-def lab(hex_colour: str, eyes: np.ndarray) -> np.ndarray:
-    """CIELAB, where a distance of 2 can just be told apart side by side."""
-    srgb = np.array([int(hex_colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    xyz = TO_XYZ @ np.clip(eyes @ linear, 0, 1) / [0.95047, 1.0, 1.08883]
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("eyes", SEEN_AS)
-def test_kinds_and_stages_are_told_apart_by_all_eyes(eyes: str) -> None:
-    seen = {(k, n): lab(colour(k, n), np.array(SEEN_AS[eyes])) for k in "FBIW" for n in (0, 1)}
-    for (one, a), (other, b) in combinations(seen.items(), 2):
-        assert np.linalg.norm(a - b) > 12, f"{one} and {other} look alike with {eyes}"

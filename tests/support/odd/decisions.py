@@ -516,10 +516,24 @@ NAMES = "a parameter named like a batch entry: one was taken for the other"
 TEXT, SCALE = normal(text=(4,), audio=(4,)), normal(x=(4,), scale=(4,))
 
 CASES = [
-    Case(BranchInBlock, "every block decides on data", name="branch in blocks", between="data", cuts=CUTS),
+    Case(
+        BranchInBlock,
+        "every block decides on data",
+        name="branch in blocks",
+        between="data",
+        cuts=CUTS,
+        slow=True,
+    ),
     Case(BranchBetween, "decides what it calls", name="branch between blocks", between="data", cuts=CUTS),
     Case(ItemLoop, "loops by data", name="loops by item", between="data", cuts=CUTS, slow=True),
-    Case(MixtureOfExperts, "routes in Python, and leaves a loss", name="experts", between="data", cuts=CUTS),
+    Case(
+        MixtureOfExperts,
+        "routes in Python, and leaves a loss",
+        name="experts",
+        between="data",
+        cuts=CUTS,
+        slow=True,
+    ),
     Case(
         TiedWords,
         "input and output embedding are one parameter, read between modules too",

@@ -253,7 +253,13 @@ LOST = "a reentrant checkpoint around several modules lost the gradients of all 
 OWN, INTO = "torch.autograd.Function", "into the forward of a module"
 
 CASES = [
-    Case(HookOnParameter, DROPPED, expect=r"refused: blocks\.1\.norm\.weight, by register_hook \(", hint=OWN),
+    Case(
+        HookOnParameter,
+        DROPPED,
+        expect=r"refused: blocks\.1\.norm\.weight, by register_hook \(",
+        hint=OWN,
+        slow=True,
+    ),
     Case(
         HookAfterAccumulating,
         DROPPED,
@@ -269,14 +275,20 @@ CASES = [
     ),
     Case(ForwardHooks, "hooks ran twice at each boundary"),
     Case(FullBackwardHook, "an error of torch", between="full_backward_hook"),
-    Case(FullBackwardHookInside, "an error of torch", between="full_backward_hook"),
+    Case(FullBackwardHookInside, "an error of torch", between="full_backward_hook", slow=True),
     Case(FullBackwardPreHook, "an error of torch", between="full_backward_pre_hook"),
     Case(OldBackwardHook, "an error of torch", between="backward_hook"),
     Case(HookOnTensorInside, "a hook on a tensor was lost in export", between="a hook on a tensor"),
     Case(SavedTensorsHooks, DROPPED, between="saved_tensors_hooks"),
     Case(HookOnTensor, "it ran on each rank", expect="refused: calls register_hook on a tensor", hint=INTO),
     Case(HookOnNode, DROPPED, expect="refused: calls grad_fn on a tensor between modules", hint=INTO),
-    Case(HookOnSeveral, DROPPED, expect="refused: calls grad_fn on a tensor between modules", hint=INTO),
+    Case(
+        HookOnSeveral,
+        DROPPED,
+        expect="refused: calls grad_fn on a tensor between modules",
+        hint=INTO,
+        slow=True,
+    ),
     Case(OwnGradient, "the gradient of the user's own function was lost in export", between="Signed"),
     Case(OwnGradientBetween, "an autograd function between modules", between="data", slow=True),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
@@ -285,13 +297,14 @@ CASES = [
     Case(CheckpointedOldWay, "a reentrant checkpoint", between="CheckpointFunction", split=False),
     Case(CheckpointedInside, "checkpoints inside modules", between="data", slow=True),
     Case(CheckpointAround, LOST, between="CheckpointFunction", cuts=(2, 4), split=False),
-    Case(CheckpointAroundInputs, LOST, between="CheckpointFunction", cuts=(4, 2), split=False),
+    Case(CheckpointAroundInputs, LOST, between="CheckpointFunction", cuts=(4, 2), split=False, slow=True),
     *(
         Case(
             model,
             "a checkpoint around running statistics lost a part of their updates, without a word",
             expect=rf"refused: {model.__name__} updates running statistics inside a checkpoint",
             hint="--treatments recompute",
+            slow=model is CheckpointedNormsOldWay,
         )
         for model in (CheckpointedNorms, CheckpointedNormsOldWay, CheckpointedNormsInside)
     ),

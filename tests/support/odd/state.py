@@ -388,7 +388,7 @@ CASES = [
             "counters in attributes were frozen by tracing, without a word",
             expect=rf"refused: the model \({model.__name__}\) changes its attribute {attribute} \(",
             hint="register_buffer",
-            slow=model is CountsToAThreshold,
+            slow=model is not Counts,
         )
         for model, attribute in (
             (Counts, "steps"),
@@ -404,6 +404,7 @@ CASES = [
             expect=rf"refused: \({model.__name__ if owner == 'the model' else 'block'}\) "
             rf"changes its attribute {attribute} \(",
             hint="register_buffer",
+            slow=model in (CountsOnTheClass, ListOnTheClass, LooksAtItsDictionary),
         )
         for model, owner, attribute in (
             (ScaleOnTheClass, "the model", "scale"),
@@ -418,7 +419,7 @@ CASES = [
     Case(ReadyOnTheClass, "a flag on the class was taken as settled", between="attribute ready"),
     Case(KeepsWhatItMade, "what the first call settles is no obstacle"),
     Case(CountsInABuffer, "what the refusal of a counter says to do", evaluated=False),
-    Case(CountsForTheRecord, "a counter that nothing reads is no obstacle"),
+    Case(CountsForTheRecord, "a counter that nothing reads is no obstacle", slow=True),
     Case(CountsInside, "counters were frozen by tracing", between="attribute steps"),
     Case(StartsOtherwise, "the first call is another one", between="attribute ready", slow=True),
     Case(SetsItUp, "what the first call settles is no obstacle", slow=True),
@@ -427,9 +428,21 @@ CASES = [
     Case(Teacher, "a moving average of parameters, in training mode only", cuts=(2,), slow=True),
     Case(SmallEmbeddings, "the forward normalises rows", between="changes its parameter"),
     Case(AveragesData, DIFFER, expect="refused: changes the parameter teacher.*between modules", hint=STEP),
-    Case(AveragesAnew, DIFFER, expect="refused: in the place of the parameter teacher.weight", hint=STEP),
+    Case(
+        AveragesAnew,
+        DIFFER,
+        expect="refused: in the place of the parameter teacher.weight",
+        hint=STEP,
+        slow=True,
+    ),
     Case(Shrinks, EARLIER, expect="refused: blocks.0.norm.weight .*while the backward", hint=STEP),
-    Case(ShrinksData, EARLIER, expect="refused: blocks.0.norm.weight .*while the backward", hint=STEP),
+    Case(
+        ShrinksData,
+        EARLIER,
+        expect="refused: blocks.0.norm.weight .*while the backward",
+        hint=STEP,
+        slow=True,
+    ),
     Case(ReplacesData, EARLIER, expect="refused: in the place of the parameter blocks.0.norm", hint=STEP),
     Case(MeanInPlace, "a running mean that is changed in place", slow=True),
     Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
