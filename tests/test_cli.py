@@ -1,5 +1,6 @@
 """The command line: files, exit statuses, and one sentence for each mistake. Screens: test_screens.py."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import optimizers
 import pytest
 import torch
 from commands import bad, figures, good, run
@@ -269,3 +271,59 @@ def test_clusters_are_listed_shown_with_their_sources_and_saved(folder: Path) ->
     assert "rtx-4090" in good("cluster", "show", "four.toml")
     profile = figures("profile", "mine.py:job", "--cluster", "2 x a100-40")
     assert (profile["device"], profile["source"]) == ("a100-40-sxm", "roofline")
+
+
+OPTIMIZERS = f"""
+import torch
+from collections.abc import Iterable
+from typing import Any
+from torch import nn
+from pipeloom import Job
+
+{inspect.getsource(optimizers.MuonAndAdamW)}
+
+def batch(seed, rows):
+    return {{"input": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))}}
+
+def of(optimizer):
+    def model():
+        return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+    return Job(model=model, batch=batch, loss=lambda out, batch: out.square().mean(), optimizer=optimizer)
+
+def both():
+    return of(MuonAndAdamW)
+
+def muon():
+    return of(torch.optim.Muon)
+"""
+TWO_CARDS = ("--cluster", "2 x a100-40")
+
+
+@pytest.fixture
+def with_optimizers(folder: Path) -> Path:
+    (folder / "optimizers_of_mine.py").write_text(OPTIMIZERS)
+    return folder
+
+
+def test_two_optimizers_in_one_are_planned_simulated_and_verified(with_optimizers: Path) -> None:
+    model = "optimizers_of_mine.py:both"
+    good("plan", model, *TWO_CARDS, "--ranks", "2", "-o", "plan.json")
+    kept = [stage["memory"]["optimizer"] for stage in json.loads(Path("plan.json").read_text())["stages"]]
+    assert sum(kept) == 4 * (16 * 16 * 4 + 16 * 8 + 4)  # a momentum; two averages and a count
+    good("profile", model, *TWO_CARDS, "--save-graph", "graph.json")
+    updates = [p["given_update"] for p in json.loads(Path("graph.json").read_text())["parameters"]]
+    assert {update["together"] for update in updates} == {True, False}  # AdamW's and Muon's
+    by_model = figures("simulate", "plan.json", model, *TWO_CARDS)["ranks"]
+    assert figures("simulate", "plan.json", "--graph", "graph.json", *TWO_CARDS)["ranks"] == by_model
+    assert [rank["peaks"]["optimizer"] for rank in by_model] == kept
+    for more in ((), ("--replicas", "2", "--shard-optimizer")):
+        assert "equal within" in good("verify", model, "--ranks", "2", *more)
+
+
+@pytest.mark.parametrize("command", [("plan", *TWO_CARDS), ("verify",)])
+def test_an_optimizer_that_is_refused_gives_a_sentence_that_names_the_parameter(
+    with_optimizers: Path, command: tuple[str, ...]
+) -> None:
+    said = bad(1, *command, "optimizers_of_mine.py:muon", "--ranks", "2")
+    assert "0.bias" in said and "2D" in said and "hint" in said

@@ -19,7 +19,8 @@ PLACE = "TORCH_FR_DUMP_TEMP_FILE"
 
 def write_recorded(rank: int) -> Path | None:
     """The file; None if nothing was recorded, or it cannot be written."""
-    record = getattr(_distributed_c10d, "_dump_nccl_trace", _distributed_c10d._dump_fr_trace)()
+    dumps = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and gloo's in a build without NCCL
+    record = next(getattr(_distributed_c10d, name) for name in dumps if hasattr(_distributed_c10d, name))()
     if not pickle.loads(record)["entries"]:
         return None
     run = os.environ.get("MASTER_PORT", "0")

@@ -132,9 +132,9 @@ class PlanDesk:
     def weighed(self, count: int) -> None:
         self._search["said"] = f"{count} stages weighed"
 
-    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
+    def trying(self, what: str, best: tuple[str, float] | None, bound_s: float) -> None:
         so_far = f", best so far {best[0]} with {show_time(best[1])}" if best else ""
-        self._search["said"] = f"{schedule}, {number} of {of}{so_far}"
+        self._search["said"] = f"{what}{so_far}"
 
     def _plan_again(self, memory: str, treatments: str, model: PlanModel) -> None:
         old = self._plan
@@ -228,8 +228,8 @@ def with_cuts(plan: Plan, parts: Sequence[Piece], cuts: Sequence[int]) -> Plan:
     )
     home = {op: s for s, stage in enumerate(stages) for op in stage.ops}
     treatments: list[dict[str, Any]] = [{} for _ in stages]
-    for policy in plan.memory.stages:
-        for residual, treatment in policy.items():
+    for treated in plan.memory.stages:
+        for residual, treatment in treated.items():
             treatments[home[residual.partition(".")[0]]][residual] = treatment
     policy = replace(plan.memory, stages=tuple(treatments) if plan.memory.stages else ())
     return replace(plan, stages=stages, memory=policy, planner="by hand", predicted_step_s=0.0, peaks=())
