@@ -26,10 +26,11 @@ every_planner = pytest.mark.parametrize("name", PLANNERS)
 
 @pytest.fixture(autouse=True)
 def fast_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` begins with one quick planner: the others are tested elsewhere."""
+    """`auto` tries two schedules with one quick planner: the others are tested elsewhere."""
     text = commands.CLUSTER.replace("memory_bytes_per_s = 1e9", "memory_bytes_per_s = 1e12")
     (folder / "cluster.toml").write_text(text)
-    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=Joint(planners=("exact",))))
+    few = Joint(schedules=lambda _: ("1f1b", "gpipe"), axes=("cuts",), planners=("exact",))
+    monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=few))
 
 
 @pytest.fixture
