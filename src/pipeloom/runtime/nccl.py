@@ -103,7 +103,7 @@ def nccl_group(
         make = dist.Backend._plugins[backend.upper()].creator_fn
         return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=NCCL_PATIENCE * timeout_s))
     options = dist.ProcessGroupNCCL.Options()
-    options.group_name = name  # for the flight recorder
+    options.group_name = name  # type: ignore[assignment]  # a NewType; for the flight recorder
     options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
 
