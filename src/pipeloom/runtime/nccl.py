@@ -73,6 +73,7 @@ class StreamWatchdog:
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=2.0)
+        self.late = None
 
     def _run(self) -> None:
         while not self._closed.wait(0.2):
