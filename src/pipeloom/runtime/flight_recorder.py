@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -19,8 +20,11 @@ PLACE = "TORCH_FR_DUMP_TEMP_FILE"
 
 def write_recorded(rank: int) -> Path | None:
     """The file; None if nothing was recorded, or it cannot be written."""
-    dumps = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, and gloo's in a build without NCCL
-    record = next(getattr(_distributed_c10d, name) for name in dumps if hasattr(_distributed_c10d, name))()
+    names = ("_dump_nccl_trace", "_dump_fr_trace")  # the first is there where NCCL is
+    dump: Callable[[], bytes] = next(
+        getattr(_distributed_c10d, n) for n in names if hasattr(_distributed_c10d, n)
+    )
+    record = dump()
     if not pickle.loads(record)["entries"]:
         return None
     run = os.environ.get("MASTER_PORT", "0")

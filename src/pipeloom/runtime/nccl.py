@@ -73,6 +73,7 @@ class StreamWatchdog:
     def close(self) -> None:
         self._closed.set()
         self._thread.join(timeout=2.0)
+        self.late = None
 
     def _run(self) -> None:
         while not self._closed.wait(0.2):
@@ -103,7 +104,7 @@ def nccl_group(
         make = dist.Backend._plugins[backend.upper()].creator_fn
         return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=NCCL_PATIENCE * timeout_s))
     options = dist.ProcessGroupNCCL.Options()
-    options.group_name = name  # type: ignore[assignment]  # for the flight recorder
+    options.group_name = name  # type: ignore[assignment]  # a NewType; for the flight recorder
     options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
 

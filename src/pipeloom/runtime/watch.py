@@ -280,7 +280,9 @@ class Watch:
             time.sleep(YIELD_S)
 
     def _own_status(self) -> RankStatus:
-        waiting = self.waiting or self.device_waits()
+        waiting = self.waiting
+        if waiting is None and self.status != FINISHED:
+            waiting = self.device_waits()
         if waiting is None:
             return RankStatus(doing=self.status)
         seconds = time.monotonic() - waiting.since_s
