@@ -325,5 +325,5 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, folder: Path) -> None:
     csv_file = told("--graph", str(graph), "--for", "megatron", "--csv", str(tmp_path / "o.csv"))
     assert csv_file.exit_code == 2 and "no order" in csv_file.stderr
     other = told("--for", "torch")  # the built-in GPT
-    assert other.exit_code == 1 and "MODEL was not given" in other.stderr
+    assert other.exit_code == 2 and "MODEL was not given" in other.stderr
     assert told("--graph", str(graph)).exit_code == 2
