@@ -92,8 +92,6 @@ class Rule:
     applied: u + applied * (u - a), a: what the update before really added: W(b) - W(b - 1).
     update: u + update * (u - u'), u': what the optimizer made of the batch before.
     ahead: the gradient at W(b - 1) + ahead * u'', u'': the update that made W(b - 1); as SpecTrain predicts.
-    gradient: g + gradient * (g - g').
-    compensated: g + compensated * g * g * (W(b) - W(b - 1)), as DC-ASGD.
     beta1, rate: other momentum, and learning rate times that.
     """
 
@@ -101,8 +99,6 @@ class Rule:
     applied: float = 0.0
     update: float = 0.0
     ahead: float = 0.0
-    gradient: float = 0.0
-    compensated: float = 0.0
     beta1: float | None = None
     rate: float = 1.0
 
@@ -118,8 +114,6 @@ RULES = {
     "update 1.0": Rule(update=1.0),
     "ahead 1.0": Rule(ahead=1.0),
     "ahead 2.0": Rule(ahead=2.0),
-    "gradient 1.0": Rule(gradient=1.0),
-    "compensated 1": Rule(compensated=1.0),
     "beta1 0.8": Rule(beta1=0.8),
     "beta1 0.5": Rule(beta1=0.5),
     "half rate": Rule(rate=0.5),
@@ -156,7 +150,6 @@ def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> Cur
     before = [w.clone() for w in newest]
     predicted: list[Tensor] | None = None
     last_update = [torch.zeros_like(w) for w in newest]
-    last_gradient: list[Tensor] | None = None
     curve = []
     for step in range(config.steps):
         if step % EVERY == 0:
@@ -165,17 +158,6 @@ def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> Cur
         put((predicted or before) if delayed else newest)
         loss = model(**workload.train(step)).loss
         loss.backward()
-        gradients = [p.grad for p in params]
-        if rule.gradient and delayed and last_gradient is not None:
-            kept = [g.clone() for g in gradients]
-            for g, other in zip(gradients, last_gradient, strict=True):
-                g.add_(g - other, alpha=rule.gradient)
-            last_gradient = kept
-        elif rule.gradient:
-            last_gradient = [g.clone() for g in gradients]
-        if rule.compensated and delayed:
-            for g, new, old in zip(gradients, newest, before, strict=True):
-                g.add_(g * g * (new - old), alpha=rule.compensated)
         nn.utils.clip_grad_norm_(params, config.optimizer.clip_norm)
         for part, rates in zip(parts, highest, strict=True):
             for group, rate in zip(part.param_groups, rates, strict=True):
