@@ -228,8 +228,8 @@ def with_cuts(plan: Plan, parts: Sequence[Piece], cuts: Sequence[int]) -> Plan:
     )
     home = {op: s for s, stage in enumerate(stages) for op in stage.ops}
     treatments: list[dict[str, Any]] = [{} for _ in stages]
-    for policy in plan.memory.stages:
-        for residual, treatment in policy.items():
+    for own in plan.memory.stages:
+        for residual, treatment in own.items():
             treatments[home[residual.partition(".")[0]]][residual] = treatment
     policy = replace(plan.memory, stages=tuple(treatments) if plan.memory.stages else ())
     return replace(plan, stages=stages, memory=policy, planner="by hand", predicted_step_s=0.0, peaks=())
