@@ -131,7 +131,6 @@ def test_saved_files_are_read_by_the_commands(
 def test_an_order_that_does_not_repeat_is_no_recipe(studio: Any) -> None:
     page = edited(studio)
     write(page, 0, "0F0 0F1 0F2 0B0 0B2 0B1")
-    write(page, 1, "1F0 1B0 1F1 1B1 1F2 1B2")
     page.page.get_by_role("button", name="recipe .py").click()
     page.wait_until("!$('problem').hidden")
     assert "does not repeat" in page.page.inner_text("#problem")

@@ -42,8 +42,9 @@ class Studio(Visit):
     def drawn(self) -> None:
         self.wait_until(DRAWN)
 
-    def settled(self) -> None:
-        self.wait_until(f"{DRAWN} && document.body.dataset.settled === String(changes)")
+    def settled(self, by: str = "recognised") -> None:
+        """Reasons and names are there; by "settled" the chart of all schedules, too."""
+        self.wait_until(f"{DRAWN} && document.body.dataset.{by} === String(changes)")
 
     def set(self, option: str, value: str) -> None:
         """As a person types it into the field beside a slider."""

@@ -168,6 +168,7 @@ async function later() {
   const now = changes;
   try {
     await recognise(now);
+    if (now === changes) document.body.dataset.recognised = now;
     await showTrade(now);
   } catch (error) {
     if (now === changes) say(error.message);
