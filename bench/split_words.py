@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from machine import on_ranks, parser_of, run_parts, tokens
+from machine import next_tokens, on_ranks, parser_of, run_parts, tokens
+from torch import Tensor, nn
+from torch.nn import functional as fn
 
 from pipeloom import Job, Options, Pipeline, Plan, planning
 from pipeloom.ir.text import from_json, to_json
@@ -41,20 +43,38 @@ def llama(layers: int) -> Job:
     return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(WORDS, LENGTH))
 
 
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        a = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(fn.gelu(self.up(self.norms[1](x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, words: int, length: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        h = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            h = block(h)
+        return fn.cross_entropy(self.head(self.norm(h)).flatten(0, 1), targets.flatten())
+
+
 def gpt() -> Job:
-    config = hf.GPT2Config(
-        vocab_size=64_000,
-        n_embd=512,
-        n_layer=8,
-        n_head=8,
-        n_positions=256,
-        tie_word_embeddings=False,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return Job(model=lambda: hf.GPT2LMHeadModel(config), batch=tokens(64_000, 256), name="GPT")
+    return Job(model=lambda: Gpt(64_000, 256, 512, 8, 8), batch=next_tokens(64_000, 256), name="GPT")
 
 
 def gemma() -> Job:

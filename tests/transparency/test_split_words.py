@@ -43,6 +43,19 @@ def test_losses(name: str) -> None:
     assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=1e-12)
 
 
+def test_outputs_are_put_together() -> None:
+    job = family("gemma2", double=True)
+
+    def outputs(words: int) -> tuple[float, dict[str, torch.Tensor]]:
+        plan = even_plan(job, 2, words=words, **SIZES)
+        return each_rank(job, plan, lambda pipeline: pipeline.outputs(batch(0, 8)))[0]
+
+    (loss, whole), (split_loss, split) = outputs(1), outputs(3)
+    assert split_loss == pytest.approx(loss, rel=1e-12)
+    assert split.keys() == whole.keys() == {"logits"}
+    torch.testing.assert_close(split["logits"], whole["logits"], rtol=1e-12, atol=1e-12)
+
+
 def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Groups by the names that the model has; one that makes its state at once."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

@@ -343,7 +343,9 @@ class SavedTensors:
                 expected = shape if rows is None else (rows[1] - rows[0], *shape[1:])
                 actual = tuple(self._files[file].get_slice(key).get_shape())
                 if actual != (*expected, *pair) or (rows is not None and rows[0] != above):
-                    raise self._corrupt(file, f"{shown(key)} is {list(actual)} of {shown(list(shape))}")
+                    raise self._corrupt(
+                        file, f"{shown(key)} is {list(actual)}, and not {shown(list(expected))}"
+                    )
                 above = 0 if rows is None else rows[1]
             if len(keys) > 1 and above != shape[0]:
                 raise self._corrupt(file, f"{shown(name)} has {shown(list(shape))}, its parts {above} rows")
