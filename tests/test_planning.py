@@ -153,7 +153,7 @@ def planned(schedule: str, *, microbatches: int = 4, memory: str | None = None) 
     """Of the small GPT, on two CPUs."""
     how = {"microbatches": microbatches, "microbatch_size": 1, "captured": capture_of(GPT, 1)}
     cluster = cpu_cluster(2, memory=memory)
-    return plan(GPT, schedule=schedule, cluster=cluster, memory=memory, **how)
+    return plan(GPT, planner="exact", schedule=schedule, cluster=cluster, memory=memory, **how)
 
 
 def simulated(made: Plan, memory: str | None = None) -> planning.Timeline:

@@ -171,8 +171,8 @@ class ClosedForm:
         )
 
     def _sum(self, turns: Array) -> Array:
-        fits = np.asarray(np.isfinite(turns).all(axis=1))
-        turns = np.where(fits[:, None], turns, 0.0)
+        fits = np.isfinite(turns).all(axis=1)
+        turns = np.where(np.isfinite(turns).all(axis=1, keepdims=True), turns, 0.0)
         filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
         steps = (turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled
         return np.asarray(np.where(fits, steps, np.inf), dtype=np.float64)
