@@ -42,7 +42,7 @@ from graphpipe import SMALL
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.planner.planners import PLANNERS, Joint, OneSchedule
+from pipeloom.planner.planners import PLANNERS, JointPlanner, OneSchedule
 
 MODELS: Mapping[str, Callable[[], Job]] = {
     "GPT": lambda: zoo.job("gpt"),
@@ -138,7 +138,7 @@ def ranks_of(cell: Cell) -> int:
 
 def is_slow(planner: str) -> bool:
     """Whether a planner plans with many schedules."""
-    return isinstance(PLANNERS[planner].plan, Joint)
+    return isinstance(PLANNERS[planner].plan, JointPlanner)
 
 
 def by_planners(

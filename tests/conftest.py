@@ -30,6 +30,15 @@ def quick_exports() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def browser() -> Iterator[typing.Any]:
+    """One for a process: Playwright runs but one at a time in a thread."""
+    from browser import chromium
+
+    with chromium() as one:
+        yield one
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `sampled(n)` n cases, evenly spread, are quick and the others are slow; of one marked
@@ -67,7 +76,7 @@ def one_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if not request.node.get_closest_marker("whole_search"):
         from pipeloom.planner import planners
 
-        quick = planners.Joint(schedules=lambda _: ("1f1b",), axes=("cuts",), planners=("exact",))
+        quick = planners.JointPlanner(schedules=lambda _: ("1f1b",), axes=("cuts",), planners=("exact",))
         auto = planners.PLANNERS["auto"]
         monkeypatch.setitem(planners.PLANNERS, "auto", replace(auto, plan=quick))
 

@@ -12,7 +12,7 @@ from commands import figures, good
 from pipeloom import planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.planner.planners import PLANNERS, Joint
+from pipeloom.planner.planners import PLANNERS, JointPlanner
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.captured import Captured
 
@@ -29,7 +29,7 @@ def fast_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` tries two schedules with one quick planner: the others are tested elsewhere."""
     text = commands.CLUSTER.replace("memory_bytes_per_s = 1e9", "memory_bytes_per_s = 1e12")
     (folder / "cluster.toml").write_text(text)
-    few = Joint(schedules=lambda _: ("1f1b", "gpipe"), axes=("cuts",), planners=("exact",))
+    few = JointPlanner(schedules=lambda _: ("1f1b", "gpipe"), axes=("cuts",), planners=("exact",))
     monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], plan=few))
 
 

@@ -16,7 +16,7 @@ from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.text import save_noun
 from pipeloom.schedules import registry
 from pipeloom.schedules.scenario import Scenario, simulate_schedule
-from pipeloom.schedules.tuning import Causes
+from pipeloom.schedules.tuning import CausesOfBlocks
 
 
 def call(*words: object) -> Result:
@@ -298,7 +298,7 @@ def test_every_action_begins_when_its_cause_lets_it(name: str, transfer_s: float
     """Links of one's own: a cause ends at the start, or a message earlier."""
     simulated = simulate_schedule(name, Scenario(ranks=3, microbatches=4, transfer_s=transfer_s))
     ends = {event.action: event.end_s for event in simulated.timeline.events}
-    causes = Causes(simulated)
+    causes = CausesOfBlocks(simulated)
     for row in simulated.schedule.rows:
         for action in row:
             chain = causes.chain(str(action))

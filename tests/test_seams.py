@@ -62,7 +62,7 @@ def forget_registrations() -> Iterator[None]:
 
 def planned(**how: Any) -> Plan:
     shape = {"ranks": STAGES, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "cluster": CLUSTER}
-    return plan(JOB, **shape, captured=runs.capture_of(JOB, ROWS), **how)
+    return plan(JOB, captured=runs.capture_of(JOB, ROWS), **shape | {"planner": "exact"} | how)
 
 
 def simulated(made: Plan) -> Timeline:

@@ -27,7 +27,7 @@ from . import __version__
 from .caches import cache_folder, cache_key, keep
 from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
-from .ir.graph import OpGraph, Rows, storages
+from .ir.graph import OpGraph, PartRows, storages
 from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
 from .ir.text import format_bytes
@@ -193,7 +193,7 @@ class StepNumbers:
     draws: list[tuple[str, Tensor]] = field(default_factory=list)
     random: bool = False
     python_random: bool = False
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, PartRows] = field(default_factory=dict)
 
 
 def plain_step(

@@ -32,7 +32,7 @@ def layers(count: int, *, tied: bool = False) -> tuple[OpGraph, Profile]:
 
 
 def planned(graph: OpGraph, profile, ranks: int, cluster: Cluster | None = None, **how) -> Plan:
-    how = {"schedule": "1f1b", "microbatches": 4} | how
+    how = {"planner": "exact", "schedule": "1f1b", "microbatches": 4} | how
     return make_plan(graph, profile, cluster or alike(ranks, 1e9, memory=GiB), ranks=ranks, **how)
 
 

@@ -4,18 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browser import chromium
 from studio_page import Studio, running
 
 from pipeloom.studio.server import StudioServer
 
 Open = Callable[..., Studio]
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, planning
-from pipeloom.ir.graph import OpGraph, Rows
+from pipeloom.ir.graph import OpGraph, PartRows
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
@@ -222,7 +222,7 @@ def pipelined(
 ) -> Numbers:
     """Train on the batches, then evaluate; one thread per rank."""
 
-    def work(pipeline: Pipeline) -> tuple[Mapping[str, Rows], Numbers]:
+    def work(pipeline: Pipeline) -> tuple[Mapping[str, PartRows], Numbers]:
         losses, norms = [], []
         for batch in batches:
             losses.append(pipeline.step(batch))

@@ -38,7 +38,12 @@ class PlainPipeline:
         self.scheduler.step()
         self.steps_done += 1
         self.report = SimpleNamespace(
-            step_s=float(self.steps_done), bubble=0.25, peak_bytes=(1 << 20, 2 << 20), grad_norm=float(norm)
+            step_s=float(self.steps_done),
+            bubble=0.25,
+            peak_bytes=(1 << 20, 2 << 20),
+            grad_norm=float(norm),
+            mfu=None,
+            tf32=None,
         )
         return loss.item()
 

@@ -163,9 +163,9 @@ def test_a_run_that_compiles_is_planned_with_compiled_times(
 ) -> None:
     monkeypatch.setattr("pipeloom.profiler.compiled_pieces.measure_piece", KnownRatios())
     how = "forwards 0.50 and backwards 3.00 times as long as eager"
-    assert prepared("pipeline.compile=true").plan.notes == {"compiled": how}
+    assert prepared("pipeline.compile=true").plan.notes["compiled"] == how
     assert f"times of compiled functions: {how}" in " ".join(capsys.readouterr().out.split())
-    assert not prepared("pipeline.compile=false").plan.notes
+    assert "compiled" not in prepared("pipeline.compile=false").plan.notes
     assert "compiled" not in capsys.readouterr().out
 
 

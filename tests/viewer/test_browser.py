@@ -1,9 +1,10 @@
 """The report in a real browser: headless Chromium, without a network."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from browser import Visit, chromium, needs_chromium
+from browser import Visit, needs_chromium
 
 from pipeloom.ir.explanation import Explanation, Idle, PathStep
 from pipeloom.ir.flow import dag
@@ -48,29 +49,27 @@ Open = Callable[..., Visit]
 
 @pytest.fixture(scope="module")
 def open_report(
-    make_timeline: Callable[..., Timeline], tmp_path_factory: pytest.TempPathFactory
+    browser: Any, make_timeline: Callable[..., Timeline], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Open]:
-    with chromium() as browser:
+    def visit(*, ranks: int = 5, mbs: int = 8, width: int = 1280, scheme: str = "light") -> Visit:
+        path = tmp_path_factory.mktemp("report") / "report.html"
+        write_report(
+            path,
+            title="a model",
+            predicted=make_timeline(ranks=ranks, mbs=mbs),
+            measured=make_timeline(ranks=ranks, mbs=mbs, source="measured", forward_s=0.011),
+            explanations=[EXPLANATION],
+            stages=[StageRow(stage=s, rank=s, ops=9, parameters=1000) for s in range(ranks)],
+            edges=stage_edges(dag(ranks, EDGES, value_bytes=1536, no_gradient=EDGES[:1])),
+            losses={"train": [(0, 5.5), (10, 2.25)]},
+            config={"steps": 10},
+        )
+        context = browser.new_context(
+            offline=True, color_scheme=scheme, viewport={"width": width, "height": 900}
+        )
+        return Visit(context.new_page(), path.as_uri())
 
-        def visit(*, ranks: int = 5, mbs: int = 8, width: int = 1280, scheme: str = "light") -> Visit:
-            path = tmp_path_factory.mktemp("report") / "report.html"
-            write_report(
-                path,
-                title="a model",
-                predicted=make_timeline(ranks=ranks, mbs=mbs),
-                measured=make_timeline(ranks=ranks, mbs=mbs, source="measured", forward_s=0.011),
-                explanations=[EXPLANATION],
-                stages=[StageRow(stage=s, rank=s, ops=9, parameters=1000) for s in range(ranks)],
-                edges=stage_edges(dag(ranks, EDGES, value_bytes=1536, no_gradient=EDGES[:1])),
-                losses={"train": [(0, 5.5), (10, 2.25)]},
-                config={"steps": 10},
-            )
-            context = browser.new_context(
-                offline=True, color_scheme=scheme, viewport={"width": width, "height": 900}
-            )
-            return Visit(context.new_page(), path.as_uri())
-
-        yield visit
+    yield visit
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

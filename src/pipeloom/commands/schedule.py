@@ -553,9 +553,9 @@ def why(*, name: str, action: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ACTION, such as 2B5, of the schedule NAME begins when it does: the chain of causes back to the
     start."""
     from ..schedules.scenario import simulate_schedule
-    from ..schedules.tuning import Causes
+    from ..schedules.tuning import CausesOfBlocks
 
-    causes = Causes(simulate_schedule(name, scenario)).chain(action)
+    causes = CausesOfBlocks(simulate_schedule(name, scenario)).chain(action)
     words = {
         "rank": "its rank ran {} until then",
         "message": "it needed {}",

@@ -94,7 +94,7 @@ def step_bytes(updates: Iterable[UpdateBytes]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PartRows:
     """Rows [start, stop) of a parameter that has `of` rows, by its FQN."""
 
     whole: str
@@ -119,7 +119,7 @@ class Parameter:
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     given_update: UpdateBytes | None = None
-    rows: Rows | None = None
+    rows: PartRows | None = None
 
     @property
     def bytes(self) -> int:
@@ -248,7 +248,7 @@ class OpGraph:
         return {p.name: p for p in self.parameters}
 
     @cached_property
-    def rows(self) -> Mapping[str, Rows]:
+    def rows(self) -> Mapping[str, PartRows]:
         """Part of a parameter -> the rows that it holds."""
         return {p.name: p.rows for p in self.parameters if p.rows is not None}
 

@@ -11,7 +11,7 @@
 Two ways to make a plan stand above them:
 
     OneSchedule             the fastest candidate of a finder, for the schedule that was asked for
-    Joint                   the joint search, over everything
+    JointPlanner                   the joint search, over everything
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..ir.profile import Profile
 from .branches import BranchOrdered
 from .candidate import Candidate, step_s
 from .joint.axes import AXES
-from .joint.ledger import Ledger
+from .joint.ledger import SearchLedger
 from .joint.search import JointSearch
 from .notes import faster_of
 from .refine import (
@@ -442,16 +442,18 @@ def _refusal(request: Request, search: Search, log: SearchLog, *, explained: boo
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointPlanner:
     """The joint search (joint/search.py).
 
     schedules: those that are tried where none is named; None for all of the library.
     axes: by name, of `AXES`; () for all.  planners: whose cuts it begins with; () for all.
+    orders: whether orders are tried that are no schedule of the library.
     """
 
     schedules: Callable[[Request], tuple[str, ...]] | None = None
     axes: tuple[str, ...] = ()
     planners: tuple[str, ...] = ()
+    orders: bool = True
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
         """If nothing is found, what the planners of one schedule find, as long as they search. Raises: as
@@ -463,13 +465,14 @@ class Joint:
         refuse_nonsense(request.graph, request.cluster, options.ranks, schedule)
         if not options.fastest:
             return self._any(request, schedule, explained=explained)
-        search = JointSearch(request, {name: AXES[name] for name in self.axes or AXES}, self.seeds)
+        axes = {name: AXES[name] for name in self.axes or AXES}
+        search = JointSearch(request, axes, self.seeds, orders=self.orders)
         try:
             return search.run()
         except InfeasibleError:
             return self._any(request, schedule, explained=explained)
 
-    def seeds(self, request: Request, ledger: Ledger) -> Iterator[tuple[str, Search, Cuts]]:
+    def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Search, Cuts]]:
         """What the own searches of all planners find, for one stage on each rank."""
         for name in self.planners or PLANNERS:
             by = planner(name)
@@ -600,7 +603,7 @@ def _by_order(arrange: Callable[[Search], Arranged | None], *, keeps_caps: bool 
 
 PLANNERS: dict[str, Planner] = {
     "auto": Planner(
-        plan=Joint(),
+        plan=JointPlanner(),
         granularity="op",
         optimises="always",
         source="this project",
@@ -623,7 +626,9 @@ PLANNERS: dict[str, Planner] = {
         about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
     ),
     "pipeoffload": Planner(
-        plan=Joint(schedules=offloading_schedules, axes=("cuts", "schedules", "treatments")),
+        plan=JointPlanner(
+            schedules=offloading_schedules, axes=("cuts", "schedules", "treatments"), orders=False
+        ),
         granularity="op",
         optimises="always",
         source="arXiv 2503.01328 leaves the choice to its user",
@@ -758,7 +763,7 @@ def finder_of(name: str) -> Finder:
 
 def chooses(options: PlanOptions) -> bool:
     """Whether the planner chooses the schedule."""
-    return isinstance(planner(options.planner).plan, Joint) and options.schedule is None
+    return isinstance(planner(options.planner).plan, JointPlanner) and options.schedule is None
 
 
 def first_way(options: PlanOptions, by: str = FREEING[0]) -> PlanOptions:
@@ -768,7 +773,7 @@ def first_way(options: PlanOptions, by: str = FREEING[0]) -> PlanOptions:
     >>> [way.planner for way in ways]
     ['dawnpiper', 'exact']
     """
-    joint = isinstance(planner(options.planner).plan, Joint)
+    joint = isinstance(planner(options.planner).plan, JointPlanner)
     return options.changed(planner=by) if joint else options
 
 

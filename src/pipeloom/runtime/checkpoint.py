@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..ir.errors import CheckpointError, shown
-from ..ir.graph import Rows
+from ..ir.graph import PartRows
 from . import checkpoint_files as files
 from .channel import Channel
 from .checkpoint_files import SCHEMA, Index
@@ -58,7 +58,7 @@ class TrainState:
     aliases: Mapping[str, str] = field(default_factory=dict)
     previous: dict[str, Tensor] = field(default_factory=dict)
     keeps_previous: bool = False
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, PartRows] = field(default_factory=dict)
 
     def own_name(self, name: str) -> str:
         """Of a tensor, or of what it is a part of, in the user's model."""
@@ -287,7 +287,7 @@ def find_weights(
     return found
 
 
-def joined(tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str, Tensor]:
+def joined(tensors: Mapping[str, Tensor], rows: Mapping[str, PartRows]) -> dict[str, Tensor]:
     """Tensors by the names of the user's model, with parts of one put together; all parts must be there."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name in tensors:
@@ -360,7 +360,7 @@ class SavedTensors:
                 found[key.removeprefix(prefix).removesuffix(end)] = None
         return list(found)
 
-    def read(self, key: str, fqn: str, rows: Rows | None = None) -> Tensor:
+    def read(self, key: str, fqn: str, rows: PartRows | None = None) -> Tensor:
         """A tensor of a parameter or buffer, or some of its rows."""
         keys = self._index.keys(key, fqn)
         if len(keys) == 1:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
-from ..ir.graph import OpGraph, Rows, UpdateBytes
+from ..ir.graph import OpGraph, PartRows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
 
@@ -31,7 +31,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 LATE = 1000.0
 """A count of steps by which an optimizer that begins gently does what it does from then on."""
 
-NO_ROWS: Mapping[str, Rows] = MappingProxyType({})
+NO_ROWS: Mapping[str, PartRows] = MappingProxyType({})
 
 SMALL = 4
 """Most entries of a dimension of a small parameter."""
@@ -68,7 +68,7 @@ def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
 
 
 def make_checked(
-    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows] = NO_ROWS
+    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, PartRows] = NO_ROWS
 ) -> Optimizer:
     """The optimizer of some parameters.
 
@@ -99,7 +99,7 @@ def make_checked(
     return optimizer
 
 
-def _numbers(params: Iterable[str], rows: Mapping[str, Rows]) -> dict[str, int]:
+def _numbers(params: Iterable[str], rows: Mapping[str, PartRows]) -> dict[str, int]:
     """Of the parts among some parameters, which of its whole each is."""
     seen: Counter[str] = Counter()
     numbers = {}
@@ -111,7 +111,10 @@ def _numbers(params: Iterable[str], rows: Mapping[str, Rows]) -> dict[str, int]:
 
 
 def _with_parts(
-    params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows], numbers: Mapping[str, int], number: int
+    params: Mapping[str, nn.Parameter],
+    rows: Mapping[str, PartRows],
+    numbers: Mapping[str, int],
+    number: int,
 ) -> dict[str, nn.Parameter]:
     """The parameters by the names that the model has, with the part of that number of each; with its last if
     there are fewer."""
@@ -158,7 +161,7 @@ def update_bytes(
     make: MakeOptimizer | None,
     params: Mapping[str, nn.Parameter],
     device: str,
-    rows: Mapping[str, Rows] = NO_ROWS,
+    rows: Mapping[str, PartRows] = NO_ROWS,
 ) -> dict[str, UpdateBytes]:
     """What each parameter's update takes on a type of device, such as "cpu" or "cuda".
 
@@ -268,7 +271,7 @@ def _step_one(
 
 
 def _of_small(
-    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows]
+    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, PartRows]
 ) -> dict[str, UpdateBytes]:
     """The same by bytes of each parameter, from a step of small ones with data."""
     small = {
@@ -295,7 +298,7 @@ def _of_small(
 
 
 def _refuse_parts_if_not_elementwise(
-    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, Rows]
+    make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, PartRows]
 ) -> None:
     """Two steps of small parameters, whole and in parts, are compared."""
     draw = torch.Generator().manual_seed(0)
@@ -310,7 +313,9 @@ def _refuse_parts_if_not_elementwise(
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.cat([tensors[part] for part in parts]) for name, parts in wholes.items()}
 
-    def updated(start: Mapping[str, Tensor], rows: Mapping[str, Rows], gradient: Mapping[str, Tensor]) -> Any:
+    def updated(
+        start: Mapping[str, Tensor], rows: Mapping[str, PartRows], gradient: Mapping[str, Tensor]
+    ) -> Any:
         stepped = {name: nn.Parameter(value.clone()) for name, value in start.items()}
         optimizer = make_checked(make, stepped, rows)
         for name, param in stepped.items():

@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..ir.graph import Rows, UpdateBytes, step_bytes
+from ..ir.graph import PartRows, UpdateBytes, step_bytes
 from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
 from .optimizer_bytes import (
@@ -132,7 +132,7 @@ class Weights:
         rank: int = 0,
         everywhere: Mapping[str, nn.Parameter] | None = None,
         computed_in: Mapping[str, torch.dtype] | None = None,
-        rows: Mapping[str, Rows] = NO_ROWS,
+        rows: Mapping[str, PartRows] = NO_ROWS,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)

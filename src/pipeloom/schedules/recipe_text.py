@@ -91,7 +91,7 @@ def turn_of_rows(schedule: Schedule, stages: StageGraph) -> list[str] | None:
     >>> from pipeloom.ir.stages import chain
     >>> rows = parse_rows(("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"))
     >>> turn_of_rows(Schedule(name="", microbatches=3, placement=(0, 1), rows=rows), chain(2))
-    ['0F 0B-1', '1F 1B']
+    ['0B-2 0F', '1F 1B']
     """
     if schedule.pairs or schedule.slices > 1 or not schedule.columns.trains:
         return None

@@ -84,7 +84,7 @@ def idle_side_by_side(one: SimulatedSchedule, other: SimulatedSchedule) -> list[
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
 
 
-class Causes:
+class CausesOfBlocks:
     """What each action of a simulated step waited for, and what waited for it."""
 
     def __init__(self, simulated: SimulatedSchedule) -> None:

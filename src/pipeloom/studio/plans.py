@@ -59,7 +59,7 @@ class PlanModel:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerPiece:
     """A run of ops of one layer in one stage: what a cut cannot go through."""
 
     layer: str
@@ -194,13 +194,13 @@ class PlanDesk:
         }
 
 
-def pieces(plan: Plan, graph: OpGraph) -> list[Piece]:
+def pieces(plan: Plan, graph: OpGraph) -> list[LayerPiece]:
     """The model's layers in the order of its ops, where a stage cuts one, in parts; empty where a stage is no
     run of ops, as in a graph of branches."""
     layer_of = layer_names(graph.ops)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.ops}
     runs = [
-        Piece(layer, tuple(op.name for op in ops), stage)
+        LayerPiece(layer, tuple(op.name for op in ops), stage)
         for (layer, stage), ops in groupby(
             (op for op in graph.ops if op.name in stage_of),
             key=lambda op: (layer_of[op.module] or op.module, stage_of[op.name]),
@@ -210,11 +210,11 @@ def pieces(plan: Plan, graph: OpGraph) -> list[Piece]:
     return runs if order == list(range(len(plan.stages))) else []
 
 
-def cuts_of(parts: Sequence[Piece]) -> list[int]:
+def cuts_of(parts: Sequence[LayerPiece]) -> list[int]:
     return [at for at, (one, other) in enumerate(pairwise(parts), start=1) if one.stage != other.stage]
 
 
-def with_cuts(plan: Plan, parts: Sequence[Piece], cuts: Sequence[int]) -> Plan:
+def with_cuts(plan: Plan, parts: Sequence[LayerPiece], cuts: Sequence[int]) -> Plan:
     """The plan with stages that begin at other pieces. What becomes of a residual goes with the op that makes
     it; figures that are no longer known are 0. Raises: PlanError if a stage would be empty."""
     edges = [0, *cuts, len(parts)]

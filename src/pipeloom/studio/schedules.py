@@ -31,7 +31,7 @@ from ..schedules.scenario import (
     simulate_rows,
     simulate_schedule,
 )
-from ..schedules.tuning import Causes
+from ..schedules.tuning import CausesOfBlocks
 from ..viewer.chrome import chrome_trace
 from ..viewer.html import report_page
 from ..viewer.labels import chunks
@@ -58,8 +58,8 @@ class Studied:
         return explain(self.simulated)
 
     @cached_property
-    def causes(self) -> Causes:
-        return Causes(self.simulated)
+    def causes(self) -> CausesOfBlocks:
+        return CausesOfBlocks(self.simulated)
 
 
 @lru_cache(maxsize=48)

@@ -10,7 +10,7 @@ different ranks. Part k has rows [a, b) of the weight:
 The log sum exp of all words is that of the parts' own. An embedding looks up each word in the part that has
 it, takes zeros from the others, and adds them. All are ordinary ops, with autograd's gradients.
 
-Values are followed through the graph as `Parts` until a reduction joins them again. An op that has no rule
+Values are followed through the graph as `WordParts` until a reduction joins them again. An op without a rule
 here reads the parts put together, which is right and gains nothing.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from ..ir.errors import PlanError
-from ..ir.graph import Parameter, Rows
+from ..ir.graph import Parameter, PartRows
 from .captured import Captured
 from .op_graph import build_op_graph
 from .program import propagate_gradient_flow
@@ -108,7 +108,7 @@ def part_rows(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class WordParts:
     """A tensor that is there in parts along one of its dimensions.
 
     bounds: of each along it.  back: that dimension, counted from the end.  shape, dtype: of the whole.
@@ -131,7 +131,7 @@ class Parts:
         return self.shape[self.back]
 
 
-Result: TypeAlias = "Parts | fx.Node | None"
+Result: TypeAlias = "WordParts | fx.Node | None"
 """Of a rule: None if it does not apply."""
 
 
@@ -146,8 +146,8 @@ class _Rewrite:
         self.old, self.split = captured, parts
         self.graph = fx.Graph()
         self.targets: dict[str, str] = {}
-        self.values: dict[fx.Node, fx.Node | Parts] = {}
-        self.rows: dict[str, list[Rows]] = {}
+        self.values: dict[fx.Node, fx.Node | WordParts] = {}
+        self.rows: dict[str, list[PartRows]] = {}
         self.replaced: set[str] = set()
         self.gathered: dict[fx.Node, fx.Node] = {}
         self._node = next(iter(captured.module.graph.nodes))
@@ -160,7 +160,7 @@ class _Rewrite:
             if node.op == "placeholder":
                 self.values[node] = self._placeholders(node)
                 continue
-            reads_parts = any(isinstance(self.values[n], Parts) for n in node.all_input_nodes)
+            reads_parts = any(isinstance(self.values[n], WordParts) for n in node.all_input_nodes)
             rule = _RULES.get(_name(node)) if reads_parts and node.op == "call_function" else None
             result = None if rule is None else rule(self, node)
             if result is None:
@@ -180,7 +180,7 @@ class _Rewrite:
         rows = parameter.shape[0] if parameter.shape else 0
         if not 1 < count <= rows:
             raise PlanError(f"{name} has {rows} rows: it cannot be split in {count} parts", hint="plan again")
-        self.rows[name] = [Rows(whole=name, start=a, stop=b, of=rows) for a, b in part_rows(rows, count)]
+        self.rows[name] = [PartRows(whole=name, start=a, stop=b, of=rows) for a, b in part_rows(rows, count)]
 
     def captured(self) -> Captured:
         old = self.old
@@ -224,7 +224,7 @@ class _Rewrite:
         node.meta["part"] = part
         return node
 
-    def _placeholders(self, node: fx.Node) -> fx.Node | Parts:
+    def _placeholders(self, node: fx.Node) -> fx.Node | WordParts:
         target = self.old.targets[node.name]
         if target not in self.rows:
             copy = self.graph.node_copy(node)
@@ -238,7 +238,7 @@ class _Rewrite:
             self.targets[new.name] = name
             nodes.append(new)
         bounds = tuple((rows.start, rows.stop) for rows in self.rows[target])
-        return Parts(tuple(nodes), bounds, -whole.ndim, tuple(whole.shape), whole.dtype)
+        return WordParts(tuple(nodes), bounds, -whole.ndim, tuple(whole.shape), whole.dtype)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """What a node has become, put together if it is in parts: under its old name."""
@@ -253,7 +253,7 @@ class _Rewrite:
             self.gathered[node] = whole
         return self.gathered[node]
 
-    def sliced(self, part: int, value: fx.Node, shape: tuple[int, ...], like: Parts) -> fx.Node:
+    def sliced(self, part: int, value: fx.Node, shape: tuple[int, ...], like: WordParts) -> fx.Node:
         """What a part reads of an operand that is whole: all of it, if it is the same for every word."""
         if len(shape) < -like.back or shape[like.back] == 1:
             return value
@@ -261,7 +261,7 @@ class _Rewrite:
 
     # What reductions are made of
 
-    def of_labels(self, part: int, labels: fx.Node, parts: Parts) -> tuple[fx.Node, fx.Node]:
+    def of_labels(self, part: int, labels: fx.Node, parts: WordParts) -> tuple[fx.Node, fx.Node]:
         """Which labels are among the words of a part; and their rows in it, any row for the others."""
         start, stop = parts.bounds[part]
         row = self.call(part, _aten.sub.Tensor, labels, start)
@@ -270,13 +270,13 @@ class _Rewrite:
         inside = self.call(part, _aten.logical_and.default, above, below)
         return inside, self.call(part, _aten.clamp.default, row, 0, stop - start - 1)
 
-    def cast(self, parts: Parts, dtype: torch.dtype) -> Parts:
+    def cast(self, parts: WordParts, dtype: torch.dtype) -> WordParts:
         if parts.dtype is dtype:
             return parts
         nodes = (self.call(k, _aten._to_copy.default, x, dtype=dtype) for k, x in enumerate(parts.nodes))
         return replace(parts, nodes=tuple(nodes), dtype=dtype)
 
-    def log_sum(self, parts: Parts) -> fx.Node:
+    def log_sum(self, parts: WordParts) -> fx.Node:
         """log sum exp over the words, which are no dimension any more."""
         each = [self.call(k, _aten.logsumexp.default, x, [parts.dim]) for k, x in enumerate(parts.nodes)]
         return self.call(None, _aten.logsumexp.default, self.call(None, _aten.stack.default, each), [0])
@@ -284,7 +284,7 @@ class _Rewrite:
     def total(self, nodes: Iterable[fx.Node]) -> fx.Node:
         return self.call(None, _aten.sum.dim_IntList, self.call(None, _aten.stack.default, list(nodes)), [0])
 
-    def picked(self, parts: Parts, labels: fx.Node) -> fx.Node:
+    def picked(self, parts: WordParts, labels: fx.Node) -> fx.Node:
         """The value of each label; 0 where it is no word. labels: with a dimension in place of the words."""
         found = []
         for k, x in enumerate(parts.nodes):
@@ -293,7 +293,7 @@ class _Rewrite:
             found.append(self.call(k, _aten.where.ScalarOther, inside, value, 0.0))
         return self.total(found)
 
-    def summed(self, parts: Parts) -> fx.Node:
+    def summed(self, parts: WordParts) -> fx.Node:
         return self.total(
             self.call(k, _aten.sum.dim_IntList, x, [parts.dim]) for k, x in enumerate(parts.nodes)
         )
@@ -322,14 +322,14 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _parts_of(rewrite: _Rewrite, node: Any) -> Parts | None:
+def _parts_of(rewrite: _Rewrite, node: Any) -> WordParts | None:
     value = rewrite.values[node] if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Parts) else None
+    return value if isinstance(value, WordParts) else None
 
 
 def _elementwise(rewrite: _Rewrite, node: fx.Node) -> Result:
     """Each part by itself, with its part of operands that are whole."""
-    found = {n: value for n in node.all_input_nodes if isinstance(value := rewrite.values[n], Parts)}
+    found = {n: value for n in node.all_input_nodes if isinstance(value := rewrite.values[n], WordParts)}
     first = next(iter(found.values()))
     shape = _shape(node)
     if any(p.minus is not None or (p.back, p.bounds) != (first.back, first.bounds) for p in found.values()):
@@ -377,7 +377,7 @@ def _moved(rewrite: _Rewrite, node: fx.Node) -> Result:
     return replace(parts, nodes=nodes, back=at - len(after), shape=after, minus=minus)
 
 
-def _new_place(node: fx.Node, parts: Parts) -> int | None:
+def _new_place(node: fx.Node, parts: WordParts) -> int | None:
     """Where a view puts the dimension of the words; None if it changes it."""
     name, arguments = _name(node), _arguments(node)
     rank, dim = len(parts.shape), parts.dim
@@ -422,7 +422,7 @@ def _product(rewrite: _Rewrite, node: fx.Node) -> Result:
         whole = rewrite.values[added]
         return [
             whole.nodes[part]
-            if isinstance(whole, Parts)
+            if isinstance(whole, WordParts)
             else rewrite.sliced(part, whole, _shape(added), result)
         ]
 
@@ -439,7 +439,7 @@ def _embedding(rewrite: _Rewrite, node: fx.Node) -> Result:
     arguments = _arguments(node)
     cut = _parts_of(rewrite, arguments["weight"])
     indices = rewrite.values[arguments["indices"]]
-    if cut is None or cut.back != -2 or isinstance(indices, Parts) or arguments["scale_grad_by_freq"]:
+    if cut is None or cut.back != -2 or isinstance(indices, WordParts) or arguments["scale_grad_by_freq"]:
         return None
     found = []
     for k, (w, (start, stop)) in enumerate(zip(cut.nodes, cut.bounds, strict=True)):
@@ -529,18 +529,18 @@ def _sum(rewrite: _Rewrite, node: fx.Node) -> Result:
     return _kept(rewrite, result, arguments["keepdim"], parts)
 
 
-def _over_words(dims: Any, parts: Parts) -> bool:
+def _over_words(dims: Any, parts: WordParts) -> bool:
     return [d % len(parts.shape) for d in dims or ()] == [parts.dim]
 
 
-def _kept(rewrite: _Rewrite, result: fx.Node, keeps: bool, parts: Parts) -> fx.Node:
+def _kept(rewrite: _Rewrite, result: fx.Node, keeps: bool, parts: WordParts) -> fx.Node:
     return rewrite.call(None, _aten.unsqueeze.default, result, parts.dim) if keeps else result
 
 
 def _gather(rewrite: _Rewrite, node: fx.Node) -> Result:
     arguments = _arguments(node)
     parts, index = _parts_of(rewrite, arguments["self"]), rewrite.values[arguments["index"]]
-    if parts is None or isinstance(index, Parts) or arguments["dim"] % len(parts.shape) != parts.dim:
+    if parts is None or isinstance(index, WordParts) or arguments["dim"] % len(parts.shape) != parts.dim:
         return None
     shape, dim = _shape(node), parts.dim
     if (*shape[:dim], *shape[dim + 1 :]) != (*parts.shape[:dim], *parts.shape[dim + 1 :]):

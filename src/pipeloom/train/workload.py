@@ -43,7 +43,7 @@ def tokens_of(job: Job, batch: Batch) -> float | None:
     as its first entry has integers, where those are rows of several; None for data of another kind.
 
     >>> images, words = {"x": torch.zeros(2, 3, 8, 8)}, {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
-    >>> job = Job(model=nn.Identity, batch=lambda seed, size: images)
+    >>> job = Job(model=torch.nn.Identity, batch=lambda seed, size: images)
     >>> tokens_of(job, images), tokens_of(job, words)
     (None, 32.0)
     """

@@ -17,7 +17,7 @@ INTERRUPTED = "interrupted"
 
 
 @dataclass
-class Ledger:
+class SearchLedger:
     """planners: seconds of the best step of what each found, or why it has nothing.  schedules: seconds of
     the best step in each, or why there is none.  tried: candidates of each axis.  gained: seconds by which
     each shortened the best step.  died: candidates that were not simulated, by the tier that judged them.

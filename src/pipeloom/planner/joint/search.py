@@ -43,7 +43,7 @@ from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .estimates import ClosedForm, CutTimes, Estimate, InOrder, climb
-from .ledger import INTERRUPTED, Ledger
+from .ledger import INTERRUPTED, SearchLedger
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -131,7 +131,7 @@ class Judged(NamedTuple):
 Seed: TypeAlias = tuple[str, Search, Cuts]
 """The planner that found it, or why it found nothing, the search, and the cuts."""
 
-Seeds: TypeAlias = Callable[[Request, Ledger], Iterator[Seed]]
+Seeds: TypeAlias = Callable[[Request, SearchLedger], Iterator[Seed]]
 
 Axis: TypeAlias = "Callable[[JointSearch, Judged], Iterator[Point]]"
 """A candidate -> what it becomes by moves of one kind, the most promising first. Told between two of them
@@ -145,9 +145,12 @@ class TimeIsUp(Exception):
 class JointSearch:
     """axes: by name, in the order in which they are tried.  seeds: what planners find."""
 
-    def __init__(self, request: Request, axes: Mapping[str, Axis], seeds: Seeds) -> None:
-        self.request, self.axes, self.seeds = request, axes, seeds
-        self.ledger = Ledger()
+    def __init__(
+        self, request: Request, axes: Mapping[str, Axis], seeds: Seeds, *, orders: bool = True
+    ) -> None:
+        """orders: of the best plans the schedule search looks for a faster order."""
+        self.request, self.axes, self.seeds, self.orders = request, axes, seeds, orders
+        self.ledger = SearchLedger()
         self.until = time.monotonic() + (request.options.time_limit or inf)
         self.ways: dict[tuple[str, tuple[int, ...]], Request] = {}
         self.best_of: dict[tuple[str, tuple[int, ...]], Judged] = {}
@@ -324,7 +327,8 @@ class JointSearch:
         try:
             self._begin()
             self._improve()
-            self._put_in_faster_orders()
+            if self.orders:
+                self._put_in_faster_orders()
         except TimeIsUp:
             self.ledger.ended = "time limit"
         except KeyboardInterrupt:
