@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_behind(folder: Path, monkeypatch: pytest.Monkey
     }
     assert tomllib.loads((out / "config.toml").read_text())["data"]["validation_share"] == 0.05
     assert list(losses(out)) == [1, 2, 3, 4, 5, 6]
-    assert '"PP:1F1"' in (out / "trace.json").read_text()
+    assert '"PP:1B1"' in (out / "trace.json").read_text()
     # Progress goes to standard error here, in plain lines.
     assert "step 6/6  loss" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
     assert "predicted:" in done.stderr and "report: runs/tiny-1/report.html" in done.stderr

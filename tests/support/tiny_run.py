@@ -21,7 +21,12 @@ def prepare(folder: Path, settings: dict[str, object], *, replicas: int = 1, **h
     """With config.toml and a plan for two ranks of each pipeline. settings: by dotted key."""
     config = read_config(None, list((USUAL | settings).items()))
     (folder / "config.toml").write_text(write_config(config))
-    how = {"microbatches": 2, "microbatch_size": 1, "cluster": cpu_cluster(2 * replicas)} | how
+    how = {
+        "planner": "exact",
+        "microbatches": 2,
+        "microbatch_size": 1,
+        "cluster": cpu_cluster(2 * replicas),
+    } | how
     plan(job_of(config), ranks=2, replicas=replicas, **how).save(folder / "plan.json")
     return folder
 
