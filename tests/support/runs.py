@@ -61,7 +61,7 @@ def shared_captures() -> Iterator[None]:
     shared = {real: partial(_remembered, real) for real in (capture, capture_evaluation)}
     with ExitStack() as stack:
         for real, once in {**shared, stage_functions: _traced_once}.items():
-            users = [m for name, m in list(sys.modules.items()) if re.fullmatch(r"pipeloom\.\w+", name)]
+            users = [m for name, m in sys.modules.copy().items() if re.fullmatch(r"pipeloom\.\w+", name)]
             if real is not stage_functions:  # functions of `planning` and `train` import them when called
                 users.append(sys.modules[real.__module__])
             for module in users:
