@@ -155,7 +155,7 @@ def points(timeline: Timeline) -> list[tuple[float, float]]:
     panels = memory_panels([timeline])
     assert panels is not None
     (curve,) = panels["curves"]
-    return list(curve["points"])
+    return [tuple(point) for point in curve["points"]]
 
 
 def test_memory_holds_its_last_value_to_the_steps_end(two_ranks: Timeline) -> None:

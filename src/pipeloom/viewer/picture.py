@@ -200,12 +200,17 @@ def _curves(timeline: Timeline, ranks: Sequence[int] | None) -> list[MemoryCurve
 
 def _points(
     timeline: Timeline, curve: MemoryCurve, per_second: float, unit_bytes: float
-) -> list[tuple[float, float]]:
-    """(time, size from then on), in the order of time: a run notes an action's peak after the action, at the
+) -> list[list[float]]:
+    """[time, size from then on], in the order of time: a run notes an action's peak after the action, at the
     time it started."""
-    steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
-    steps.append((max(timeline.end_s, steps[-1][0]), steps[-1][1]))
-    return [(round(at_s * per_second, 6), round(size / unit_bytes, 4)) for at_s, size in steps]
+    times, sizes = np.array(curve.times_s, np.float64), np.array(curve.sizes, np.float64)
+    order = np.argsort(times, kind="stable")
+    times, sizes = times[order], sizes[order]
+    times, sizes = np.append(times, max(timeline.end_s, times[-1])), np.append(sizes, sizes[-1])
+    points: list[list[float]] = np.stack(
+        [np.round(times * per_second, 6), np.round(sizes / unit_bytes, 4)], axis=1
+    ).tolist()
+    return points
 
 
 def legend(drawn: Sequence[Picture]) -> list[tuple[str, str]]:

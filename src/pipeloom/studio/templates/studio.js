@@ -115,26 +115,35 @@ async function draw() {
   }
   busy = false;
   document.body.dataset.drawn = changes;
-  if (again) { again = false; draw(); } else explain();
+  if (again) { again = false; return draw(); }
+  timer = setTimeout(atRest, REST_MS);
 }
 
-// Reasons come behind the picture, so that sliders need not wait for them.
-async function explain() {
-  const now = changes, many = state.path;
+// What may wait until the sliders rest: reasons, names of orders, and the chart of all schedules.
+const REST_MS = 200;
+async function atRest() {
+  const now = changes;
   try {
-    for (const [n, one] of drawn.entries()) {
-      if (one.error) continue;
-      one.why = await ask("path", asked(n, { path: many }));
-      if (now !== changes) return;
-      one.picture.explain(one.why.picture);
-      view.changed();
-    }
-    if (state.path) showPath();
+    await explain(now);
+    await recognise(now);
+    if (now === changes) document.body.dataset.recognised = now;
+    await showTrade(now);
   } catch (error) {
     if (now === changes) say(error.message);
   }
-  clearTimeout(timer);
-  timer = setTimeout(later, 500);
+  if (now === changes) document.body.dataset.settled = now;
+}
+
+async function explain(now) {
+  for (const [n, one] of drawn.entries()) {
+    if (one.error || now !== changes) continue;
+    const why = await ask("path", asked(n, { path: state.path }));
+    if (now !== changes) return;
+    one.why = why;
+    one.picture.explain(why.picture);
+    view.changed();
+  }
+  if (state.path) showPath();
 }
 
 function show(answer) {
@@ -161,19 +170,6 @@ function show(answer) {
   timelines.picked = null;
   $("answer").hidden = !state.path;
   showEditor();
-}
-
-// What may wait until the sliders rest: names of orders, and the chart of all schedules.
-async function later() {
-  const now = changes;
-  try {
-    await recognise(now);
-    if (now === changes) document.body.dataset.recognised = now;
-    await showTrade(now);
-  } catch (error) {
-    if (now === changes) say(error.message);
-  }
-  if (now === changes) document.body.dataset.settled = now;
 }
 
 async function recognise(now) {
@@ -262,7 +258,13 @@ function pickAction(panel, action) {
 }
 const list = (tag, items) => make(tag, {}, ...items.map((item) => make("li", {}, ...item)));
 
-async function picked({ panel, picture, rank, time, block: i, gap }) {
+// One question at a time: of blocks passed over while an answer is on its way, only the last is asked about.
+let told = Promise.resolve();
+function picked(found) { told = told.then(() => tell(found)); }
+
+async function tell(found) {
+  const { panel, picture, rank, time, block: i } = found, passed = () => timelines.picked !== found;
+  if (passed()) return;
   const n = drawn.findIndex((one) => one.picture === picture), now = changes;
   if (drawn[n].stale) return;
   const compute = i !== null && !picture.blocks.lane[i], action = compute ? picture.blocks.action[i] : null;
@@ -270,7 +272,7 @@ async function picked({ panel, picture, rank, time, block: i, gap }) {
   if (!compute && i !== null) return view.changed();
   try {
     const answer = await ask("ask", asked(n, compute ? { action } : { rank, time }));
-    if (now !== changes) return;
+    if (now !== changes || passed()) return;
     shown.marks[panel] = { chain: [...(compute ? [action] : []), ...answer.chain.map((cause) => cause.action)] };
     const why = { rank: (c) => ["its rank ran ", block(panel, c.cause), " until then"], message: (c) => ["it needed ", block(panel, c.cause)], start: () => ["nothing was before it"] };
     const chain = list("ol", answer.chain.map((cause) => [block(panel, cause.action), ` on rank ${cause.rank} from ${digits(cause.start_s)}: `, ...why[cause.reason](cause)]));
