@@ -129,8 +129,12 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     return compiled_profile(captured, eager, device=device) if compile else eager
 
 
-def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
-    """Profiles by roofline for every kind of device of a cluster, which need not be there."""
+def estimate(graph: OpGraph, cluster: Cluster, *, captured: Captured | None = None) -> dict[str, Profile]:
+    """Profiles by roofline for every kind of device of a cluster, which need not be there.
+
+    captured: what the graph is of. Whole modules are run, on this machine's CPU, for the kernels in them.
+    Raises: ConfigError for devices of one name that differ, and whole modules without what was captured.
+    """
     kinds: dict[str, Device] = {}
     for device in cluster.devices:
         first = kinds.setdefault(device.name, device)
@@ -140,7 +144,16 @@ def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
                 f"the cluster has devices named {device.name} that compute at different rates",
                 hint="give each kind of device a name of its own",
             )
-    return {name: roofline(graph, device) for name, device in kinds.items()}
+    if not graph.fallback:
+        return {name: roofline(graph, device) for name, device in kinds.items()}
+    if captured is None:
+        raise ConfigError(
+            f"the graph of {graph.name} is of whole modules, and does not say what they compute",
+            hint="name the MODEL",
+        )
+    from .profiler.measure_modules import estimate_modules
+
+    return {name: estimate_modules(captured, device) for name, device in kinds.items()}
 
 
 def simulate(
@@ -475,7 +488,8 @@ def captured_model(
             hint=f"capture it with {size} rows, or plan for {rows}",
         )
     if profiled is None and cluster is not None:
-        return CapturedModel(size=size, graph=graph, profiles=estimate(graph, cluster), captured=captured)
+        profiles = estimate(graph, cluster, captured=captured)
+        return CapturedModel(size=size, graph=graph, profiles=profiles, captured=captured)
     measured = profiled or kept_profile(captured, profile)
     if compiled and profiled is None:
         measured = compiled_profile(captured, measured)

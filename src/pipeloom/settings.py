@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from math import inf
 from typing import Any, Self, get_args
 
+from .clusters.names import find_cluster
 from .ir.cluster import MOST_DEVICES, Cluster
 from .ir.errors import ConfigError, shown
 from .ir.memory_policy import TREATMENTS, Treatment
@@ -18,6 +19,9 @@ from .ir.weights import WEIGHT_POLICIES
 
 ONE_STAGE_EACH = "1f1b"
 """The schedule unless another one is named or chosen."""
+
+RANKS = 2
+"""Of a pipeline on this machine, unless it is said."""
 
 LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""
@@ -45,8 +49,9 @@ class PlanSettings:
     """
 
     ranks: int = setting(
-        2,
-        "Ranks of a pipeline. A schedule puts one stage on each, or several: see --chunks.",
+        None,
+        "Ranks of a pipeline; by default the cluster's devices, shared among replicas, and 2 without a "
+        "cluster. A schedule puts one stage on each, or several: see --chunks.",
         short="-p",
         least=1,
         most=MOST_DEVICES,
@@ -137,6 +142,9 @@ class PlanSettings:
     def __post_init__(self) -> None:
         for one in fields(self):
             _refuse_value(one.name, getattr(self, one.name), **one.metadata)
+        vars(self)["_ranks_said"] = vars(self)["ranks"] is not None
+        if not vars(self)["_ranks_said"]:
+            vars(self)["ranks"] = self._devices_of_each_replica()
         if self.devices > MOST_DEVICES:
             raise ConfigError(
                 f"{shown(self.replicas)} replicas of {self.ranks} ranks",
@@ -173,7 +181,14 @@ class PlanSettings:
                     f"there is no setting {name} of a plan",
                     hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
                 )
-        return replace(self, **changes)
+        by_cluster = {} if vars(self)["_ranks_said"] else {"ranks": None}
+        return replace(self, **by_cluster | changes)
+
+    def _devices_of_each_replica(self) -> int:
+        if self.cluster is None:
+            return RANKS
+        cluster = find_cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
+        return max(1, len(cluster.devices) // self.replicas)
 
     @property
     def named_schedule(self) -> str:

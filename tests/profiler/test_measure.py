@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from runs import capture_of
 from torch import nn
 from torch.nn import functional as fn
 
-from pipeloom import Job
+from pipeloom import Device, Job, planning
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.compiled_profiles import pieces_of
+from pipeloom.ir.errors import ConfigError
 from pipeloom.profiler.compiled_pieces import piece_signatures, time_piece
 from pipeloom.profiler.measure_op import OpArguments, Timer
 from pipeloom.profiler.measure_ops import measure
@@ -203,3 +206,47 @@ def test_pieces_of_all_families_run(name: str, monkeypatch: pytest.MonkeyPatch) 
     for index in {signature: index for index, signature in enumerate(signatures)}.values():
         times = time_piece(captured, pieces, index, Timer(torch.device("cpu"), Ticks()), budget_s=0.0)
         assert times.forward_s == (1.0, 1.0) and times.backward_s in ((1.0, 1.0), (0.0, 0.0))
+
+
+def test_whole_modules_take_on_a_described_device_what_their_ops_do() -> None:
+    """Times by kernel, and what is kept for the backward: of a model cut between its modules, and of its
+    ops."""
+
+    class Steep(nn.Sequential):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input if bool(input.sum() > -1e9) else -input)  # which torch.export refuses
+
+    def job(kind: type[nn.Sequential]) -> Job:
+        def model() -> nn.Module:
+            blocks = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)]
+            return kind(*blocks)
+
+        return Job(
+            model=model,
+            batch=lambda seed, rows: {"input": torch.full((rows, 256), 0.01 * seed)},
+            loss=lambda output, batch: output.square().mean(),
+        )
+
+    device = Device(
+        name="d", memory_bytes=1, flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e11, launch_s=1e-9
+    )
+    cluster = replace(cpu_cluster(1), devices=(device,))
+    sums = []
+    for kind in (Steep, nn.Sequential):
+        captured = planning.capture(job(kind), 64)
+        assert bool(captured.graph.fallback) == (kind is Steep)
+        (profile,) = planning.estimate(captured.graph, cluster, captured=captured).values()
+        assert profile.source == "roofline" and profile.device == "d"
+        costs = profile.costs.values()
+        kept = {name for cost in costs for name in cost.saves}
+        kept_bytes = sum(captured.graph.value[name].bytes for name in kept)
+        sums.append(
+            (
+                sum(cost.forward_s for cost in costs),
+                sum(cost.input_grad_s + cost.weight_grad_s for cost in costs),
+                sum(cost.extra_saved_bytes for cost in costs) + kept_bytes,
+            )
+        )
+    assert sums[0] == pytest.approx(sums[1], rel=0.1)
+    with pytest.raises(ConfigError, match="modules"):
+        planning.estimate(planning.capture(job(Steep), 64).graph, cluster)

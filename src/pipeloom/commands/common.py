@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import Field, fields
 from math import isfinite
@@ -18,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from ..clusters.names import find_cluster
-from ..ir.errors import ConfigError, PipeloomError
+from ..ir.errors import ConfigError, PipeloomError, as_sentence
 from ..ir.text import as_plain, load_noun
 from ..settings import PlanSettings
 from ..viewer.table import Table
@@ -82,6 +83,7 @@ class Commands(click.Group):
         self._is_process = args is None
         if self._is_process:
             sys.stdout = unbroken(sys.stdout)
+            warnings.formatwarning = as_sentence
         return super().main(args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -181,7 +183,8 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
 def settings_of(options: dict[str, Any]) -> PlanSettings:
     """The settings among a command's options, taken out of them."""
     names = [one.name for one in fields(PlanSettings) if one.name in options]
-    return PlanSettings(**{name: options.pop(name) for name in names})
+    given = {name: options.pop(name) for name in names}
+    return PlanSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 def exclusive(*names: str, hint: str = "leave out one") -> None:

@@ -61,7 +61,8 @@ def profile(
     if described is None:
         costs = planning.profile(captured, device=device, compile=compile)
     else:
-        costs = planning.estimate(captured.graph, described)[described.devices[0].name]
+        estimated = planning.estimate(captured.graph, described, captured=captured)
+        costs = estimated[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
             save_noun(noun, path)

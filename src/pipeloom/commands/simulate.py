@@ -79,7 +79,7 @@ def simulate(
         )
         graph = captured.graph
     if costs is None and described is not None:
-        costs = planning.estimate(graph, described)
+        costs = planning.estimate(graph, described, captured=captured)
     elif costs is None:
         assert captured is not None, "a saved graph comes with a profile or a cluster"
         costs = planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned

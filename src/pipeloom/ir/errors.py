@@ -137,3 +137,14 @@ def shown(value: object) -> str:
     ("'left'", '1000000000', '1.00e+400', "{'float32': 1.00e+400}")
     """
     return str(float(value)) if isinstance(value, float) else _SHOWN.repr(value)
+
+
+def as_sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as users of a command see it: what it says, without the line of ours that gave it.
+
+    >>> as_sentence("the disk is slow", UserWarning, "run.py", 7)
+    'warning: the disk is slow\\n'
+    """
+    return f"warning: {message}\n"

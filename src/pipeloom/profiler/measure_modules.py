@@ -1,7 +1,8 @@
 """A profile of a model that was captured as whole modules: each op run as a stage of its own.
 
 Ops with equal modules and equal shapes are measured once. What a stage's run spends on the way to its first
-module is timed too, and taken off.
+module is timed too, and taken off. For a device that is not there a stage runs on the CPU, and its time is
+that of its kernels by roofline.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
+from ..ir.cluster import Device
 from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile
 from ..ir.stages import StageGraph, cut
@@ -22,6 +28,8 @@ from ..tracer.modules.skeleton import initial_state
 from ..tracer.stage.functions import DiscardSink, Tensors, activation_bytes
 from ..tracer.stage.trace import stage_functions
 from .measure_op import LEAST_REPEATS, Timer, each_once, measured_profile, torch_threads
+from .roofline import kernel_seconds, require_rates
+from .rules import RULES, UNKNOWN, base_name
 
 
 def measure_modules(
@@ -32,22 +40,85 @@ def measure_modules(
     device: where to run, "cpu" or "cuda".  budget_s: time to spend in all; slow ops get three runs all the
     same.  threads: CPU threads, as many as each rank will have.
     """
+    timer = Timer(torch.device(device))
+    with torch_threads(threads):
+        costs = _costs(captured, timer, budget_s)
+    return measured_profile(captured.graph, timer.device, costs)
+
+
+def estimate_modules(captured: Captured, device: Device) -> Profile:
+    """Costs of every op of a model whose `graph.fallback` is set, on a device described by figures.
+
+    Raises: ConfigError if the device has no rates.
+    """
+    require_rates(device)
+    costs = _costs(captured, _Roofline(device), budget_s=0.0)
+    return replace(
+        measured_profile(captured.graph, torch.device("cpu"), costs), device=device.name, source="roofline"
+    )
+
+
+class _Roofline(Timer):
+    """What a function's kernels take on a device that is not there."""
+
+    def __init__(self, described: Device) -> None:
+        super().__init__(torch.device("cpu"))
+        self._described = described
+
+    def samples(self, run: Callable[[], Any], budget_s: float) -> list[float]:
+        return [self.once(run)]
+
+    def once(self, run: Callable[[], Any]) -> float:
+        with _Kernels(self._described) as kernels:
+            run()
+        return kernels.seconds
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sums up by roofline what the kernels that run take. Views run none."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device, self.seconds = device, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        rule = RULES.get(base_name(str(func)), UNKNOWN)
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if func.is_view or rule.kind == "free" or not made:
+            return out
+        count = flop_registry.get(_counted_as(func))
+        flops = count(*args, **kwargs, out_val=out) if count is not None else made[0].numel()
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        moved = sum(t.numel() * t.element_size() for t in (*read, *made))
+        kind = rule.kind if count is None or rule is not UNKNOWN else "matmul"
+        self.seconds += kernel_seconds(
+            self._device, flops, moved, kind, str(made[0].dtype).removeprefix("torch.")
+        )
+        return out
+
+
+def _counted_as(func: Any) -> Any:
+    """PyTorch counts attention of GPUs only; that of CPUs has the same products."""
+    packet = func.overloadpacket
+    return getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), packet)
+
+
+def _costs(captured: Captured, timer: Timer, budget_s: float) -> dict[str, OpCost]:
     graph = captured.graph
     assert captured.cut is not None, "the ops of this model are no modules"
     signatures = {op.name: _signature(op, graph) for op in graph.ops}
-    timer = Timer(torch.device(device))
     stages = _one_stage_per_op(graph)
     number = {op.name: index for index, op in enumerate(graph.ops)}
 
     def measured(op: Op, share_s: float) -> OpCost:
-        functions = stage_functions(captured, stages, number[op.name], device=device)
+        functions = stage_functions(captured, stages, number[op.name], device=timer.device.type)
         assert isinstance(functions, ModuleFunctions)
         return _measure(captured, op, functions, timer, share_s)
 
-    with torch_threads(threads):
-        found = each_once(graph.ops, signatures, budget_s, measured)
-    costs = {op.name: _renamed(found[op.name], op) for op in graph.ops}
-    return measured_profile(graph, timer.device, costs)
+    found = each_once(graph.ops, signatures, budget_s, measured)
+    return {op.name: _renamed(found[op.name], op) for op in graph.ops}
 
 
 def _one_stage_per_op(graph: OpGraph) -> StageGraph:

@@ -35,11 +35,7 @@ def roofline(graph: OpGraph, device: Device) -> Profile:
     Ops that the tables do not know count as elementwise; a warning names them, and so do the profile's notes.
     Raises: ConfigError if the device has no rates.
     """
-    if device.memory_bytes_per_s <= 0 or not device.flops_per_s:
-        raise ConfigError(
-            f"device {device.name} has no flops_per_s or no memory_bytes_per_s, so times cannot be estimated",
-            hint="add both to its table in the cluster file, or measure on the device",
-        )
+    require_rates(device)
     estimate = _Estimate(graph, device)
     unknown = sorted({op.target for op in graph.ops if not op.view and base_name(op.target) not in RULES})
     notes: tuple[str, ...] = ()
@@ -54,6 +50,23 @@ def roofline(graph: OpGraph, device: Device) -> Profile:
         costs={op.name: estimate.op(op) for op in graph.ops},
         notes=notes,
     )
+
+
+def require_rates(device: Device) -> None:
+    """Raises: ConfigError if the device has no rates."""
+    if device.memory_bytes_per_s <= 0 or not device.flops_per_s:
+        raise ConfigError(
+            f"device {device.name} has no flops_per_s or no memory_bytes_per_s, so times cannot be estimated",
+            hint="add both to its table in the cluster file, or measure on the device",
+        )
+
+
+def kernel_seconds(device: Device, flops: float, moved_bytes: float, kind: str, dtype: str) -> float:
+    """The roofline itself, for one kernel of a kind of `Rule`."""
+    share = device.efficiency.get(kind, device.efficiency.get("default", 1.0))
+    rates = device.flops_per_s
+    peak = rates.get(dtype) or rates.get("float32") or max(rates.values())
+    return max(flops / (peak * share), moved_bytes / (device.memory_bytes_per_s * share)) + device.launch_s
 
 
 def product_flops(graph: OpGraph) -> float:
@@ -108,12 +121,7 @@ class _Estimate:
         )
 
     def seconds(self, work: _Work, kind: str, dtype: str) -> float:
-        """The roofline itself."""
-        share = self.device.efficiency.get(kind, self.device.efficiency.get("default", 1.0))
-        rates = self.device.flops_per_s
-        peak = rates.get(dtype) or rates.get("float32") or max(rates.values())
-        compute_s = work.flops / (peak * share)
-        return max(compute_s, work.bytes / (self.device.memory_bytes_per_s * share)) + self.device.launch_s
+        return kernel_seconds(self.device, work.flops, work.bytes, kind, dtype)
 
     @cached_property
     def base(self) -> dict[str, str]:

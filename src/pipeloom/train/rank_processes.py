@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..ir.errors import PeerError, PipeloomError
+from ..ir.errors import PeerError, PipeloomError, as_sentence
 from ..ir.plan import Plan
 from ..runtime.launch import StartedRanks, launch
 from .config import Config
@@ -210,14 +210,3 @@ def run_rank(main: Callable[..., object], *args: object) -> None:
         raise  # the launcher knows that the cause is elsewhere
     except PipeloomError as error:
         sys.exit(str(error))
-
-
-def as_sentence(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning as users of a command see it: what it says, without the line of ours that gave it.
-
-    >>> as_sentence("the disk is slow", UserWarning, "run.py", 7)
-    'warning: the disk is slow\\n'
-    """
-    return f"warning: {message}\n"
