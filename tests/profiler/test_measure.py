@@ -214,7 +214,9 @@ def test_whole_modules_take_on_a_described_device_what_their_ops_do() -> None:
 
     class Steep(nn.Sequential):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input if bool(input.sum() > -1e9) else -input)  # which torch.export refuses
+            return super().forward(
+                input if bool(input.sum() > -1e9) else -input
+            )  # which torch.export refuses
 
     def job(kind: type[nn.Sequential]) -> Job:
         def model() -> nn.Module:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pipeloom.planner.plan_costs import PlanCosts, with_planned_state
 from pipeloom.planning import captured_model, make_request
 from pipeloom.tracer.job import Job
 from pipeloom.train.config import Config, PipelineConfig
-from pipeloom.train.replan import plan_again
+from pipeloom.train.replan import plan_again, request_for
 
 WIDE = Job(
     model=lambda: nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.Tanh()))),
@@ -30,16 +31,17 @@ SETTINGS = PipelineConfig(
 def again():  # type: ignore[no-untyped-def]
     """What planning again gives where each rank takes so many times as long as planned."""
     captured = pipeloom.capture(WIDE, 64)
-    plan = pipeloom.plan(WIDE, SETTINGS, captured=captured)
-    request = make_request(WIDE, SETTINGS)
-    model = captured_model(WIDE, 64, request.cluster, captured=captured)
-    graph = with_planned_state(captured.graph, plan)
-    planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
 
-    def again(*pace: float, steps_left: int = 1000, cost_s: float = 1.0):  # type: ignore[no-untyped-def]
-        busy_s = [at * each for at, each in zip(pace, planned.totals.busy_s, strict=True)]
+    def again(*pace: float, settings=SETTINGS, known=(), steps_left=1000, cost_s=1.0):  # type: ignore[no-untyped-def]
+        plan = pipeloom.plan(WIDE, settings, captured=captured)
+        request = make_request(WIDE, settings)
+        model = captured_model(WIDE, 64, request.cluster, captured=captured)
+        graph = with_planned_state(captured.graph, plan)
+        planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
+        of_a_step = [busy_s / planned.steps * settings.accumulate for busy_s in planned.totals.busy_s]
+        busy_s = [at * each for at, each in zip(pace, of_a_step, strict=True)]
         how = {"busy_s": busy_s, "step_s": planned.step_s, "steps_left": steps_left, "cost_s": cost_s}
-        return plan, plan_again(Config(pipeline=SETTINGS), WIDE, plan, captured, **how)
+        return plan, plan_again(Config(pipeline=settings), WIDE, plan, captured, known=known, **how)
 
     return again
 
@@ -57,6 +59,22 @@ def test_the_plan_stays_where_another_does_not_pay(again) -> None:  # type: igno
     assert again(5.0, 5.0, 5.2, 5.0)[1] is None
     _, found = again(1.0, 2.0, 1.0, 1.0, steps_left=1, cost_s=60.0)
     assert found.plan is None and found.gain_s < found.cost_s
+
+
+@pytest.mark.parametrize("other", [{"weights": "2bw"}, {"accumulate": 3}], ids=str)
+def test_the_pace_is_that_of_one_step(again, other: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    _, found = again(3.0, 6.0, 3.0, 3.0, settings=replace(SETTINGS, **other))
+    assert found.pace == pytest.approx((3, 6, 3, 3))
+    assert again(*found.pace, known=found.pace)[1] is None  # nothing has changed since
+
+
+def test_the_caps_of_a_plan_from_a_file_stay() -> None:
+    captured = pipeloom.capture(WIDE, 64)
+    plan = pipeloom.plan(WIDE, SETTINGS, captured=captured, memory="64MiB")
+    here = Config(pipeline=replace(SETTINGS, cluster=None))
+    assert not make_request(WIDE, here.pipeline).capped
+    request = request_for(here, WIDE, plan)
+    assert request.capped and {device.memory_bytes for device in request.cluster.devices} == {64 << 20}
 
 
 SLEEPS_ON_RANK_1 = """

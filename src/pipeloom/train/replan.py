@@ -1,6 +1,6 @@
 """Another plan in the middle of a run, by how fast its ranks really are.
 
-    pace of a rank     seconds that it computed per step / seconds that the plan says
+    pace of a rank     seconds that it computed per micro-batch / seconds that the plan's profile says
     gain               (1 - step of the new plan / step of today's) x measured step x steps that are left
     cost               seconds from making a pipeline to its first step, as it took before
 
@@ -24,6 +24,7 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.text import show_time
 from ..pipeline import Pipeline
+from ..plan_request import PlanRequest
 from ..planner.plan_costs import PlanCosts, with_planned_state
 from ..planning import captured_model, make_request, profile
 from ..ranks import result_of_rank_0
@@ -39,6 +40,9 @@ LATEST = 5
 
 STEADY = 0.1
 """Share by which the pace of a rank, against that of the others, changes without anybody planning again."""
+
+TELLING = 0.1
+"""A rank that computes for a smaller share of the time of the busiest one keeps the pace that is known."""
 
 CLEARLY = 0.05
 """Share of a step that a new plan has to gain at least."""
@@ -77,13 +81,14 @@ class Replans:
     """Looks after every `config.replan` steps whether another plan is better. Every rank does the same, and
     rank 0 plans.
 
-    cost_s: of going on with another plan, in seconds.
+    cost_s: of going on with another plan, in seconds.  last: what was found before, of the pipeline's plan.
     """
 
-    def __init__(self, pipeline: Pipeline, config: Config, *, cost_s: float) -> None:
-        self._pipeline, self._config, self._cost_s = pipeline, config, cost_s
+    def __init__(
+        self, pipeline: Pipeline, config: Config, *, cost_s: float, last: Replanned | None = None
+    ) -> None:
+        self._pipeline, self._config, self._cost_s, self.last = pipeline, config, cost_s, last
         self._latest: deque[StepReport] = deque(maxlen=LATEST)
-        self.plan: Plan | None = None
 
     def add(self, report: StepReport) -> None:
         self._latest.append(report)
@@ -96,7 +101,7 @@ class Replans:
         group = dist.group.WORLD
         assert group is not None, "ranks that train are processes of a group"
         found = result_of_rank_0(group, partial(self._plan_again, self._config.steps - done))
-        self.plan = None if found is None else found.plan
+        self.last = found or self.last
         return found
 
     def _plan_again(self, steps_left: int) -> Replanned | None:
@@ -110,7 +115,19 @@ class Replans:
             step_s=median(r.step_s for r in self._latest),
             steps_left=steps_left,
             cost_s=self._cost_s,
+            known=self.last.pace if self.last is not None else (),
         )
+
+
+def request_for(config: Config, job: Job, plan: Plan) -> PlanRequest:
+    """To plan what a run trains once more, under the caps of the plan that it has."""
+    settings = config.pipeline
+    request = make_request(job, settings, clips=settings.clips or bool(config.optimizer.clip_norm))
+    if not plan.caps:
+        return request
+    pairs = zip(request.cluster.devices, plan.caps, strict=True)
+    devices = tuple(replace(device, memory_bytes=cap) for device, cap in pairs)
+    return replace(request, cluster=replace(request.cluster, devices=devices), capped=True)
 
 
 def plan_again(
@@ -123,31 +140,38 @@ def plan_again(
     step_s: float,
     steps_left: int,
     cost_s: float,
+    known: Sequence[float] = (),
 ) -> Replanned | None:
-    """What planning again gives a run; None where its ranks keep the pace that the plan has them at.
+    """What planning again gives a run; None where its ranks keep the pace that is known.
 
     busy_s: seconds that each rank computes per step.  step_s: of a step.  cost_s: of going on with another
-    plan. All as measured.
+    plan. All as measured.  known: the pace of each rank, by default the same for all.
     """
-    settings = config.pipeline
-    request = make_request(job, settings, clips=settings.clips or bool(config.optimizer.clip_norm))
+    settings, request = config.pipeline, request_for(config, job, plan)
     device = device_of(config)
     measured = None if device == "cpu" else profile(captured, device=device, compile=settings.compile)
     cluster = None if request.local else request.cluster
-    model = captured_model(job, plan.microbatch_size, cluster, captured=captured, profiled=measured)
+    model = captured_model(
+        job, plan.microbatch_size, cluster, captured=captured, profiled=measured, compiled=settings.compile
+    )
     graph = with_planned_state(captured.graph, plan)
     planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
-    expected = zip(busy_s, planned.totals.busy_s, strict=True)
-    pace = tuple(busy / planned if planned else 1.0 for busy, planned in expected)
-    if max(pace) <= min(pace) * (1 + STEADY):
+    rounds = settings.accumulate / planned.steps  # of what is simulated, in a step of the run
+    known = known or [1.0] * len(busy_s)
+    pace = tuple(
+        busy / (rounds * planned_s) if planned_s and busy >= TELLING * max(busy_s) else before
+        for busy, planned_s, before in zip(busy_s, planned.totals.busy_s, known, strict=True)
+    )
+    changes = [new / old for new, old in zip(pace, known, strict=True)]
+    if max(changes) <= min(changes) * (1 + STEADY):
         return None
-    devices, profiles = [], dict[str, Profile]()
+    paced_devices, profiles = [], dict[str, Profile]()
     for rank, (at, one) in enumerate(zip(pace, request.cluster.devices, strict=False)):
-        devices.append(replace(one, name=f"{one.name}-{rank}"))
+        paced_devices.append(replace(one, name=f"{one.name}-{rank}"))
         alone = model.profiles[one.name]
         costs = {name: cost.scaled(at, at) for name, cost in alone.costs.items()}
-        profiles[devices[-1].name] = replace(alone, costs=costs)
-    paced = replace(request.cluster, devices=tuple(devices))
+        profiles[paced_devices[-1].name] = replace(alone, costs=costs)
+    paced = replace(request.cluster, devices=tuple(paced_devices))
     now_s = PlanCosts(graph, profiles, paced).simulate(plan).step_s
     try:
         other = replace(request, cluster=paced).plan(replace(model, profiles=profiles), explained=False)

@@ -39,7 +39,7 @@ from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, ranks_of, run_rank, take_over
-from .replan import Replans
+from .replan import Replanned, Replans
 from .report import RunReport
 from .run_directory import has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
@@ -285,18 +285,22 @@ def _train_rank(prepared: PreparedRun) -> None:
     require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
     captured = take_over(prepared.model, workload.job)
-    plan: Plan | None = prepared.plan
-    resumes = prepared.request.resume
+    plan, replanned = prepared.plan, None
     while plan is not None:
-        plan = _train_by(plan, prepared, workload, captured, resumes=resumes)
-        resumes = True
+        replanned = _train_by(plan, prepared, workload, captured, replanned)
+        plan = None if replanned is None else replanned.plan
 
 
 def _train_by(
-    plan: Plan, prepared: PreparedRun, workload: Workload, captured: Captured | None, *, resumes: bool
-) -> Plan | None:
-    """Train by one plan, to the end or until another is better, which is returned. resumes: from the newest
-    checkpoint."""
+    plan: Plan,
+    prepared: PreparedRun,
+    workload: Workload,
+    captured: Captured | None,
+    replanned: Replanned | None,
+) -> Replanned | None:
+    """Train by one plan, to the end or until another is better, which is returned. replanned: what gave this
+    plan in the middle of the run, which goes on from its newest checkpoint."""
+    resumes = prepared.request.resume or replanned is not None
     begin_s = time.monotonic()
     config, out, request = prepared.config, prepared.out, prepared.request
     console = request.console
@@ -329,12 +333,12 @@ def _train_by(
             write_whole(out / "config.toml", write_config(config))
         replans = None
         if config.replan and pipeline.ranks > 1:
-            replans = Replans(pipeline, config, cost_s=time.monotonic() - begin_s)
+            replans = Replans(pipeline, config, cost_s=time.monotonic() - begin_s, last=replanned)
         outcome = train(
             pipeline, config, workload, out, console=console, replans=replans, at_once=bool(at_once)
         )
-        if replans is not None and replans.plan is not None:
-            return replans.plan
+        if replans is not None and replans.last is not replanned and replans.last.plan is not None:
+            return replans.last
         if pipeline.rank != 0:
             return None
         graph = pipeline.captured.graph
