@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from runs import assert_same, capture_of, each_rank, even_plan, pipelined, plain
 from torch import nn
 
 from pipeloom import Pipeline, planning
+from pipeloom.integrations.as_one_process import load_optimizer_states, optimizer_states
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.tracer.split_words import heads, split_words
@@ -96,6 +98,35 @@ def test_checkpoints_exports_and_groups_have_whole_names(tmp_path: Path) -> None
     in_turns = [*trains(parts[0], 0, 1), *trains(parts[1], 1, 1), *trains(whole, 2, 1)]
     assert in_turns == pytest.approx(expected, rel=1e-12)
     assert {*parts[0].split_words} == {"tokens.weight"}
+
+
+def test_a_trainer_made_for_one_process_saves_whole_states(tmp_path: Path) -> None:
+    """Optimizer states of a head in 3 parts, loaded into one that is whole, and back."""
+    job = replace(zoo.job("gpt", double=True), optimizer=torch.optim.AdamW)
+    batches = [job.batch(seed, 4) for seed in range(3)]
+    whole, parts = (even_plan(job, 2, words=words, microbatches=2) for words in (1, 3))
+    between: dict[str, Any] = {}
+
+    def steps(plan: Plan, first: int, count: int) -> list[float]:
+        def work(pipeline: Pipeline) -> tuple[list[float], Any]:
+            if first:
+                pipeline.load_state_dict(between["weights"])
+                load_optimizer_states(pipeline, between["states"])
+            losses = [pipeline.step(batch) for batch in batches[first : first + count]]
+            return losses, {"weights": pipeline.state_dict(), "states": optimizer_states(pipeline)}
+
+        (losses, after), *_ = each_rank(job, plan, work)
+        between.update(after)
+        return losses
+
+    expected = steps(whole, 0, 3)
+    states = between["states"]
+    in_turns = [*steps(parts, 0, 1), *steps(whole, 1, 1), *steps(parts, 2, 1)]
+    assert in_turns == pytest.approx(expected, rel=1e-12)
+    assert between["states"].keys() == states.keys()
+    for name, state in states.items():
+        for key, value in state.items():
+            torch.testing.assert_close(between["states"][name][key], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [MuonAndAdamW, torch.optim.Adafactor])

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ir.graph import PartRows
 from ..pipeline import Pipeline
+from ..runtime.checkpoint import joined
 
 
 def optimizer_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter of the whole model, on the CPU. Every rank calls it."""
+    """The optimizer's state of each parameter of the user's model, on the CPU. Every rank calls it."""
     mine = {
         name: {key: _on_cpu(value) for key, value in optimizer.state[param].items()}
         for optimizer in pipe.weights.optimizers
@@ -26,17 +28,34 @@ def optimizer_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for theirs in pipe.channel.all_gather_object(mine):
         merged = {**theirs, **merged}
-    return merged
+    rows = pipe.captured.graph.rows
+    whole: dict[str, dict[str, Any]] = {}
+    for name, state in merged.items():  # numbers, as the count of updates, are alike for all parts of one
+        whole.setdefault(rows[name].whole if name in rows else name, {}).update(state)
+    for key in {key for name in merged.keys() & rows.keys() for key in merged[name]}:
+        parts = {n: merged[n][key] for n in merged.keys() & rows.keys() if _has_rows(merged[n][key], rows[n])}
+        for name, tensor in joined(parts, rows).items():
+            whole[name][key] = tensor
+    return whole
 
 
 def load_optimizer_states(pipe: Pipeline, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take those of this rank's parameters."""
+    """Take those of this rank's parameters, or of the parts of them that it has."""
     for name, param in pipe.weights.params.items():
-        if param.requires_grad and name in states:
-            pipe.weights.optimizers[0].state[param] = {
-                key: value.to(param.device) if isinstance(value, Tensor) and value.ndim else value
-                for key, value in states[name].items()
-            }
+        part = pipe.captured.graph.rows.get(name)
+        if not param.requires_grad or (whole := part.whole if part else name) not in states:
+            continue
+        state = pipe.weights.optimizers[0].state[param] = {}
+        for key, value in states[whole].items():
+            if isinstance(value, Tensor):
+                if part is not None and value.ndim and len(value) == part.of:
+                    value = value[part.start : part.stop]
+                value = value.to(param.device if value.ndim else "cpu", copy=True)
+            state[key] = value
+
+
+def _has_rows(value: Any, part: PartRows) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == part.stop - part.start
 
 
 def repeated(tensor: Tensor, rows: int, parts: int) -> Tensor:
