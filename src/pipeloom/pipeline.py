@@ -299,7 +299,8 @@ class Pipeline:
 
     def _peak_flops_per_s(self) -> float | None:
         """Of all ranks' devices together, as far as they are built in."""
-        if self.device.type == "cpu" or self.options.tf32:
+        rounded = torch.get_float32_matmul_precision() != "highest"  # to TF32 or less, whose peak is another
+        if self.device.type == "cpu" or (rounded and self.options.autocast is None):
             return None
         name = torch.get_device_module(self.device).get_device_name(self.device)
         largest = max(self.captured.graph.parameters, key=lambda p: p.bytes, default=None)

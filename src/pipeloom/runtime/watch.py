@@ -292,8 +292,10 @@ class Watch:
 
     def _failure_known(self, failure: Failure) -> None:
         """Runs in a side thread."""
-        self._write_recorded(failure)
-        self._interrupt()
+        try:
+            self._write_recorded(failure)
+        finally:
+            self._interrupt()
         if self._exit_after_s is not None and not self._main_knows.wait(self._exit_after_s):
             print(
                 f"pipeloom: rank {self.rank} ends hard, as it did not notice for {self._exit_after_s:g} s "

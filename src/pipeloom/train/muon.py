@@ -22,7 +22,8 @@ from ..ir.errors import ConfigError
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of a layer that has a number in its name, and embeds nothing.
+    """Whether a parameter is a matrix of a module with a number in its name, and with no `embed` in it: an
+    embedding of another name counts as a layer.
 
     >>> names = "h.3.attn.weight", "lm_head.weight", "0.word_embed.weight"
     >>> [is_layer_matrix(name, nn.Linear(2, 2).weight) for name in names]
