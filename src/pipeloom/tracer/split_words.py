@@ -278,8 +278,16 @@ class _Rewrite:
 
     def log_sum(self, parts: WordParts) -> fx.Node:
         """log sum exp over the words, which are no dimension any more."""
-        each = [self.call(k, _aten.logsumexp.default, x, [parts.dim]) for k, x in enumerate(parts.nodes)]
+        each = [self._log_sum_of(k, x, parts.dim) for k, x in enumerate(parts.nodes)]
         return self.call(None, _aten.logsumexp.default, self.call(None, _aten.stack.default, each), [0])
+
+    def _log_sum_of(self, part: int, x: fx.Node, dim: int) -> fx.Node:
+        """m + log sum exp(x - m), m the largest. The gradient of `logsumexp` makes the exponentials again, in
+        three passes over the logits; that of these ops multiplies those that are kept."""
+        largest = self.call(part, _aten.amax.default, self.call(part, _aten.detach.default, x), [dim], True)
+        powers = self.call(part, _aten.exp.default, self.call(part, _aten.sub.Tensor, x, largest))
+        log_sum = self.call(part, _aten.log.default, self.call(part, _aten.sum.dim_IntList, powers, [dim]))
+        return self.call(part, _aten.add.Tensor, log_sum, self.call(part, _aten.squeeze.dim, largest, dim))
 
     def total(self, nodes: Iterable[fx.Node]) -> fx.Node:
         return self.call(None, _aten.sum.dim_IntList, self.call(None, _aten.stack.default, list(nodes)), [0])
