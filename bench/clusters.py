@@ -204,8 +204,8 @@ class Language(nn.Module):
         return fn.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def gemma(layers: int = 32) -> Job:
-    sizes = {"hidden_size": 2304, "num_hidden_layers": layers, "vocab_size": 256_000}
+def gemma() -> Job:
+    sizes = {"hidden_size": 2304, "num_hidden_layers": 32, "vocab_size": 256_000}
     config = hf.Gemma2Config(**sizes, use_cache=False)
     return Job(model=lambda: hf.Gemma2ForCausalLM(config), batch=tokens(256_000, 2048), name="Gemma 2")
 

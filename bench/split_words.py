@@ -1,13 +1,10 @@
-"""What splitting the words of a head gains: simulated for clusters, and measured on two ranks here.
+"""What splitting the words of a head gains on two ranks here. `bench/clusters.py` says it of other machines.
 
-    python bench/split_words.py [simulated] [measured] [--shares "three quarters" ...] [--rounds 12]
+    python bench/split_words.py ["half" "three quarters" "nine tenths"] [--rounds 12]
 
-simulated: a GPT with 64,000 words (8 layers, width 512, context 256; micro-batches of 8, m = 16, 4 x a100-40)
-    and Gemma 2 with 256,000 words (26 layers, width 2304, 2,048 tokens, micro-batches of 1, m = 32, 8 x
-    h100), by roofline.
-measured: Llamas whose heads are half, three quarters and nine tenths of their work, with whole words, in two
-    and four parts, and as planned. Two ranks of one thread take steps of all plans in turns. With h as the
-    head's share, splitting gains 2 h at most: a head of half the work fills its rank, and the rest the other.
+Llamas whose heads are about so much of their work, with whole words, in two and four parts, and as planned.
+Two ranks of one thread take steps of all plans in turns. With h as the head's share, splitting gains 2 h at
+most: a head of half the work fills its rank, and the rest of the model the other.
 """
 
 from __future__ import annotations
@@ -15,16 +12,12 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
-from clusters import Language, gemma
-from machine import next_tokens, on_ranks, parser_of, run_parts, tokens
-from model import Layer
-from torch import nn
+from machine import on_ranks, parser_of, run_parts, tokens
 
 from pipeloom import Job, Options, Pipeline, Plan, planning
 from pipeloom.ir.profile import Profile
@@ -47,58 +40,6 @@ def llama(words: int, layers: int) -> Job:
         use_cache=False,
     )
     return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(words, LENGTH))
-
-
-def gpt() -> Job:
-    def model() -> nn.Module:
-        return Language(64_000, 512, (Layer(512, 8, 2048, causal=True) for _ in range(8)))
-
-    return Job(model=model, batch=next_tokens(64_000, 256), name="GPT")
-
-
-CLUSTERS: tuple[tuple[Callable[[], Job], str, int, int, int], ...] = (
-    (gpt, "4 x a100-40", 4, 16, 8),
-    (partial(gemma, layers=26), "8 x h100", 8, 32, 1),
-)
-"""Model, devices, ranks, micro-batches and rows of each."""
-
-WAYS = (("exact", "1f1b"), ("exact", "zb_h1"), ("exact", "zb_v"))
-
-
-def simulated() -> list[dict[str, Any]]:
-    rows = []
-    for make, cluster, ranks, microbatches, size in CLUSTERS:
-        job = make()
-        captured = planning.capture(job, size)
-        for planner, schedule in WAYS:
-            steps: dict[str, float] = {}
-            for words in ("off", str(ranks)):
-                plan = planning.plan(
-                    job,
-                    ranks=ranks,
-                    microbatches=microbatches,
-                    microbatch_size=size,
-                    cluster=cluster,
-                    planner=planner,
-                    schedule=schedule,
-                    split_words=words,
-                    captured=captured,
-                )
-                steps[words] = plan.predicted_step_s
-            whole_s, split_s = steps.values()
-            rows.append(
-                {
-                    "model": job.name,
-                    "devices": cluster,
-                    "planner": planner,
-                    "schedule": schedule,
-                    "parts": ranks,
-                    "whole s": whole_s,
-                    "split s": split_s,
-                    "times": whole_s / split_s,
-                }
-            )
-    return rows
 
 
 def in_turns(share: str, texts: list[str], rounds: int) -> list[list[float]]:
@@ -127,40 +68,35 @@ def share_of_head(captured: Captured, profile: Profile) -> float:
     return sum(seconds[name] for name in head.ops) / sum(seconds.values())
 
 
-def measured(shares: list[str], rounds: int) -> list[dict[str, Any]]:
-    rows = []
-    for share in shares:
-        words, layers, size = SHARES[share]
-        job = llama(words, layers)
-        captured = planning.capture(job, size)
-        how = {"ranks": 2, "microbatches": MICROBATCHES, "microbatch_size": size, "captured": captured}
-        plans = {parts: planning.plan(job, **how, split_words=parts) for parts in ("off", "2", "4", "auto")}
-        took = on_ranks(in_turns, 2, share, [to_json(plan) for plan in plans.values()], rounds)[0]
-        for (parts, plan), seconds in zip(plans.items(), took, strict=True):
-            rows.append(
-                {
-                    "head's share": share,
-                    "of the ops": share_of_head(captured, planning.profile(captured)),
-                    "asked": parts,
-                    "parts": max(plan.split_words.values(), default=1),
-                    "schedule": plan.schedule,
-                    "predicted s": plan.predicted_step_s,
-                    "measured s": statistics.median(seconds),
-                    "predicted times": plans["off"].predicted_step_s / plan.predicted_step_s,
-                    "times": statistics.median(a / b for a, b in zip(took[0], seconds, strict=True)),
-                }
-            )
-    return rows
+def measured(share: str, rounds: int) -> list[dict[str, Any]]:
+    words, layers, size = SHARES[share]
+    job = llama(words, layers)
+    captured = planning.capture(job, size)
+    of_ops = share_of_head(captured, planning.profile(captured))
+    how = {"ranks": 2, "microbatches": MICROBATCHES, "microbatch_size": size, "captured": captured}
+    plans = {parts: planning.plan(job, **how, split_words=parts) for parts in ("off", "2", "4", "auto")}
+    took = on_ranks(in_turns, 2, share, [to_json(plan) for plan in plans.values()], rounds)[0]
+    return [
+        {
+            "of the ops' time": of_ops,
+            "asked": parts,
+            "parts": max(plan.split_words.values(), default=1),
+            "schedule": plan.schedule,
+            "predicted s": plan.predicted_step_s,
+            "measured s": statistics.median(seconds),
+            "predicted times": plans["off"].predicted_step_s / plan.predicted_step_s,
+            "times": statistics.median(a / b for a, b in zip(took[0], seconds, strict=True)),
+        }
+        for (parts, plan), seconds in zip(plans.items(), took, strict=True)
+    ]
 
 
 def main() -> int:
-    parser = parser_of(__doc__, ["simulated", "measured"])
+    parser = parser_of(__doc__, SHARES)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--shares", nargs="+", choices=tuple(SHARES), default=list(SHARES))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {"simulated": simulated, "measured": lambda: measured(args.shares, args.rounds)}
-    return run_parts(args.parts, parts)
+    return run_parts(args.parts, {share: partial(measured, share, args.rounds) for share in SHARES})
 
 
 if __name__ == "__main__":
