@@ -300,6 +300,7 @@ def devices(cluster: str) -> tuple[int, str]:
     return int(count), f"{int(count) // 8} nodes of 8 x {KINDS[kind]}"
 
 
+@cache
 def planned(model: str, cluster: str, **how: Any) -> Plan:
     (make, rows), (count, named) = MODELS[model], devices(cluster)
     return planning.plan(
