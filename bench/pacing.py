@@ -11,6 +11,7 @@ how much, and belongs to the machine, not to the simulator.
 library  schedules of the library
 copies   schedules whose copies to the host sleep, too (`bench/pipeoffload.py paced`)
 steady   1F1B and 2BW on four stages that take equally long (`bench/two_bw.py paced`)
+plans    plans for other devices (`bench/clusters.py paced`)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ from machine import on_ranks, parser_of, run_parts
 # isort: split
 from paced import PacedRank, PacedSteadyRank, PacedTier
 
+from pipeloom import Plan
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.steady import SteadyStep
+from pipeloom.ir.text import from_json, to_json
 from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.calibrate import measure_link
@@ -141,7 +144,42 @@ def steady(link: Link, *, ranks: int, microbatches: int, seconds: float) -> Iter
         yield Case(about=about, schedule=made, stages=stages, costs=costs, **how)
 
 
-CASES: dict[str, Callable[..., Iterator[Case]]] = {"library": library, "copies": copies, "steady": steady}
+def paced_plan(
+    name: str, plan: Plan, edges: Iterable[tuple[int, int]], costs: Sequence[StageCost], factor: float
+) -> dict[str, Any]:
+    """A plan as ranks are given it. edges, costs: of its stages.  factor: of their times."""
+    times = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+    return {
+        "name": name,
+        "plan": to_json(plan),
+        "edges": [*edges],
+        "costs": [{time: factor * getattr(cost, time) for time in times} for cost in costs],
+        "stretched": factor,
+    }
+
+
+def plans(link: Link, *, ranks: int, plans: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
+    """Plans of so many ranks that keep or recompute, their messages small ones. Stages of all take long
+    enough that the links between devices would not matter either."""
+    for given in plans:
+        plan = from_json(given["plan"].encode(), Plan, what="plan")
+        stages = dag(len(plan.stages), map(tuple, given["edges"]), value_bytes=MESSAGE_BYTES)
+        about = {
+            "plan": given["name"],
+            "schedule": plan.schedule,
+            "parts": max(plan.split_words.values(), default=1),
+            "predicted for its devices": plan.predicted_step_s * given["stretched"],
+        }
+        costs = tuple(StageCost(**times) for times in given["costs"])
+        yield Case(about=about, schedule=plan.as_schedule, stages=stages, costs=costs)
+
+
+CASES: dict[str, Callable[..., Iterator[Case]]] = {
+    "library": library,
+    "copies": copies,
+    "steady": steady,
+    "plans": plans,
+}
 
 
 def _busy(step: Summary) -> float:
@@ -186,9 +224,9 @@ def measure(kind: str, shape: dict[str, Any], rounds: int, folder: Path) -> list
     return rows
 
 
-def pace(kind: str, *, ranks: int, microbatches: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """The figures of all cases of a kind."""
-    shape = {"ranks": ranks, "microbatches": microbatches, "seconds": seconds}
+def pace(kind: str, *, rounds: int, ranks: int, **more: Any) -> list[dict[str, Any]]:
+    """The figures of all cases of a kind. more: what these want, micro-batches and seconds."""
+    shape = {"ranks": ranks, **more}
     with tempfile.TemporaryDirectory() as folder:
         rows: list[dict[str, Any]] = on_ranks(measure, ranks, kind, shape, rounds, Path(folder))[0]
     for row in rows:

@@ -67,6 +67,13 @@ def test_towers_run_in_turn_come_apart_unless_they_are_light():
     assert branch_orders(tree, np.ones(8), 4.0, 1)[0].ops == tuple(range(8))  # too light to be pulled apart
 
 
+def test_a_tree_may_be_deeper_than_pythons_stack():
+    ops = 1000
+    nested = [(op, ops - 1 - op) for op in range(ops // 2)] + [(op, op + 1) for op in range(ops - 1)]
+    tree = decompose(ops, nested)
+    assert branch_orders(tree, np.ones(ops), 1.0, 3)[0].ops == tuple(range(ops))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("seed", range(6))

@@ -65,12 +65,14 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         use_cache=False,
         dropout=0.0,
     ),
-    "bloom": _causal(
-        hf.BloomConfig,
+    "gpt_neox": _causal(
+        hf.GPTNeoXConfig,
         vocab_size=WORDS,
         hidden_size=16,
-        n_layer=2,
-        n_head=2,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
         use_cache=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -102,7 +104,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         )
     ),
 }
-"""Tied: gpt2, gemma2, qwen2, opt, bloom, bert, t5. With a bias: phi, bert. Scaled: t5, granite. Capped:
+"""Tied: gpt2, gemma2, qwen2, opt, bert, t5. With a bias: phi, bert. Scaled: t5, granite. Capped:
 gemma2."""
 
 

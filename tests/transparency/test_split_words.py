@@ -20,8 +20,6 @@ from pipeloom.ir.plan import Plan
 from pipeloom.tracer.split_words import heads, split_words
 
 SIZES = {"microbatches": 4, "microbatch_size": 2}
-IN_FLOAT32 = ("bloom",)
-"""Families that compute a part of their attention in float32 whatever the model is in."""
 
 
 @pytest.mark.sampled("gemma2-float64", "bert-float32")
@@ -33,8 +31,7 @@ def test_families(name: str, double: bool) -> None:
     plan = even_plan(job, 4, words=3, placement=(0, 1, 1, 0), schedule="zb_v", **SIZES)
     expected = plain(job, batches[:2], 4, evaluate=batches[2:], clip_norm=1.0)
     found = pipelined(job, plan, batches[:2], evaluate=batches[2:], clip_norm=1.0)
-    exact = double and name not in IN_FLOAT32
-    assert_same(found, expected, tolerance=1e-12 if exact else 1e-5)
+    assert_same(found, expected, tolerance=1e-12 if double else 1e-5)
     assert plan.split_words
 
 

@@ -23,11 +23,11 @@ graphs that are not series-parallel; here they have blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from ..ir.graph import Value
 from ..ir.stages import Crossing, StageGraph
@@ -63,18 +63,40 @@ Term: TypeAlias = OpBlock | Series | Parallel
 def decompose(ops: int, edges: Iterable[Edge]) -> Term:
     """The tree of a graph of ops 0 .. ops-1 in a topological order."""
     assert ops > 0, "a graph has ops"
-    return _term(range(ops), sorted(set(edges)))
+    return _nested(_term(range(ops), sorted(set(edges))))
 
 
-def _term(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
+T = TypeVar("T")
+Nested: TypeAlias = Generator["Nested[T]", T, T]
+"""A function of a tree as a generator: it yields its calls for the terms within and is sent what they return.
+So trees may be deeper than Python's stack, as those of models whose layers all read one mask."""
+
+
+def _nested(first: Nested[T]) -> T:
+    """What the first one returns."""
+    calls, result = [first], None
+    while calls:
+        try:
+            calls.append(calls[-1].send(result))  # type: ignore[arg-type]  # None starts a generator
+            result = None
+        except StopIteration as done:
+            calls.pop()
+            result = done.value
+    return cast(T, result)
+
+
+def _term(ops: Sequence[int], edges: Sequence[Edge]) -> Nested[Term]:
     """The term of some ops, ascending. edges: between them."""
     parts = _components(ops, edges)
-    if len(parts) > 1:
-        return Parallel(tuple(_connected(own, between) for own, between in parts))
-    return _connected(ops, edges)
+    if len(parts) == 1:
+        return (yield _connected(ops, edges))
+    terms = []
+    for own, between in parts:
+        terms.append((yield _connected(own, between)))
+    return Parallel(tuple(terms))
 
 
-def _connected(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
+def _connected(ops: Sequence[int], edges: Sequence[Edge]) -> Nested[Term]:
     if len(ops) == 1:
         return OpBlock((ops[0],))
     separates = _separators(ops, edges)
@@ -91,7 +113,9 @@ def _connected(ops: Sequence[int], edges: Sequence[Edge]) -> Term:
     for edge in edges:
         if number[edge[0]] == number[edge[1]]:
             inside[number[edge[0]]].append(edge)
-    terms = [_term(run, own) for (_, run), own in zip(runs, inside, strict=True)]
+    terms = []
+    for (_, run), own in zip(runs, inside, strict=True):
+        terms.append((yield _term(run, own)))
     return Series(tuple(terms)) if len(terms) > 1 else terms[0]
 
 
@@ -184,7 +208,7 @@ def branch_orders(
         (0.0, lambda branches, weights: branches),
         *((0.0, shuffled(seed)) for seed in range(most // 2)),
     ]
-    made = [_ordered(term, seconds, least, pick) for least, pick in ways[: 3 if most <= 3 else None]]
+    made = [_nested(_ordered(term, seconds, least, pick)) for least, pick in ways[: 3 if most <= 3 else None]]
     if most > 3:
         made += [
             BranchOrdered(_wandering(len(seconds), edges, Random(seed)), (0,)) for seed in range(2 * most)
@@ -222,10 +246,12 @@ Pick: TypeAlias = Callable[[Branches, Sequence[float]], Branches]
 """Branches and their seconds -> the branches in the order that they get."""
 
 
-def _ordered(term: Term, seconds: Array, least_s: float, pick: Pick) -> BranchOrdered:
+def _ordered(term: Term, seconds: Array, least_s: float, pick: Pick) -> Nested[BranchOrdered]:
     if isinstance(term, OpBlock):
         return BranchOrdered(term.ops, ())
-    parts = [_ordered(part, seconds, least_s, pick) for part in term.terms]
+    parts = []
+    for part in term.terms:
+        parts.append((yield _ordered(part, seconds, least_s, pick)))
     if isinstance(term, Series):
         return _side_by_side(parts, ends=False)
     weights = [float(seconds[list(part.ops)].sum()) for part in parts]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf, prod
 from typing import Any, TypeAlias
@@ -278,8 +279,21 @@ class _Rewrite:
 
     def log_sum(self, parts: WordParts) -> fx.Node:
         """log sum exp over the words, which are no dimension any more."""
-        each = [self.call(k, _aten.logsumexp.default, x, [parts.dim]) for k, x in enumerate(parts.nodes)]
+        each = [self._log_sum_of(k, x, parts) for k, x in enumerate(parts.nodes)]
         return self.call(None, _aten.logsumexp.default, self.call(None, _aten.stack.default, each), [0])
+
+    def _log_sum_of(self, part: int, x: fx.Node, parts: WordParts) -> fx.Node:
+        """m + log sum exp(x - m), m the largest. The gradient of `logsumexp` makes the exponentials again, in
+        three passes over the logits; that of these ops multiplies those that are kept. The sum is 1 at least,
+        unless all words of the part are ruled out."""
+        call, dims, finite = partial(self.call, part), [parts.dim], torch.finfo(parts.dtype)
+        largest = call(_aten.amax.default, call(_aten.detach.default, x), dims, True)
+        largest = call(_aten.clamp_min.default, largest, finite.min)
+        powers = call(_aten.exp.default, call(_aten.sub.Tensor, x, largest))
+        total = call(_aten.clamp_min.default, call(_aten.sum.dim_IntList, powers, dims), finite.tiny)
+        return call(
+            _aten.add.Tensor, call(_aten.log.default, total), call(_aten.squeeze.dim, largest, parts.dim)
+        )
 
     def total(self, nodes: Iterable[fx.Node]) -> fx.Node:
         return self.call(None, _aten.sum.dim_IntList, self.call(None, _aten.stack.default, list(nodes)), [0])
