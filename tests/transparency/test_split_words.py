@@ -45,6 +45,14 @@ def test_losses(name: str) -> None:
     assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=1e-12)
 
 
+@pytest.mark.parametrize(("key", "value"), [("labels", 10_000), ("input_ids", 10_000), ("input_ids", -1)])
+def test_what_is_no_word_is_refused_as_with_whole_words(key: str, value: int) -> None:
+    job = with_loss("summed")
+    bad = {**(good := batch(0, 8)), key: good[key].clone().index_fill_(1, torch.tensor([1]), value)}
+    with pytest.raises((IndexError, RuntimeError)):
+        pipelined(job, even_plan(job, 3, words=4, **SIZES), [bad])
+
+
 def test_outputs_are_put_together() -> None:
     job = family("gpt2", double=True)
 

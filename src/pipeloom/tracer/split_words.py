@@ -263,13 +263,15 @@ class _Rewrite:
     # What reductions are made of
 
     def of_labels(self, part: int, labels: fx.Node, parts: WordParts) -> tuple[fx.Node, fx.Node]:
-        """Which labels are among the words of a part; and their rows in it, any row for the others."""
+        """Which labels are among the words of a part; and their rows in it, any row for those of other
+        parts. What no part has stays out of bounds, and the kernel refuses it."""
         start, stop = parts.bounds[part]
         row = self.call(part, _aten.sub.Tensor, labels, start)
         above = self.call(part, _aten.ge.Scalar, row, 0)
         below = self.call(part, _aten.lt.Scalar, row, stop - start)
         inside = self.call(part, _aten.logical_and.default, above, below)
-        return inside, self.call(part, _aten.clamp.default, row, 0, stop - start - 1)
+        least, most = (0 if start else None), (stop - start - 1 if stop < parts.words else None)
+        return inside, self.call(part, _aten.clamp.default, row, least, most)
 
     def cast(self, parts: WordParts, dtype: torch.dtype) -> WordParts:
         if parts.dtype is dtype:
@@ -489,6 +491,7 @@ def _cross_entropy(rewrite: _Rewrite, node: fx.Node) -> Result:
         return None
     target = rewrite.values[labels]
     counted = call(None, _aten.ne.Scalar, target, arguments["ignore_index"])
+    target = call(None, _aten.where.ScalarOther, counted, target, 0)
     label = rewrite.picked(logits, call(None, _aten.unsqueeze.default, target, parts.dim))
     loss = call(None, _aten.sub.Tensor, log_sum, call(None, _aten.squeeze.dim, label, parts.dim))
     if smoothing:  # for a share of it, all words are the label alike
