@@ -12,7 +12,7 @@ import torch
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.timeline import Event
-from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime.pinned_tier import CHUNK, PinnedTier
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""
@@ -60,7 +60,7 @@ def test_memory_falls_as_the_ledger_says() -> None:
             peaks[name] = held
             assert pipeline.ledger.peak == pytest.approx(held, rel=0.03, abs=64 * 2**20)
             if name == "offload":
-                assert isinstance(pipeline.tier, CudaTier)
+                assert isinstance(pipeline.tier, PinnedTier)
                 most = pipeline.ledger.host_peak + MICROBATCHES * CHUNK
                 assert pipeline.ledger.host_peak <= pipeline.tier.pinned_bytes <= most
     assert peaks["offload"] < 0.8 * peaks["keep"]

@@ -134,7 +134,14 @@ def plan_again(
     device = device_of(config)
     measured = None if device == "cpu" else profile(captured, device=device, compile=settings.compile)
     cluster = None if request.local else request.cluster
-    model = captured_model(job, plan.microbatch_size, cluster, captured=captured, profiled=measured)
+    model = captured_model(
+        job,
+        plan.microbatch_size,
+        cluster,
+        captured=captured,
+        profiled=measured,
+        master_weights=settings.master_weights,
+    )
     graph = with_planned_state(captured.graph, plan)
     planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
     expected = zip(busy_s, planned.totals.busy_s, strict=True)

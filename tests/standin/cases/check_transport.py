@@ -22,7 +22,7 @@ from standin.process_group import StandinGroup
 from pipeloom.ir.errors import ConfigError
 from pipeloom.runtime.board import Board
 from pipeloom.runtime.channel import Channel
-from pipeloom.runtime.nccl import NcclTransport, nccl_group
+from pipeloom.runtime.device_transport import DeviceTransport, device_group
 from pipeloom.runtime.transport import gloo_group
 from pipeloom.runtime.watch import Watch
 
@@ -44,13 +44,13 @@ def on_ranks(
         device = torch.device(standin.NAME, rank)
 
         def group(name: str, rank: int, ranks: int) -> StandinGroup:
-            made = nccl_group(store, 60.0, device, name, rank, ranks)
+            made = device_group(store, 60.0, device, name, rank, ranks)
             made.bound_device_id = bound(device)
             return made
 
         board = Board(dist.PrefixStore("board", store), rank, ranks, interval_s=0.05, lost_s=math.inf)
         with Watch(board) as watch:
-            transport = NcclTransport(
+            transport = DeviceTransport(
                 group("world", rank, ranks),
                 watch,
                 make=group,
