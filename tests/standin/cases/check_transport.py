@@ -81,6 +81,28 @@ def test_a_group_for_another_device_is_refused() -> None:
         on_ranks(1, lambda channel: None, bound=lambda device: torch.device(standin.NAME, 1))
 
 
+def test_a_device_that_does_not_come_to_its_transfer_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    """As where what it is to do first stands behind a receive in a queue of the hardware."""
+    gate = threading.Event()
+
+    def work(channel: Channel) -> str | None:
+        rank, watch = channel.rank, channel.watch
+        wanted = number(1 - rank, rank)
+        channel.begin([wanted])
+        if rank == 0:
+            standin.launch(torch.accelerator.current_stream(), "gate", gate.wait)
+        channel.receive(wanted)
+        failure = watch._board.wait_for_failure(300)
+        gate.set()
+        torch.accelerator.synchronize()
+        watch.__exit__(None, None, None)
+        return failure and failure.summary
+
+    first, second = on_ranks(2, work, limits_s=(0.5, 1000.0))
+    assert first == second and "for its device to come to 1SEND_F0>0" in str(first)
+    capfd.readouterr()
+
+
 def test_the_table_says_what_devices_wait_for(capfd: pytest.CaptureFixture[str]) -> None:
     """Hosts have gone on to their last action when their devices come to a halt."""
     all_wait = threading.Event()
