@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -81,7 +81,7 @@ def _refuse_unshaped(request: PlanRequest) -> int:
     return batch
 
 
-def _model_at(request: PlanRequest, job: Job) -> ModelAt:
+def _model_at(request: PlanRequest, job: Job) -> Callable[[int], CapturedModel]:
     masters = request.options.master_weights
     return partial(captured_model, job, cluster=request.cluster, master_weights=masters)
 

@@ -33,6 +33,10 @@ from .connect import BACKEND_PATIENCE
 from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, OpenGroups, PendingTransfer, SumGroup
 from .watch import Waiting, Watch
 
+UNREACHED_PATIENCE = BACKEND_PATIENCE / 2
+"""For so many times the limit a device may compute in front of a transfer, which may be all of a step. Who
+waits for whom is then told before the backend ends the process."""
+
 
 class Awaited(NamedTuple):
     """A transfer that the computing stream waits for.
@@ -46,8 +50,8 @@ class Awaited(NamedTuple):
 
 
 class StreamWatchdog:
-    """Knows which transfer a device's stream waits for, and fails this rank if it does so, or does not even
-    come there, for longer than the limit.
+    """Knows which transfer a device's stream waits for, and fails this rank if it does so for longer than the
+    limit; or if it does not even come there.
 
     The main thread may be anywhere at that time, so the error is printed here.
     late: what the device waits for now, since it was seen to be there.
@@ -90,7 +94,7 @@ class StreamWatchdog:
             if self.late is None and first.reached.query():
                 self.late, self._next_since_s = replace(first.waiting, since_s=now), now
             waited_s = now - self._next_since_s
-            if waited_s > self._timeout_s:
+            if waited_s > self._timeout_s * (1 if self.late else UNREACHED_PATIENCE):
                 what = first.waiting.what if self.late else f"its device to come to {first.waiting.what}"
                 error = self.watch.timeout_error(what, waited_s)
                 if self.watch.fail(error, main_thread=False).rank == self.watch.rank:

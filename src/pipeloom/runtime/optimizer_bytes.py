@@ -154,7 +154,7 @@ def stand_ins(graph: OpGraph, master_weights: bool = False) -> dict[str, nn.Para
 
     def dtype(param: Parameter) -> torch.dtype:
         low = master_weights and param.dtype in LOWER_PRECISION
-        return torch.float32 if low else getattr(torch, param.dtype)  # type: ignore[no-any-return]
+        return torch.float32 if low else getattr(torch, param.dtype)
 
     return {p.name: stand_in(p.shape, dtype(p)) for p in graph.parameters if p.trainable}
 

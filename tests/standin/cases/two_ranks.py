@@ -119,18 +119,15 @@ def trained(case: Case, device: str, folder: Path) -> dict[str, Any]:
     batches = [case.job.batch(seed, plan.microbatches * plan.microbatch_size) for seed in range(4)]
     options = pipeloom.Options(device=device, timeout_s=60, clip_norm=case.clip_norm)
     gc.collect()
-    before = taken("requested", "current"), taken("allocated", "current")
+    before = {what: taken(what, "current") for what in ("requested", "allocated")}
     with pipeloom.Pipeline(case.job, plan, options=options) as pipeline:
         losses = [report.loss for report in pipeline.steps(batches[:3])]
         torch.accelerator.reset_peak_memory_stats()
         pipeline.ledger.restart_peak()
         with standin.counted_syncs() as waits:
             losses.append(pipeline.step(batches[3]))
-        peaks = [
-            pipeline.ledger.peak,
-            taken("requested", "peak") - before[0],
-            taken("allocated", "peak") - before[1],
-        ]
+        held = [taken(what, "peak") - less for what, less in before.items()]
+        peaks = [pipeline.ledger.peak, *held]
         evaluated = pipeline.evaluate(batches[0])
         if case.saves:
             pipeline.save(folder)
