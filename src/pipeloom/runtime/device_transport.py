@@ -128,7 +128,7 @@ def connecting_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class DeviceTransport:
-    """Point-to-point on two groups, sums on the given group, control data on a gloo group.
+    """Point-to-point on a group per edge, sums on the given group, control data on a gloo group.
 
     make: makes further groups of the device's backend.  make_control: makes gloo's.
     """
