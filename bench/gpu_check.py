@@ -5,7 +5,7 @@
 
 numbers   float32 and bfloat16 train as plain PyTorch under `torch.autocast` does on the device
 memory    peaks of the ledger against the allocator's, with residuals kept, recomputed and offloaded; what the
-          allocator reserves beyond that
+          allocator reserves beyond that; the scratch of an update
 host      waits of the host in a step, and the host's time for a step of tiny ops against plain PyTorch
 forecast  the time of a step as it was predicted before the first one; its MFU
 ranks     two ranks, 1f1b and zb_h1, on a device each: messages end, and losses are those of one rank
@@ -182,6 +182,20 @@ def memory(setup: Setup) -> Iterator[Finding]:
         same = max(abs(a - b) / abs(b) for a, b in zip(losses[way], losses["keep"], strict=True))
         problem = "treated residuals have other numbers" if same > 1e-5 else ""
         yield Finding(f"{way}: losses against keep", same, "at most 1e-05", problem)
+    job = replace(setup.job, optimizer=None)
+    with Pipeline(job, kept, options=Options(device=setup.device, compare=False)) as pipeline:
+        pipeline.step(setup.batch(0))
+        weights = pipeline.weights
+        for name in weights.summed.sums:
+            weights.summed.total(name)
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        weights.step()
+        scratch = torch.accelerator.max_memory_allocated() - before
+        most = weights.step_bytes + 0.03 * sum(weights.sizes.values())
+        problem = f"the ledger counts {weights.step_bytes:,} bytes" if scratch > most else ""
+        yield Finding("scratch of an update by the default optimizer, bytes", scratch, "0", problem)
 
 
 def host(setup: Setup) -> Iterator[Finding]:

@@ -106,7 +106,7 @@ def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:
         model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
         batch=lambda seed, rows: {"input": torch.ones(rows, 8)},
         loss=lambda output, batch: output.square().mean(),
-        optimizer=default_optimizer("cpu"),
+        optimizer=default_optimizer(False),
     )
     with pytest.raises(PlanError, match="head"):
         plan(headless, split_words=2, captured=None)

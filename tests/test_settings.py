@@ -26,6 +26,7 @@ OTHER = {
     "split_backward": True,
     "weights": "stash",
     "clips": True,
+    "master_weights": True,
     "shard_optimizer": True,
     "planner": "exact",
     "time_limit": 7,
@@ -121,6 +122,6 @@ def test_what_cannot_be_is_refused_in_python_as_in_a_config(values: dict[str, An
 
 
 def test_keys_of_a_run_are_those_of_a_plan_and_its_own() -> None:
-    own = {"accumulate", "device", "autocast", "master_weights", "tf32", "plan", "timeout_s"}
+    own = {"accumulate", "device", "autocast", "tf32", "plan", "timeout_s"}
     keys = {key.partition(".")[2] for key in known_keys() if key.startswith("pipeline.")}
     assert keys == {one.name for one in fields(PlanSettings)} | own

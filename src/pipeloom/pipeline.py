@@ -46,7 +46,7 @@ from .runtime.ledger import Ledger, out_of_memory_told
 from .runtime.open_tier import open_tier
 from .runtime.optimizer_bytes import optimizers_of
 from .runtime.rank import Rank
-from .runtime.recorder import CudaClock, HostClock, Recorder
+from .runtime.recorder import DeviceClock, HostClock, Recorder
 from .runtime.tier import Tier
 from .steady_run import SteadyRun
 from .step_reports import StepRecord, StepReport, full_steps
@@ -226,7 +226,7 @@ class Pipeline:
         self.ledger = Ledger(self.rank, self.plan.caps[self.rank] if self.plan.caps else None)
         if self.ledger.cap_bytes is not None and self.device.type != "cpu":
             self.watch.on_exit(limit_memory(self.device, self.ledger.cap_bytes))
-        self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else CudaClock())
+        self.recorder = Recorder(self.rank, HostClock() if self.device.type == "cpu" else DeviceClock())
         read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
         size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
         with out_of_memory_told(self.ledger, lambda: f"start-up, with {format_bytes(size)} of parameters"):

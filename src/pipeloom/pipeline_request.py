@@ -57,7 +57,8 @@ class PipelineRequest:
 
         rows: of a batch; None if micro-batches are as `PlanSettings` has them.
         """
-        given: dict[str, Any] = {"clips": self.options.clip_norm is not None} | self.plan_settings
+        of_both = {"clips": self.options.clip_norm is not None, "master_weights": self.options.master_weights}
+        given: dict[str, Any] = of_both | self.plan_settings
         replicas = given.get("replicas", 1)
         given.setdefault("ranks", max(1, ranks // replicas))
         if given["ranks"] * replicas != ranks:

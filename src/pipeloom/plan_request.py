@@ -54,9 +54,16 @@ def refuse_replicas(settings: PlanSettings, cluster: Cluster) -> None:
         )
 
 
-def refuse_flush(settings: PlanSettings) -> None:
-    """Raises: ConfigError if something is asked for that softens a delay, and there is none."""
+def refuse_by_delay(settings: PlanSettings) -> None:
+    """Raises: ConfigError if something is asked for that softens a delay, and there is none; or that does not
+    go with one."""
     policy = settings.weights or registry.entry(settings.named_schedule).weights
+    if settings.master_weights and not WEIGHT_POLICIES[policy].flushes:
+        raise ConfigError(
+            f"master weights are kept of one version of the parameters, and with weights {policy} there are "
+            "several",
+            hint="leave out master_weights, or plan with weights=flush",
+        )
     asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
     if asked and WEIGHT_POLICIES[policy].flushes:
         raise ConfigError(
@@ -274,7 +281,7 @@ class PlanRequest:
         """
         options = self.options
         refuse_replicas(options, self.cluster)
-        refuse_flush(options)
+        refuse_by_delay(options)
         microbatches = share_of(self.microbatches_of(model.size), options.replicas)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 

@@ -50,6 +50,7 @@ def capture(
     autocast: dtype | None = None,
     device: str = "cpu",
     devices: Iterable[str] = (),
+    master_weights: bool = False,
     split: Mapping[str, int] | None = None,
 ) -> Captured:
     """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
@@ -58,7 +59,8 @@ def capture(
     microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
     whose first dimension is the micro-batch, by the names of the forward's arguments.
     autocast: torch.bfloat16 for mixed precision, as `torch.autocast` does it on `device`; None for none.
-    devices: names of those that the job's optimizer is to run on, by default CPUs; see `with_updates`.
+    devices: names of those that the job's optimizer is to run on, by default CPUs.  master_weights: it is to
+    update float32 copies.  See `with_updates`.
     split: weights to cut by words, as a plan has them (`Plan.split_words`).
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
@@ -81,19 +83,24 @@ def capture(
 
     mixed = mixed_precision(autocast, device)
     captured = trace(job, microbatch_size, batch=batch, autocast=mixed, split=split)
-    return replace(captured, graph=with_updates(captured.graph, job, devices))
+    return replace(captured, graph=with_updates(captured.graph, job, devices, master_weights))
 
 
-def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGraph:
+def with_updates(
+    graph: OpGraph, job: Job, devices: Iterable[str] = (), master_weights: bool = False
+) -> OpGraph:
     """The graph with what the job's optimizer takes for each parameter.
 
     devices: names of those it is to run on, by default CPUs (`ir.cluster.is_cpu`). On others PyTorch's
     optimizers update many parameters at once.
+    master_weights: it updates float32 copies of those of lower precision.
     """
     from .runtime.optimizer_bytes import stand_ins, update_bytes
 
-    kind = "cpu" if all(map(is_cpu, devices)) else "cuda"
-    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind, graph.rows))
+    params = stand_ins(graph, master_weights)
+    known = update_bytes(job.optimizer, params, not all(map(is_cpu, devices)), graph.rows)
+    masters = [p.name for p in graph.parameters if p.name in params and params[p.name].nbytes != p.bytes]
+    return graph.with_updates(known | {n: replace(known[n], master=params[n].nbytes) for n in masters})
 
 
 def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -> Profile:
@@ -434,7 +441,13 @@ def _model_for(
             )
         captured = in_parts(captured or capture(job, size, batch=batch), parts)
     model_for = partial(
-        captured_model, job, size, profiled=profiled, batch=batch, compiled=request.options.compile
+        captured_model,
+        job,
+        size,
+        profiled=profiled,
+        batch=batch,
+        compiled=request.options.compile,
+        master_weights=request.options.master_weights,
     )
     if not request.local and captured is None:
         with kernels_compiled_beside(request.options.planner, request.options.allowed) as wait_for_code:
@@ -462,11 +475,13 @@ def captured_model(
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
     compiled: bool = False,
+    master_weights: bool = False,
 ) -> CapturedModel:
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here
     within the last day.
 
     batch: one of that size, if it is at hand.  compiled: costs of compiled functions are wanted.
+    master_weights: see `with_updates`.
     """
     if compiled:
         require_compiled(profiled, cluster)
@@ -478,9 +493,9 @@ def captured_model(
         )
     devices = kinds or ({profiled.device} if profiled is not None else set())
     if captured is not None:
-        graph = with_updates(captured.graph, job, devices)
+        graph = with_updates(captured.graph, job, devices, master_weights)
     else:
-        captured = capture(job, size, batch=batch, devices=devices)
+        captured = capture(job, size, batch=batch, devices=devices, master_weights=master_weights)
         graph = captured.graph
     if (rows := shared_rows(captured.graph)) not in (None, size):
         raise PlanError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
 from .ir.errors import BatchError, CaptureError, ConfigError, CutError, PlanError
+from .ir.graph import LOWER_PRECISION
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
 from .ir.schedule import Program
@@ -85,8 +86,8 @@ class RankStages:
                     f"{self.plan.weights} there are several",
                     hint="leave out master_weights, or plan with weights=flush",
                 )
-            kinds = (torch.bfloat16, torch.float16)
-            lower = {n: tensors[n].dtype for n in params if trainable[n] and tensors[n].dtype in kinds}
+            low = [n for n in params if trainable[n] and graph.parameter[n].dtype in LOWER_PRECISION]
+            lower = {name: tensors[name].dtype for name in low}
             tensors |= {name: tensors[name].float() for name in lower}
         return Weights(
             {n: nn.Parameter(tensors[n].to(self.device), trainable[n]) for n in params},
@@ -98,7 +99,7 @@ class RankStages:
             together=[reduction.names for reduction in shared],
             shares=shares,
             rank=rank,
-            everywhere=stand_ins(graph),
+            everywhere=stand_ins(graph, options.master_weights),
             rows=graph.rows,
             computed_in=lower,
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},

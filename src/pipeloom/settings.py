@@ -97,6 +97,9 @@ class PlanSettings:
     clips: bool = setting(
         False, "Training will clip gradients by their global norm, which matters without a flush."
     )
+    master_weights: bool = setting(
+        False, "Keep float32 copies of parameters of lower precision; sums and updates are made in them."
+    )
     shard_optimizer: bool = setting(False, "Replicas share out the optimizer's state, as ZeRO-1 does.")
     planner: str = setting("auto", "Planner, by name; see `pipeloom plan --planners`.")
     time_limit: int | None = setting(

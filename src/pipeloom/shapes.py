@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ def shape_request(request: PlanRequest, job: Job) -> ShapeRequest:
             "the closed form does not know of offloading",
             hint="use --treatments recompute or none, or leave out --closed-form",
         )
-    first, second = _sampled_models(lambda size: captured_model(job, size, request.cluster))
+    first, second = _sampled_models(_model_at(request, job))
     return ShapeRequest(
         costs=block_costs(first, second, request.cluster),
         cluster=request.cluster,
@@ -79,6 +79,11 @@ def _refuse_unshaped(request: PlanRequest) -> int:
         )
     refuse_unlike_devices(request.cluster)
     return batch
+
+
+def _model_at(request: PlanRequest, job: Job) -> Callable[[int], CapturedModel]:
+    masters = request.options.master_weights
+    return partial(captured_model, job, cluster=request.cluster, master_weights=masters)
 
 
 def _sampled_models(model_at: ModelAt) -> tuple[ProfiledModel, ProfiledModel]:
@@ -129,7 +134,7 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
             f"no shape is chosen for {request.options.named_schedule}, which puts several stages on a rank",
             hint="use a schedule with one stage on each, such as 1f1b; or choose --ranks by hand",
         )
-    model_at = cache(lambda size: captured_model(job, size, request.cluster))
+    model_at = cache(_model_at(request, job))
     request = replace(request, options=first_way(request.options, OF_SHAPES))
     search = _ShapeSearch(request, batch, *_sampled_models(model_at))
     found = sorted(search.plans(), key=lambda shaped: -shaped.rows_per_s)

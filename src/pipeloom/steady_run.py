@@ -170,6 +170,7 @@ class SteadyRun(Run):
         self._report_told(leave=0)
         self.fed = 0
         self._batch_bytes.clear()
+        self._ring = [None] * len(self._ring)
 
     def _run(self, row: SteadyRow, *, complete: int, drains: bool = False) -> None:
         """complete: how many batches are, once the device has done it."""

@@ -57,7 +57,7 @@ class StepBatches:
         agree: Callable[[tuple[str, ...], BatchError | None], object] = refuse_alone,
     ) -> tuple[list[Microbatch], int]:
         """What the worker gets: micro-batches, each with its share of the loss, and with those inputs of this
-        rank's that its stages read; and the bytes of those of this rank's replicas.
+        rank's that its stages read; and the bytes of these, or on a CPU of all inputs of its replicas.
 
         step: steps made before.  variants: stages to run other than those that train, or evaluate.
         agree: gets the shapes of the batch, and why it cannot be used if it cannot; ranks have to agree on
@@ -91,6 +91,8 @@ class StepBatches:
                     number=step * each + index % each,
                 )
             )
+        if self.device.type != "cpu":
+            return microbatches, sum(t.nbytes for part in microbatches for t in part.inputs.values())
         size = sum(tensor.nbytes for tensor in whole.values())
         return microbatches, size * self.plan.microbatches_on(self.rank) // self.plan.microbatches
 

@@ -1,4 +1,4 @@
-"""Everything in this folder needs a CUDA device: it is marked `gpu`, and skipped where there is none."""
+"""Everything in this folder needs an accelerator: it is marked `gpu`, and skipped where there is none."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
+def _needs_an_accelerator() -> None:
     torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device on this machine")
+    if not torch.accelerator.is_available():
+        pytest.skip("no accelerator on this machine")

@@ -300,7 +300,7 @@ def test_no_forward_of_a_stage_holds_more_than_its_predicted_peak(
     footprint = Footprint(
         **given_sizes,
         saved_inputs=float(saved_inputs),
-        trainable=0.0,
+        gradients=0.0,
         whole=0.0,
         state=0.0,
         step=0.0,

@@ -27,7 +27,7 @@ from pipeloom.planning import plan
 from pipeloom.runtime import checkpoint_files as files
 from pipeloom.runtime.channel import Channel, dist_channel
 from pipeloom.runtime.connect import connect, watch_ranks
-from pipeloom.runtime.nccl import NcclTransport
+from pipeloom.runtime.device_transport import DeviceTransport
 from pipeloom.runtime.transport import SumGroup, gloo_group
 from pipeloom.runtime.watch import Watch
 
@@ -110,11 +110,11 @@ def _meshes(world: dist.ProcessGroup) -> None:
         connect(CPU, group=init_device_mesh("cpu", (3,), mesh_dim_names=("dp",)))
 
 
-def _nccl_transport(world: dist.ProcessGroup, watch: Watch, name: str, **how: Any) -> NcclTransport:
+def _nccl_transport(world: dist.ProcessGroup, watch: Watch, name: str, **how: Any) -> DeviceTransport:
     """As for NCCL, but gloo makes the groups."""
     store = dist.PrefixStore(name, world.get_group_store())
     make = partial(gloo_group, store, timedelta(seconds=1000))
-    return NcclTransport(world, watch, make=make, make_control=make, timeout_s=1000.0, **how)
+    return DeviceTransport(world, watch, make=make, make_control=make, timeout_s=1000.0, **how)
 
 
 def _control_data(world: dist.ProcessGroup) -> None:

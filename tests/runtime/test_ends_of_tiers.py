@@ -20,10 +20,10 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import cuda_tier
+from pipeloom.runtime import pinned_tier
 from pipeloom.runtime.board import Failure
-from pipeloom.runtime.cuda_tier import CudaTier
 from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.pinned_tier import PinnedTier
 from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
@@ -116,8 +116,8 @@ def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "Stream", Broken)
-    tier = CudaTier(0)
-    tier._reloading.add(cuda_tier.CudaCopy(tier, ()))
+    tier = PinnedTier(0)
+    tier._reloading.add(pinned_tier.PinnedCopy(tier, ()))
     tier._idle_chunks.append(torch.empty(1))
     tier.close()
     assert not tier._reloading and not tier._idle_chunks

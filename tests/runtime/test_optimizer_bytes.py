@@ -26,9 +26,9 @@ def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
     return {n: s for n, s in SHAPES.items() if name != "Muon" or len(s) == 2}
 
 
-def counted(make: Make | None, name: str = "", device: str = "cpu") -> dict[str, UpdateBytes]:
+def counted(make: Make | None, name: str = "", accelerated: bool = False) -> dict[str, UpdateBytes]:
     params = {n: stand_in(s, torch.float32) for n, s in shapes_of(name).items()}
-    return update_bytes(make, params, device)
+    return update_bytes(make, params, accelerated)
 
 
 class Live(TorchDispatchMode):
@@ -92,20 +92,20 @@ def test_counted_is_what_an_optimizer_keeps_and_at_least_what_it_needs(
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in REFUSED])
 def test_accelerators_update_all_parameters_at_once_unless_they_are_told_otherwise(name: str) -> None:
     as_default, at_once, apart = (
-        counted(maker(name, **settings), device="cuda")
+        counted(maker(name, **settings), accelerated=True)
         for settings in ({}, {"foreach": True}, {"foreach": False})
     )
     assert as_default == at_once == counted(maker(name, foreach=True))
     assert apart == counted(maker(name, foreach=False))
     if "fused" in inspect.signature(CLASSES[name]).parameters:
-        assert step_bytes(counted(maker(name, fused=True), device="cuda").values()) == 0
+        assert step_bytes(counted(maker(name, fused=True), accelerated=True).values()) == 0
 
 
 def test_the_default_optimizer_has_no_scratch_on_accelerators() -> None:
-    assert step_bytes(counted(None, device="cuda").values()) == 0
+    assert step_bytes(counted(None, accelerated=True).values()) == 0
     largest = 96 * 40 * 4
     assert step_bytes(counted(None).values()) == 3 * largest
-    made = [default_optimizer(kind)([stand_in((2,), torch.float32)]) for kind in ("cuda", "cpu")]
+    made = [default_optimizer(kind)([stand_in((2,), torch.float32)]) for kind in (True, False)]
     assert [optimizer.defaults["fused"] for optimizer in made] == [True, None]
 
 
@@ -117,7 +117,7 @@ def test_two_optimizers_in_one_each_count_their_own() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRAINS if name != BOTH])
 def test_a_parameter_without_dimensions_is_counted(name: str) -> None:
-    (update,) = update_bytes(maker(name), {"scale": stand_in((), torch.float32)}, "cpu").values()
+    (update,) = update_bytes(maker(name), {"scale": stand_in((), torch.float32)}, False).values()
     param = nn.Parameter(torch.ones(()))
     weights = Weights({"scale": param}, {}, maker(name))
     weights.grads.add("scale", torch.ones(()))
@@ -195,7 +195,7 @@ def test_groups_with_equal_settings_are_stepped_once() -> None:
     params = {str(i): stand_in((3,), torch.float32) for i in range(20)}
     for counts in (1, 2):
         steps.clear()
-        assert len(set(update_bytes(grouped(counts), params, "cpu").values())) == 1
+        assert len(set(update_bytes(grouped(counts), params, False).values())) == 1
         assert len(steps) == 3 * counts  # one makes the state, and two are looked at
 
 
@@ -305,7 +305,7 @@ def test_optimizers_are_found_wherever_they_are_held() -> None:
 def test_it_leaves_the_random_numbers_of_other_threads_alone() -> None:
     """Ranks may be threads, and one begins with its weights while another counts its optimizer's bytes."""
     params = {"a": stand_in((2,), torch.float32)}
-    counting = threading.Thread(target=update_bytes, args=(None, params, "cpu"))
+    counting = threading.Thread(target=update_bytes, args=(None, params, False))
     with seeded(0, "weights"):
         counting.start()
         counting.join(timeout=0.3)

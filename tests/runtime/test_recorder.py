@@ -17,7 +17,7 @@ from torch import nn
 
 import pipeloom
 from pipeloom import Options, Pipeline
-from pipeloom.runtime.recorder import CudaClock, Recorder
+from pipeloom.runtime.recorder import DeviceClock, Recorder
 
 
 @dataclass
@@ -55,7 +55,7 @@ class FarEvent:
 def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
     monkeypatch.setattr(torch, "Event", FarEvent)
     monkeypatch.setattr(FarEvent, "now_s", 0.0)
-    recorder = Recorder(0, CudaClock())
+    recorder = Recorder(0, DeviceClock())
     FarEvent.now_s = days * 86_400.0
     recorder.next_step()
     for step in range(4):  # the last ones of a pipeline that does not drain

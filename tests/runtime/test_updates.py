@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeloom import Job, Options, Pipeline
-from pipeloom.ir.errors import MemoryCapError
+import pipeloom
+from pipeloom import Cluster, Device, Job, Link, Options, Pipeline, Plan
+from pipeloom.ir.errors import InfeasibleError, MemoryCapError
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.weights import Weights, clip_factor
 
@@ -74,10 +75,20 @@ def small_steps(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-5)
 
 
+def low_plan(job: Job, **more: Any) -> Plan:
+    """For CPUs that are not measured."""
+    cpu = Device(name="cpu", memory_bytes=2**30, flops_per_s={"bfloat16": 1e9}, memory_bytes_per_s=1e9)
+    cluster = Cluster(devices=(cpu,) * RANKS, within_node=Link(bandwidth_bytes_per_s=1e9))
+    how: dict[str, Any] = {"ranks": RANKS, "schedule": "1f1b", "microbatches": COUNT, "microbatch_size": 1}
+    return pipeloom.plan(job, cluster=cluster, planner="exact", **how, **more)
+
+
 def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
     """Steps far smaller than what bfloat16 can add to a weight, through a checkpoint, on two ranks."""
     job = Job(model=low_model, batch=low_batch, loss=loss, optimizer=small_steps)
-    plan = runs.even_plan(job, RANKS, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
+    plan = low_plan(job, master_weights=True)
+    with pytest.raises(InfeasibleError):
+        low_plan(job, memory=max(low_plan(job).peaks), master_weights=True)
     torch.manual_seed(0)
     plain = low_model()
     masters = [p.detach().float() for p in plain.parameters()]
@@ -102,6 +113,9 @@ def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
             sizes = pipeline.weights.sizes
             assert sizes["gradients"] * 3 == sizes["parameters"] * 2
             assert pipeline.expected.peaks[pipeline.rank]["parameters"] == sizes["parameters"]
+            planned = plan.stages[pipeline.rank].memory
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert getattr(planned, kind) == sizes[kind]
             return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
 
     with runs.shared_captures():

@@ -25,7 +25,9 @@ RULES = (
     "names",
     [
         pytest.param(RULES, id="rules"),
-        pytest.param(("check_pipelines.py",), marks=pytest.mark.slow, id="pipelines"),
+        pytest.param(
+            ("check_pipelines.py", "../../gpu/test_steps.py"), marks=pytest.mark.slow, id="pipelines"
+        ),
         pytest.param(("check_gpu_check.py",), marks=pytest.mark.slow, id="gpu check"),
         pytest.param(("check_two_ranks.py::test_every_plan",), marks=pytest.mark.slow, id="every plan"),
         pytest.param(

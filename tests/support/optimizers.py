@@ -174,7 +174,7 @@ def _row(name: str) -> str:
     param = stand_in((SIDE, SIDE), torch.float32)
     try:
         (apart,), (at_once,) = (
-            update_bytes(maker(name), {"p": param}, kind).values() for kind in ("cpu", "cuda")
+            update_bytes(maker(name), {"p": param}, kind).values() for kind in (False, True)
         )
     except PlanError as refusal:
         return f"{name:12}refused  {refusal.message.partition(': ')[2]}"

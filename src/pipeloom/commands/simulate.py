@@ -75,7 +75,11 @@ def simulate(
     else:
         names = {device.name for device in described.devices} if described is not None else ()
         captured = planning.capture(
-            job_of(model), plan.microbatch_size, devices=names, split=plan.split_words
+            job_of(model),
+            plan.microbatch_size,
+            devices=names,
+            master_weights=plan.master_weights,
+            split=plan.split_words,
         )
         graph = captured.graph
     if costs is None and described is not None:

@@ -70,11 +70,14 @@ class UpdateBytes:
 
     state: bytes that it keeps.  step: scratch of an update.
     together: it is updated at once with others (`foreach`), so that their scratch adds up.
+    master: of a copy of the parameter in a higher precision, in which its gradients are summed and it is
+        updated; 0 if there is none.
     """
 
     state: int
     step: int
     together: bool = False
+    master: int = 0
 
 
 def step_bytes(updates: Iterable[UpdateBytes]) -> int:
@@ -103,6 +106,10 @@ class PartRows:
     of: int
 
 
+LOWER_PRECISION = ("bfloat16", "float16")
+"""Dtypes of parameters that have masters where these are asked for, in float32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A parameter under its first FQN; `aliases` are the other names of a tied one.
@@ -124,6 +131,15 @@ class Parameter:
     @property
     def bytes(self) -> int:
         return tensor_bytes(self.shape, self.dtype)
+
+    @property
+    def kept_bytes(self) -> int:
+        """With its master."""
+        return self.bytes + self.update.master
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.update.master or self.bytes
 
     @property
     def own_name(self) -> str:
@@ -259,9 +275,9 @@ class OpGraph:
 
     @property
     def state_ratio(self) -> float:
-        """Bytes of optimizer state per byte that is trained, over the whole model."""
+        """Bytes of optimizer state per byte of gradients, over the whole model."""
         trained = [p for p in self.parameters if p.trainable]
-        return sum(p.update.state for p in trained) / max(1, sum(p.bytes for p in trained))
+        return sum(p.update.state for p in trained) / max(1, sum(p.gradient_bytes for p in trained))
 
     @cached_property
     def buffer(self) -> Mapping[str, Buffer]:

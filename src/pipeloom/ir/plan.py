@@ -91,6 +91,7 @@ class Plan:
     weights: name of the policy by which they are updated, see `ir.weights`.
     delay_correction, warm_up_with_flush: of updates without a flush, see `Updates`.
     clips: planned for gradients that are clipped by their norm over all ranks.
+    master_weights: planned for float32 copies of parameters of lower precision, in which they are updated.
     shard_optimizer: replicas share out the optimizer's state (`ir.weights`).
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
@@ -134,6 +135,7 @@ class Plan:
     delay_correction: float = 0.0
     warm_up_with_flush: int = 0
     clips: bool = False
+    master_weights: bool = False
     shard_optimizer: bool = False
     width: int = 1
     predicted_step_s: float = 0.0

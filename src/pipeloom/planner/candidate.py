@@ -328,6 +328,7 @@ class Candidate:
             delay_correction=self.request.options.delay_correction,
             warm_up_with_flush=self.request.options.warm_up_with_flush,
             clips=self.request.options.clips,
+            master_weights=self.request.options.master_weights,
             shard_optimizer=self.request.options.shard_optimizer,
             notes=self.notes,
         )

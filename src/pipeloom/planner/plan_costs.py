@@ -10,7 +10,7 @@ from ..ir.action import STEP
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
-from ..ir.graph import OpGraph, step_bytes
+from ..ir.graph import LOWER_PRECISION, OpGraph, UpdateBytes, step_bytes
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
@@ -113,7 +113,12 @@ def with_planned_state(graph: OpGraph, plan: Plan) -> OpGraph:
     # Of replicas that share out the optimizer, a plan counts an even share.
     copies = options.gradient_sets * (plan.width if plan.shard_optimizer else 1)
     ratio = sum(stage.memory.optimizer for stage in plan.stages) * copies / gradients
-    return graph.with_updates({p.name: replace(p.update, state=round(p.bytes * ratio)) for p in trained})
+    updates = {}
+    for p in trained:
+        master = 2 * p.bytes if plan.master_weights and p.dtype in LOWER_PRECISION else 0
+        size = master or p.bytes
+        updates[p.name] = UpdateBytes(state=round(size * ratio), step=size, master=master)
+    return graph.with_updates(updates)
 
 
 def count_once(
@@ -147,10 +152,9 @@ def count_once(
         new = set(names) - read.setdefault(rank, set())
         shared = [graph.parameter[name] for name in names if name in read[rank]]
         read[rank].update(names)
-        trained = sum(p.bytes for p in shared if p.trainable)
         saved = {
-            "parameters": sum(p.bytes for p in shared),
-            "gradients": trained,
+            "parameters": sum(p.kept_bytes for p in shared),
+            "gradients": sum(p.gradient_bytes for p in shared if p.trainable),
             "optimizer": sum(p.update.state for p in shared if p.trainable),
             "batch": batch,
         }
@@ -159,8 +163,9 @@ def count_once(
         if shared_out is not None:
             here = new & stepped[rank]
             static["optimizer"] = sum(graph.parameter[name].update.state for name in here)
-            size = sum(trained_bytes.get(name, 0) for name in new)
-            step_s *= sum(trained_bytes[name] for name in here) / size if size else 1.0
+            of = {name: graph.parameter[name].gradient_bytes for name in new if name in trained_bytes}
+            size = sum(of.values())
+            step_s *= sum(of[name] for name in here) / size if size else 1.0
             step_s += all_gather_s(size, shares[rank].ranks, shared_out)
         transient = {**cost.transient_bytes, STEP: scratch[rank]}
         changed = replace(cost, static_bytes=static, transient_bytes=transient, step_s=step_s)

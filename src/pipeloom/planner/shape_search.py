@@ -293,7 +293,7 @@ def _sums(model: CostModel, start: int, end: int) -> PieceCost[float]:
         backward_s=max(0.0, float(seconds[0, 0]) - forward_s),
         residual_bytes=part.residuals,
         parameter_bytes=part.parameters,
-        trained_bytes=part.trainable,
+        trained_bytes=part.gradients,
     )
 
 

@@ -112,7 +112,7 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     times_s: list[float] = []
     try:
         devices = {p.device for p in params if p.device.type != "cpu"}
-        kind = next((device.type for device in devices), "cuda")
+        kind = next((device.type for device in devices), "cpu")
         with torch.random.fork_rng(devices, device_type=kind):
             while len(times_s) < (LONG_STEPS if times_s and times_s[0] > LONG_S else STEPS):
                 for name in weights.summed.sums:

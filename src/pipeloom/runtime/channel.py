@@ -33,8 +33,8 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from ..ir.errors import CommunicationError, PeerError
 from ..tracer.tensors import has_order, permute_to_memory
 from .board import Board
+from .device_transport import DeviceTransport, device_group
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
-from .nccl import NcclTransport, nccl_group
 from .transport import (
     SMALL_BYTES,
     CompletedTransfer,
@@ -241,8 +241,8 @@ class Channel:
         target, transfer = oldest.message.target, oldest.transfer
 
         def wait() -> None:
-            """With NCCL it is the stream that waits. But it is the host that takes memory, and PyTorch gives
-            back what another stream uses only once that is done with it."""
+            """Between accelerators it is the stream that waits. But it is the host that takes memory, and
+            PyTorch gives back what another stream uses only once that is done with it."""
             end_s = time.monotonic() + self._timeout_s
             transfer.wait(self._timeout_s)
             while not transfer.done():
@@ -409,7 +409,8 @@ def dist_channel(
     timeout_s: float = 300.0,
     pairs: Iterable[tuple[int, int]] | None = None,
 ) -> Channel:
-    """One process's channel: gloo between CPUs, NCCL between GPUs. All ranks of the group make it.
+    """One process's channel: gloo between CPUs, the device's backend between others. All ranks of the group
+    make it.
 
     group: the ranks of this pipeline; a channel rank is a rank of this group. Messages go over it as it is on
         the CPU, and over groups of their own on a GPU.
@@ -423,10 +424,10 @@ def dist_channel(
     if device.type == "cpu":
         transport = GlooTransport(group, make)
     else:
-        transport = NcclTransport(
+        transport = DeviceTransport(
             group,
             watch,
-            make=partial(nccl_group, store, timeout_s, device),
+            make=partial(device_group, store, timeout_s, device),
             make_control=make,
             device=device,
             timeout_s=timeout_s,

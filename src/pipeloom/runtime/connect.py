@@ -27,9 +27,9 @@ _OURS = threading.Event()
 _OPEN: WeakSet[Watch] = WeakSet()
 """Of pipelines that have not been closed. A watch over processes is kept alive by its side thread."""
 
-NCCL_PATIENCE = 10
+BACKEND_PATIENCE = 10
 """NCCL's own watchdog ends a process without a word of who waits for whom, and counts from when an operation
-is posted, which may be long before it is needed: so its limit is this many times that of our waits."""
+is posted, which may be long before it is needed: so that of a backend is this many times our waits'."""
 
 EXIT_AFTER_S = 5.0
 """A rank that has not noticed a failure so long after it became known ends hard."""
@@ -114,7 +114,7 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
             f"torch.distributed has no backend for {device.type} devices",
             hint="install the one of its vendor, or train on the CPU: --device cpu",
         ) from None
-    limit = timeout if device.type == "cpu" else NCCL_PATIENCE * timeout
+    limit = timeout if device.type == "cpu" else BACKEND_PATIENCE * timeout
     try:
         if LAUNCHER_STORE not in os.environ:
             dist.init_process_group(backend, timeout=limit)

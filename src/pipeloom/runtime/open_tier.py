@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from ..ir.plan import Plan
-from .cuda_tier import CudaTier
 from .file_tier import open_file_tier
+from .pinned_tier import PinnedTier
 from .tier import Tier, TierOptions
 
 TIERS: dict[str, Callable[[TierOptions], Tier]] = {
@@ -19,7 +19,7 @@ TIERS: dict[str, Callable[[TierOptions], Tier]] = {
 
 
 def _pinned_tier(options: TierOptions) -> Tier:
-    return CudaTier(options.rank)
+    return PinnedTier(options.rank)
 
 
 def open_tier(

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..ir.errors import PlanError
-from ..ir.graph import OpGraph, PartRows, UpdateBytes
+from ..ir.graph import LOWER_PRECISION, OpGraph, Parameter, PartRows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
 
@@ -40,13 +40,11 @@ Kind: TypeAlias = tuple[int, str, torch.Size, torch.dtype]
 """Optimizer, settings of the group, shape and dtype: parameters that are alike in these take equal bytes."""
 
 
-def default_optimizer(device: str) -> MakeOptimizer:
+def default_optimizer(accelerated: bool) -> MakeOptimizer:
     """What a job without an optimizer gets: AdamW with a learning rate of 1e-3. On accelerators it is the
     fused one, which needs no scratch.
-
-    device: its type, such as "cpu" or "cuda".
     """
-    return partial(torch.optim.AdamW, lr=1e-3, fused=device != "cpu" or None)
+    return partial(torch.optim.AdamW, lr=1e-3, fused=accelerated or None)
 
 
 def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
@@ -151,31 +149,36 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
-def stand_ins(graph: OpGraph) -> dict[str, nn.Parameter]:
-    """What a model trains, in its order, without data."""
-    return {p.name: stand_in(p.shape, getattr(torch, p.dtype)) for p in graph.parameters if p.trainable}
+def stand_ins(graph: OpGraph, master_weights: bool = False) -> dict[str, nn.Parameter]:
+    """What a model trains, in its order, without data; or, of parameters of lower precision, masters."""
+
+    def dtype(param: Parameter) -> torch.dtype:
+        low = master_weights and param.dtype in LOWER_PRECISION
+        return torch.float32 if low else getattr(torch, param.dtype)
+
+    return {p.name: stand_in(p.shape, dtype(p)) for p in graph.parameters if p.trainable}
 
 
 @one_thread_at_a_time  # it saves and restores the state of the default generator
 def update_bytes(
     make: MakeOptimizer | None,
     params: Mapping[str, nn.Parameter],
-    device: str,
+    accelerated: bool,
     rows: Mapping[str, PartRows] = NO_ROWS,
 ) -> dict[str, UpdateBytes]:
-    """What each parameter's update takes on a type of device, such as "cpu" or "cuda".
+    """What each parameter's update takes, on an accelerator or a CPU.
 
     params: all that the optimizer is made for, on the meta device.  rows: of those that are parts of one.
     Raises: PlanError with the optimizer's own words if it cannot step them; or if it updates a whole
         parameter otherwise than its rows, and is given parts.
     """
-    make = make or default_optimizer(device)
+    make = make or default_optimizer(accelerated)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         optimizer = make_checked(make, params, rows)
         if rows:
             _refuse_parts_if_not_elementwise(make, params, rows)
         try:
-            found = _by_kind(optimizer, params, device != "cpu")
+            found = _by_kind(optimizer, params, accelerated)
         except Exception as first:  # its step needs data, or cannot be made at all
             try:
                 found = _of_small(make, params, rows)

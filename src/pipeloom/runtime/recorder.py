@@ -31,8 +31,8 @@ class HostClock:
         return end - start
 
 
-class CudaClock:
-    """Events on the current stream. CUDA gives the time between two of them in float32, as milliseconds: only
+class DeviceClock:
+    """Events on the current stream. The time between two of them is given in float32, as milliseconds: only
     of events that are near each other is it exact to microseconds, so there is no zero for a whole run."""
 
     @staticmethod

@@ -146,7 +146,7 @@ class Weights:
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = {n: p for n, p in (everywhere or self.params).items() if p.requires_grad}
         self._stand_ins = {n: stand_in(p.shape, self.params.get(n, p).dtype) for n, p in trained.items()}
-        self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
+        self._make_optimizer = optimizer or default_optimizer(torch.device(device).type != "cpu")
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
         self.rows = rows
         self.optimizer = make_checked(self._make_optimizer, here, rows) if here else None
@@ -336,8 +336,8 @@ class Weights:
         """What the optimizer takes for each parameter that this rank steps."""
         if not self.stepped:
             return {}
-        device = torch.device(self.device).type
-        known = update_bytes(self._make_optimizer, self._stand_ins, device, self.rows)
+        accelerated = torch.device(self.device).type != "cpu"
+        known = update_bytes(self._make_optimizer, self._stand_ins, accelerated, self.rows)
         return {name: known[name] for name in self.stepped}
 
     @cached_property

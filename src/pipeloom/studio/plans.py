@@ -51,7 +51,9 @@ class PlanModel:
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
         """cluster: None for processes of this machine, whose op times are measured within the last day."""
-        captured = planning.captured_model(job, plan.microbatch_size, cluster)
+        captured = planning.captured_model(
+            job, plan.microbatch_size, cluster, master_weights=plan.master_weights
+        )
         costs, ranks = captured.profiles, len(set(plan.placement))
         if cluster is None:
             costs = {name: beside_ranks(each, captured.graph, ranks) for name, each in costs.items()}

@@ -110,7 +110,7 @@ def autocast_region(autocast: Autocast | None, *, run_on: str = "cpu") -> Iterat
     global _users, _library
     with _lock:
         _users += 1
-        _library = _library or _cuda_lists()
+        _library = _library or _lists_of_accelerators()
     try:
         with region:
             yield
@@ -122,7 +122,7 @@ def autocast_region(autocast: Autocast | None, *, run_on: str = "cpu") -> Iterat
                 _library = None
 
 
-def _cuda_lists() -> Library:
+def _lists_of_accelerators() -> Library:
     """The lists above in the place of the CPU's, until the library is destroyed."""
     library = Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     rules: list[tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]]] = [

@@ -107,9 +107,6 @@ class PipelineConfig(PlanSettings):
         words=("auto", "cpu", "cuda"),
     )
     autocast: str | None = setting(None, "Mixed precision, in this dtype: bfloat16.")
-    master_weights: bool = setting(
-        False, "Keep float32 copies of parameters of lower precision; sums and updates are made in them."
-    )
     tf32: bool = setting(False, "GPUs multiply float32 matrices in TF32: faster, with 10 bits of mantissa.")
     plan: str | None = setting(
         None, "Follow this plan file instead of planning: what it says is not planned anew.", kind="file"

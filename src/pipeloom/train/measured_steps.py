@@ -79,7 +79,13 @@ def _measure(
     """In each rank; rank 0 writes the file."""
     require_runnable(settings.named_schedule)  # which loads the operations of a user's own
     job = job_of(config)
-    options = Options(device="cpu", compare=False, offload_dir=settings.offload_dir, compile=settings.compile)
+    options = Options(
+        device="cpu",
+        compare=False,
+        offload_dir=settings.offload_dir,
+        compile=settings.compile,
+        master_weights=settings.master_weights,
+    )
     with Pipeline(job, plan, options=options, captured=take_over(handed, job)) as pipeline:
         rehearsed_s = pipeline.predict().step_s if rehearses else None
         reports: tuple[StepReport, ...] = ()

@@ -152,7 +152,13 @@ def plan_again(
     measured = None if device == "cpu" else profile(captured, device=device, compile=settings.compile)
     cluster = None if request.local else request.cluster
     model = captured_model(
-        job, plan.microbatch_size, cluster, captured=captured, profiled=measured, compiled=settings.compile
+        job,
+        plan.microbatch_size,
+        cluster,
+        captured=captured,
+        profiled=measured,
+        compiled=settings.compile,
+        master_weights=settings.master_weights,
     )
     graph = with_planned_state(captured.graph, plan)
     planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)

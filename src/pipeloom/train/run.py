@@ -255,6 +255,8 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
     }
+    if plan.master_weights:
+        fixed["master_weights"] = True
     if COMPILED in plan.notes:
         fixed["compile"] = True
     elif settings.compile:

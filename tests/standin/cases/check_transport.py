@@ -22,7 +22,7 @@ from standin.process_group import StandinGroup
 from pipeloom.ir.errors import ConfigError
 from pipeloom.runtime.board import Board
 from pipeloom.runtime.channel import Channel
-from pipeloom.runtime.nccl import NcclTransport, nccl_group
+from pipeloom.runtime.device_transport import DeviceTransport, device_group
 from pipeloom.runtime.transport import gloo_group
 from pipeloom.runtime.watch import Watch
 
@@ -44,13 +44,13 @@ def on_ranks(
         device = torch.device(standin.NAME, rank)
 
         def group(name: str, rank: int, ranks: int) -> StandinGroup:
-            made = nccl_group(store, 60.0, device, name, rank, ranks)
+            made = device_group(store, 60.0, device, name, rank, ranks)
             made.bound_device_id = bound(device)
             return made
 
         board = Board(dist.PrefixStore("board", store), rank, ranks, interval_s=0.05, lost_s=math.inf)
         with Watch(board) as watch:
-            transport = NcclTransport(
+            transport = DeviceTransport(
                 group("world", rank, ranks),
                 watch,
                 make=group,
@@ -79,6 +79,28 @@ def test_three_ranks_exchange_messages_and_sums(with_device_id: bool) -> None:
 def test_a_group_for_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="device_id"):
         on_ranks(1, lambda channel: None, bound=lambda device: torch.device(standin.NAME, 1))
+
+
+def test_a_device_that_does_not_come_to_its_transfer_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    """As where what it is to do first stands behind a receive in a queue of the hardware."""
+    gate = threading.Event()
+
+    def work(channel: Channel) -> str | None:
+        rank, watch = channel.rank, channel.watch
+        wanted = number(1 - rank, rank)
+        channel.begin([wanted])
+        if rank == 0:
+            standin.launch(torch.accelerator.current_stream(), "gate", gate.wait)
+        channel.receive(wanted)
+        failure = watch._board.wait_for_failure(300)
+        gate.set()
+        torch.accelerator.synchronize()
+        watch.__exit__(None, None, None)
+        return failure and failure.summary
+
+    first, second = on_ranks(2, work, limits_s=(0.5, 1000.0))
+    assert first == second and "for its device to come to 1SEND_F0>0" in str(first)
+    capfd.readouterr()
 
 
 def test_the_table_says_what_devices_wait_for(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,10 @@ SCRIPT = Path(two_ranks.__file__)
 READS_LOSS = "event.synchronize batches.py"
 """The only wait of the host in a step."""
 
+MOST = {"chain, recompute ahead": 1.04}
+"""Of the ledger's peak over the device's, where it is more than 1.03. Here gradients that a backward gives back
+are as large as residuals, and they count beside all of these, though it has let go of some by then."""
+
 
 @cache
 def lines(device: str, *words: str) -> tuple[list[dict[str, Any]], ...]:
@@ -38,9 +42,9 @@ def test_every_plan(name: str) -> None:
     for expected, found in zip(lines("cpu", *words), lines("standin", *words), strict=True):
         here, there = dict(expected[index]), dict(found[index])
         assert not here.pop("waits")
-        (ledger, allocated), _ = there.pop("peaks"), here.pop("peaks")
-        if two_ranks.CASES[name].wide:
-            assert 0.97 * allocated <= ledger <= 1.03 * allocated
+        (ledger, requested, allocated), _ = there.pop("peaks"), here.pop("peaks")
+        assert 0.97 * requested <= ledger <= MOST.get(name, 1.03) * requested
+        assert not two_ranks.CASES[name].wide or 0.97 * allocated <= ledger
         assert there.pop("waits") == [READS_LOSS]
         assert not there["reports"]
         assert there == here

@@ -20,12 +20,12 @@ import standin
 import torch
 
 from pipeloom import step_run
-from pipeloom.runtime import batches, cuda_tier
+from pipeloom.runtime import batches, pinned_tier
 from pipeloom.runtime.channel import Channel
-from pipeloom.runtime.cuda_tier import CudaCopy, CudaTier
-from pipeloom.runtime.nccl import _Enqueued
+from pipeloom.runtime.device_transport import _Enqueued
+from pipeloom.runtime.pinned_tier import PinnedCopy, PinnedTier
 from pipeloom.runtime.rank import Rank
-from pipeloom.runtime.recorder import CudaClock
+from pipeloom.runtime.recorder import DeviceClock
 from pipeloom.runtime.reduce_and_step import ReduceAndStep
 from pipeloom.runtime.transport import SumGroup
 from pipeloom.runtime.weights import Gradients, Weights
@@ -57,7 +57,7 @@ def marks(mark: Callable[[], Callable[[], torch.Event]], method: Method) -> Meth
     """The same method with other marks.  mark: called before it; gives what marks then."""
 
     def mutated(*args: Any, **how: Any) -> Any:
-        with patch.object(CudaClock, "mark", staticmethod(mark())):
+        with patch.object(DeviceClock, "mark", staticmethod(mark())):
             return method(*args, **how)
 
     return mutated
@@ -66,7 +66,7 @@ def marks(mark: Callable[[], Callable[[], torch.Event]], method: Method) -> Meth
 def before_all() -> Callable[[], torch.Event]:
     """Whatever is marked, it is the first mark."""
     made: list[torch.Event] = []
-    real = CudaClock.mark
+    real = DeviceClock.mark
 
     def first() -> torch.Event:
         if not made:
@@ -88,8 +88,8 @@ def where_it_computes() -> Callable[[], torch.Event]:
 
 
 def leaves_at_once(method: Method) -> Method:
-    def mutated(self: CudaTier, action: str, residuals: Any) -> CudaCopy:
-        copy: CudaCopy = method(self, action, residuals)
+    def mutated(self: PinnedTier, action: str, residuals: Any) -> PinnedCopy:
+        copy: PinnedCopy = method(self, action, residuals)
         copy.leaving.clear()
         return copy
 
@@ -97,7 +97,7 @@ def leaves_at_once(method: Method) -> Method:
 
 
 def frees_what_it_fills(method: Method) -> Method:
-    def mutated(self: CudaTier, copy: CudaCopy) -> None:
+    def mutated(self: PinnedTier, copy: PinnedCopy) -> None:
         method(self, copy)
         copy.reloading = {slot: torch.empty_like(tensor) for slot, tensor in copy.reloading.items()}
 
@@ -105,7 +105,7 @@ def frees_what_it_fills(method: Method) -> Method:
 
 
 def chunks_back_at_once(method: Method) -> Method:
-    def mutated(self: CudaTier, copy: CudaCopy) -> None:
+    def mutated(self: PinnedTier, copy: PinnedCopy) -> None:
         method(self, copy)
         self._idle_chunks += copy.host
         copy.host = []
@@ -156,29 +156,29 @@ class Mutation:
 
 ONE_RANK = {
     "the copy away does not wait for the computation": Mutation(
-        CudaTier, "offload", without_waits, "race: copy_ .* reads"),
+        PinnedTier, "offload", without_waits, "race: copy_ .* reads"),
     "the copy back does not wait for the computation": Mutation(
-        CudaTier, "copy_back", without_waits, "race: copy_ .* writes"),
+        PinnedTier, "copy_back", without_waits, "race: copy_ .* writes"),
     "the computation does not wait for the copy back": Mutation(
-        CudaCopy, "take", without_waits, "race: .* copy_ .* writes"),
+        PinnedCopy, "take", without_waits, "race: .* copy_ .* writes"),
     "another stream waits for the copy back": Mutation(
-        CudaCopy, "take", beside, "race: .* copy_ .* writes"),
+        PinnedCopy, "take", beside, "race: .* copy_ .* writes"),
     "what leaves is freed before it is copied": Mutation(
-        CudaTier, "offload", leaves_at_once, "early free: .* while copy_"),
+        PinnedTier, "offload", leaves_at_once, "early free: .* while copy_"),
     "what leaves is freed without a wait": Mutation(
-        CudaCopy, "leave", without_waits, "early free: .* while copy_"),
+        PinnedCopy, "leave", without_waits, "early free: .* while copy_"),
     "another stream waits for the copy away": Mutation(
-        CudaCopy, "leave", beside, "early free: .* while copy_"),
+        PinnedCopy, "leave", beside, "early free: .* while copy_"),
     "the copy away is marked before it": Mutation(
-        CudaTier, "offload", partial(marks, before_all), "early free: .* while copy_"),
+        PinnedTier, "offload", partial(marks, before_all), "early free: .* while copy_"),
     "the copy away is marked where it is not": Mutation(
-        CudaTier, "offload", partial(marks, where_it_computes), "early free: .* while copy_"),
+        PinnedTier, "offload", partial(marks, where_it_computes), "early free: .* while copy_"),
     "the copy back is marked before it": Mutation(
-        CudaTier, "copy_back", partial(marks, before_all), "race: .* copy_ .* writes"),
+        PinnedTier, "copy_back", partial(marks, before_all), "race: .* copy_ .* writes"),
     "the copy back is marked where it is not": Mutation(
-        CudaTier, "copy_back", partial(marks, where_it_computes), "race: .* copy_ .* writes"),
+        PinnedTier, "copy_back", partial(marks, where_it_computes), "race: .* copy_ .* writes"),
     "what a copy back fills is freed": Mutation(
-        CudaTier, "copy_back", frees_what_it_fills, "early free: .* while copy_ .* write"),
+        PinnedTier, "copy_back", frees_what_it_fills, "early free: .* while copy_ .* write"),
     "the batch is copied beside the computation": Mutation(
         step_run, "_copy_to", beside, "race: .* copy_ .* writes"),
     "losses are read beside the computation": Mutation(
@@ -187,7 +187,7 @@ ONE_RANK = {
     "a backward runs beside the rest": Mutation(Rank, "_backward", beside, "race: "),
     "the update runs beside the rest": Mutation(ReduceAndStep, "step", beside, "race: "),
     "copies run where the computation runs": Mutation(
-        cuda_tier, "_stream", lambda m: torch.accelerator.current_stream, ""),
+        pinned_tier, "_stream", lambda m: torch.accelerator.current_stream, ""),
 }  # fmt: skip
 
 TWO_RANKS = {
@@ -202,7 +202,7 @@ TWO_RANKS = {
     "a recomputation runs beside the rest": Mutation(
         Rank, "_recompute", beside, "race: ", "chain, recompute ahead"),
     "host memory is given back under a copy": Mutation(
-        CudaTier, "copy_back", chunks_back_at_once, "race: copy_ .* writes .* copy_ .* reads",
+        PinnedTier, "copy_back", chunks_back_at_once, "race: copy_ .* writes .* copy_ .* reads",
         "towers, copies in the schedule"),
     "the sum of the norm is not waited for": Mutation(
         _Enqueued, "wait", partial(not_waited_for, "a sum over all ranks"), "race: .* all_reduce ", "towers"),
@@ -235,7 +235,7 @@ def applied(name: str) -> Iterator[None]:
         yield
         return
     it = {**ONE_RANK, **TWO_RANKS}[name]
-    never_sooner = patch.object(cuda_tier, "_reached", lambda event: False)  # seen to end, it needs no wait
+    never_sooner = patch.object(pinned_tier, "_reached", lambda event: False)  # seen to end, it needs no wait
     with never_sooner, patch.object(it.where, it.name, it.change(getattr(it.where, it.name))):
         yield
 

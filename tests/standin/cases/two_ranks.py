@@ -64,7 +64,7 @@ def stages_side_by_side(*, shard: bool = False) -> Plan:
 @dataclass(frozen=True)
 class Case:
     """saves: whether a second pipeline loads what the first has saved, and goes on.
-    wide: whether its peaks are compared with the device's."""
+    wide: whether its peaks are compared with what the allocator makes of it, too."""
 
     job: Job
     plan: Callable[[], Plan]
@@ -109,19 +109,25 @@ def places(waits: list[standin.Happening]) -> list[str]:
     return [f"{wait.text} {wait.place.rpartition('/')[2].partition(':')[0]}" for wait in waits]
 
 
+def taken(what: str, when: str) -> int:
+    """Bytes on the device: "requested" by tensors, or "allocated", which are rounded up."""
+    return int(torch.accelerator.memory_stats().get(f"{what}_bytes.all.{when}", 0))
+
+
 def trained(case: Case, device: str, folder: Path) -> dict[str, Any]:
     plan = case.plan()
     batches = [case.job.batch(seed, plan.microbatches * plan.microbatch_size) for seed in range(4)]
     options = pipeloom.Options(device=device, timeout_s=60, clip_norm=case.clip_norm)
     gc.collect()
-    before = torch.accelerator.memory_allocated()
+    before = {what: taken(what, "current") for what in ("requested", "allocated")}
     with pipeloom.Pipeline(case.job, plan, options=options) as pipeline:
         losses = [report.loss for report in pipeline.steps(batches[:3])]
         torch.accelerator.reset_peak_memory_stats()
         pipeline.ledger.restart_peak()
         with standin.counted_syncs() as waits:
             losses.append(pipeline.step(batches[3]))
-        peaks = pipeline.ledger.peak, torch.accelerator.max_memory_allocated() - before
+        held = [taken(what, "peak") - less for what, less in before.items()]
+        peaks = [pipeline.ledger.peak, *held]
         evaluated = pipeline.evaluate(batches[0])
         if case.saves:
             pipeline.save(folder)

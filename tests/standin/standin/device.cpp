@@ -101,7 +101,7 @@ struct Guarded {
 };
 
 struct Block {
-  size_t size = 0;
+  size_t size = 0, requested = 0;  // rounded up, and as asked for
   Stream* home = nullptr;  // nullptr: pinned memory of the host
   std::map<size_t, Span> spans;
   std::set<Stream*> users;  // of record_stream
@@ -419,13 +419,15 @@ void collect(Heap& heap) {
   heap.returned.clear();
 }
 
-void* taken(Heap& heap, size_t begin, size_t size, Stream* home) {
+void* taken(Heap& heap, size_t begin, size_t size, size_t requested, Stream* home) {
   auto& block = heap.blocks[begin];
   block.size = size;
+  block.requested = requested;
   block.home = home;
   block.spans.emplace(begin, Span{begin + size, {}, {}});
   if (home) block.spans.at(begin).write = {home, tick(*home), kept("allocation")};
   heap.memory.allocated.add(size);
+  heap.memory.requested.add(requested);
   heap.memory.active.add(size);
   heap.memory.reserved = heap.top;
   return heap.arena.visible + begin;
@@ -614,7 +616,7 @@ void* allocate(int index, size_t bytes) {
       std::lock_guard lock(core().lock);
       collect(heap);
       if (heap.memory.active.current + (int64_t)size <= heap.memory.limit && heap.place(&home, size, begin))
-        return taken(heap, begin, size, &home);
+        return taken(heap, begin, size, bytes, &home);
     }
     if (!again) return_idle_memory(index);
   }
@@ -647,6 +649,7 @@ void release(void* at) noexcept {
     }
     if (!problems.empty() && c.strict && c.failure.empty()) c.failure = problems[0];
     heap.memory.allocated.add(-(int64_t)size);
+    heap.memory.requested.add(-(int64_t)block.requested);
     char* memory = heap.arena.shadow + begin;
     block.users.erase(home);
     if (block.users.empty()) {
@@ -699,13 +702,14 @@ void* allocate_pinned(size_t bytes) {
   }
   size_t size = std::max((bytes + PAGE - 1) / PAGE * PAGE, PAGE), begin;
   if (!heap.place(nullptr, size, begin)) throw OutOfMemory("standin: no more memory can be pinned");
-  return taken(heap, begin, size, nullptr);
+  return taken(heap, begin, size, bytes, nullptr);
 }
 void release_pinned(void* at) noexcept {
   std::lock_guard lock(core().lock);
   auto& block = core().pinned.find(at)->second;
   block.freed = true;
   core().pinned.memory.allocated.add(-(int64_t)block.size);
+  core().pinned.memory.requested.add(-(int64_t)block.requested);
 }
 bool is_pinned(const void* at) { return core().pinned.arena.has(at); }
 
@@ -754,7 +758,7 @@ void reset_peak(int index) {
   auto& heap = device(index).heap;
   std::lock_guard lock(core().lock);
   collect(heap);
-  for (Level* level : {&heap.memory.allocated, &heap.memory.active}) level->peak = level->current;
+  for (Level* level : {&heap.memory.allocated, &heap.memory.requested, &heap.memory.active}) level->peak = level->current;
 }
 
 void count_kernel() { core().kernels++; }

@@ -88,7 +88,7 @@ struct Level {
   void add(int64_t bytes);
 };
 struct Memory {
-  Level allocated, active;  // active: also what was freed, but another stream may still use (record_stream)
+  Level allocated, requested, active;  // requested: before rounding.  active: also what was freed, but another stream may still use (record_stream)
   int64_t reserved = 0, limit = 0;
 };
 Memory memory(int device);

@@ -55,7 +55,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       into[0].freed = level.freed;
     };
     put(stats.allocated_bytes, now.allocated);
-    put(stats.requested_bytes, now.allocated);
+    put(stats.requested_bytes, now.requested);
     put(stats.active_bytes, now.active);
     stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = now.reserved;
     stats.allocation[0].current = now.allocated.count;

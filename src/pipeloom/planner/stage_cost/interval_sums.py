@@ -91,10 +91,10 @@ def _state(readers: Readers, columns: Columns) -> Iterable[Term]:
     """Parameters and buffers; what no op reads is held by the stage that starts at 0."""
     for parameter in readers.graph.parameters:
         users = readers.state_readers[parameter.name] or (0,)
-        yield from first_use_terms(users, columns["parameters"], parameter.bytes)
+        yield from first_use_terms(users, columns["parameters"], parameter.kept_bytes)
         if parameter.trainable:
             update = parameter.update
-            yield from first_use_terms(users, columns["trainable"], parameter.bytes)
+            yield from first_use_terms(users, columns["gradients"], parameter.gradient_bytes)
             yield from first_use_terms(users, columns["state"], update.state)
             yield from first_use_terms(users, columns["together"], update.step if update.together else 0)
     for buffer in readers.graph.buffers:

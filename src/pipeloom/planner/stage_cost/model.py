@@ -32,7 +32,7 @@ from .tensors import Array, Indices, Readers, find_saved_storages, tensors_of
 
 SUMMED = (
     "parameters",
-    "trainable",
+    "gradients",
     "state",
     "together",
     "buffers",
@@ -279,8 +279,8 @@ class CostModel:
         saved = {v for name in stage.ops for v in self.saves.get(name, ())}
         whole = sum(v.bytes for v in sent if readers.is_whole(v))
         return Footprint(
-            parameters=sum(p.bytes for p in parameters),
-            trainable=sum(p.bytes for p in parameters if p.trainable),
+            parameters=sum(p.kept_bytes for p in parameters),
+            gradients=sum(p.gradient_bytes for p in parameters if p.trainable),
             state=sum(p.update.state for p in parameters if p.trainable),
             buffers=sum(graph.buffer[name].bytes for name in stages.buffers[index]) + self.batch_bytes,
             residuals=residuals,

@@ -88,8 +88,8 @@ class CostOptions:
 class Footprint(Generic[B]):
     """Bytes of a stage, of values those of one micro-batch.
 
-    trainable: of the parameters.  buffers: and the whole batch.  state, step: what the optimizer keeps, and
-    the scratch of its step.
+    parameters: and masters.  gradients: their sums.  buffers: and the whole batch.  state, step: what the
+    optimizer keeps, and the scratch of its step.
     residuals: kept on the device.  offloaded, recomputed: those that are not.
     saved_inputs: how many received storages an op saves; with none, receive buffers are free after the
         forward.
@@ -101,7 +101,7 @@ class Footprint(Generic[B]):
     """
 
     parameters: B
-    trainable: B
+    gradients: B
     state: B
     buffers: B
     residuals: B
@@ -173,7 +173,7 @@ def peak_bytes(
 def static_memory(footprint: Footprint[Any], options: CostOptions, in_flight: Count) -> dict[str, Bytes]:
     return {
         "parameters": footprint.parameters * WEIGHT_POLICIES[options.weights].copies(in_flight),
-        "gradients": footprint.trainable * options.gradient_sets,
+        "gradients": footprint.gradients * options.gradient_sets,
         "optimizer": footprint.state / options.sharing,
         "buffers": footprint.buffers,
     }

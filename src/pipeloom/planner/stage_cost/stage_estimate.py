@@ -345,7 +345,7 @@ class StageEstimate:
                 action.RECOMPUTE: round(scratch.recompute),
             },
             tied_bytes={
-                name: self.model.graph.parameter[name].bytes
+                name: self.model.graph.parameter[name].gradient_bytes
                 for name in self.stages.params[self.index]
                 if name in self.stages.tied and self.model.graph.parameter[name].trainable
             },

@@ -242,10 +242,10 @@ def _record(
     autocast: Autocast | None,
     forced: Sequence[float],
 ) -> RecordedRun:
-    """Try without data, then on the CPU, then on a GPU if there is one."""
+    """Try without data, then on the CPU, then on an accelerator if there is one."""
     attempts = [(torch.device("cpu"), True), (torch.device("cpu"), False)]
-    if torch.cuda.is_available():
-        attempts.append((torch.device("cuda"), False))
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
+        attempts.append((accelerator, False))
     problem: Exception | None = None
     for device, fake in attempts:
         try:

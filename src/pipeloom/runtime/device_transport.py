@@ -1,4 +1,4 @@
-"""Moving bytes with NCCL: between GPUs.
+"""Moving bytes between accelerators: by NCCL, or whatever backend torch.distributed has for the device.
 
 Operations of one communicator run one after the other on its stream, so a receive posted ahead would hold
 up a later send to the same rank while the peer does the same: neither transfer could start. Therefore each
@@ -29,9 +29,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented names
 
 from ..ir.errors import ConfigError
-from .connect import NCCL_PATIENCE
+from .connect import BACKEND_PATIENCE
 from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, OpenGroups, PendingTransfer, SumGroup
 from .watch import Waiting, Watch
+
+UNREACHED_PATIENCE = BACKEND_PATIENCE / 2
+"""For so many times the limit a device may compute in front of a transfer, which may be all of a step. Who
+waits for whom is then told before the backend ends the process."""
 
 
 class Awaited(NamedTuple):
@@ -47,7 +51,7 @@ class Awaited(NamedTuple):
 
 class StreamWatchdog:
     """Knows which transfer a device's stream waits for, and fails this rank if it does so for longer than the
-    limit.
+    limit; or if it does not even come there.
 
     The main thread may be anywhere at that time, so the error is printed here.
     late: what the device waits for now, since it was seen to be there.
@@ -59,6 +63,8 @@ class StreamWatchdog:
         watch.device_waits = lambda: self.late
         self._timeout_s = timeout_s
         self._awaited: deque[Awaited] = deque()
+        self._next: Awaited | None = None
+        self._next_since_s = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeloom-lookout", daemon=True)
         self._thread.start()
@@ -80,32 +86,36 @@ class StreamWatchdog:
             while self._awaited and self._awaited[0].work.is_completed():
                 self._awaited.popleft()
                 self.late = None
-            if not self._awaited or not self._awaited[0].reached.query():
+            if not self._awaited:
                 continue
-            if self.late is None:
-                self.late = replace(self._awaited[0].waiting, since_s=time.monotonic())
-            waited_s = time.monotonic() - self.late.since_s
-            if waited_s > self._timeout_s:
-                error = self.watch.timeout_error(self.late.what, waited_s)
+            now, first = time.monotonic(), self._awaited[0]
+            if first is not self._next:  # the device goes on
+                self._next, self._next_since_s = first, now
+            if self.late is None and first.reached.query():
+                self.late, self._next_since_s = replace(first.waiting, since_s=now), now
+            waited_s = now - self._next_since_s
+            if waited_s > self._timeout_s * (1 if self.late else UNREACHED_PATIENCE):
+                what = first.waiting.what if self.late else f"its device to come to {first.waiting.what}"
+                error = self.watch.timeout_error(what, waited_s)
                 if self.watch.fail(error, main_thread=False).rank == self.watch.rank:
                     print(error, file=sys.stderr, flush=True)
                 return
 
 
-def nccl_group(
+def device_group(
     store: Store, timeout_s: float, device: torch.device, name: str, rank: int, ranks: int
 ) -> Group:
-    """A group of NCCL's, or of another device's backend, apart from all others on the store.
+    """A group of the backend of a device, apart from all others on the store.
 
     timeout_s: limit of our own waits.
     """
     backend = dist.get_default_backend_for_device(device)
     if backend != "nccl":
         make = dist.Backend._plugins[backend.upper()].creator_fn
-        return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=NCCL_PATIENCE * timeout_s))
+        return make(PrefixStore(name, store), rank, ranks, timedelta(seconds=BACKEND_PATIENCE * timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options.group_name = name  # type: ignore[assignment]  # a NewType; for the flight recorder
-    options._timeout = timedelta(seconds=NCCL_PATIENCE * timeout_s)
+    options._timeout = timedelta(seconds=BACKEND_PATIENCE * timeout_s)
     return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, ranks, options)
 
 
@@ -117,10 +127,10 @@ def connecting_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
 
 
-class NcclTransport:
-    """Point-to-point on two groups, sums on the given group, control data on a gloo group.
+class DeviceTransport:
+    """Point-to-point on a group per edge, sums on the given group, control data on a gloo group.
 
-    make: makes further groups of NCCL's.  make_control: makes gloo's.
+    make: makes further groups of the device's backend.  make_control: makes gloo's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Residuals that leave a CUDA device, or are made again: the same numbers, and memory as counted."""
+"""Residuals that leave an accelerator, or are made again: the same numbers, and memory as counted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from pipeloom import Options, Pipeline, Plan
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.timeline import Event
-from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.options import named_device
+from pipeloom.runtime.pinned_tier import CHUNK, PinnedTier
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""
 
 JOB = products.job(WIDTH)
+DEVICE = named_device("auto")
 
 
 def plan_of(treatments: tuple[Treatment, ...]) -> Plan:
@@ -35,7 +37,7 @@ def test_many_steps_equal_those_with_everything_kept(treatments: tuple[Treatment
     found = []
     plan = plan_of(treatments)
     for own in (replace(plan, memory=MemoryPolicy()), plan):
-        with Pipeline(JOB, own, options=Options(device="cuda")) as pipeline:
+        with Pipeline(JOB, own, options=Options(device=DEVICE)) as pipeline:
             losses = [pipeline.step(JOB.batch(seed, MICROBATCHES * ROWS)) for seed in range(STEPS)]
             found.append((losses, {n: p.detach().cpu() for n, p in pipeline.weights.params.items()}))
     (expected, params), (losses, ours) = found
@@ -48,26 +50,26 @@ def test_memory_falls_as_the_ledger_says() -> None:
     peaks = {}
     plan = plan_of(("offload",))
     for name, own in (("keep", replace(plan, memory=MemoryPolicy())), ("offload", plan)):
-        with Pipeline(JOB, own, options=Options(device="cuda")) as pipeline:
+        with Pipeline(JOB, own, options=Options(device=DEVICE)) as pipeline:
             data = JOB.batch(1, MICROBATCHES * ROWS)
             pipeline.step(data)
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
             pipeline.ledger.restart_peak()
             pipeline.step(data)
             # Active bytes count memory that a copy still reads, allocated bytes do not.
-            held = torch.cuda.memory_stats()["active_bytes.all.peak"]
+            held = torch.accelerator.memory_stats()["active_bytes.all.peak"]
             peaks[name] = held
             assert pipeline.ledger.peak == pytest.approx(held, rel=0.03, abs=64 * 2**20)
             if name == "offload":
-                assert isinstance(pipeline.tier, CudaTier)
+                assert isinstance(pipeline.tier, PinnedTier)
                 most = pipeline.ledger.host_peak + MICROBATCHES * CHUNK
                 assert pipeline.ledger.host_peak <= pipeline.tier.pinned_bytes <= most
     assert peaks["offload"] < 0.8 * peaks["keep"]
 
 
 def test_copies_run_beside_the_computation() -> None:
-    with Pipeline(JOB, plan_of(("offload", "keep", "keep")), options=Options(device="cuda")) as pipeline:
+    with Pipeline(JOB, plan_of(("offload", "keep", "keep")), options=Options(device=DEVICE)) as pipeline:
         for seed in range(2):
             pipeline.step(JOB.batch(seed, MICROBATCHES * ROWS))
         events = pipeline.measured().events

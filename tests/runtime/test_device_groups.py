@@ -15,7 +15,7 @@ from boards import local_boards
 
 from pipeloom.runtime.channel import Channel, meeting, run_threads
 from pipeloom.runtime.connect import connect
-from pipeloom.runtime.nccl import NcclTransport, nccl_group
+from pipeloom.runtime.device_transport import DeviceTransport, device_group
 from pipeloom.runtime.transport import SumGroup
 from pipeloom.runtime.watch import Watch
 
@@ -43,12 +43,12 @@ class Group(dist.ProcessGroup):
     recv = send
 
 
-def transport(aborted: list[str]) -> NcclTransport:
+def transport(aborted: list[str]) -> DeviceTransport:
     def make(name: str, rank: int, ranks: int) -> Group:
         return Group(name, aborted)
 
     watch = Watch(local_boards(2)[0])
-    made = NcclTransport(
+    made = DeviceTransport(
         Group("world", aborted),
         watch,
         make=make,
@@ -73,7 +73,7 @@ def test_our_own_limit_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
             limits.append(options._timeout)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
-    nccl_group(dist.HashStore(), LIMIT_S, torch.device("cuda"), "tied", 0, 2)
+    device_group(dist.HashStore(), LIMIT_S, torch.device("cuda"), "tied", 0, 2)
     assert min(limits) >= 3 * timedelta(seconds=LIMIT_S)
 
 

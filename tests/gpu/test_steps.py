@@ -1,4 +1,4 @@
-"""On a CUDA device: the same numbers as eager PyTorch, and memory as predicted."""
+"""On an accelerator: the same numbers as eager PyTorch, and memory as predicted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan
+from pipeloom.options import named_device
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512
 
 JOB = products.job(WIDTH)
+DEVICE = named_device("auto")
 
 
 def two_stages_on_one_rank() -> Plan:
@@ -23,10 +25,10 @@ def two_stages_on_one_rank() -> Plan:
 
 def eager() -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
-    model = JOB.model().cuda()
+    model = JOB.model().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     total = 0.0
-    data = {name: t.cuda() for name, t in JOB.batch(1, MICROBATCHES * ROWS).items()}
+    data = {name: t.to(DEVICE) for name, t in JOB.batch(1, MICROBATCHES * ROWS).items()}
     for x, y in zip(data["x"].split(ROWS), data["y"].split(ROWS), strict=True):
         loss = model(x, y) / MICROBATCHES
         loss.backward()
@@ -36,7 +38,7 @@ def eager() -> tuple[float, dict[str, Tensor]]:
 
 
 def test_a_step_equals_eager_pytorch() -> None:
-    with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device="cuda")) as pipeline:
+    with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device=DEVICE)) as pipeline:
         loss = pipeline.step(JOB.batch(1, MICROBATCHES * ROWS))
         params = {name: p.detach().cpu() for name, p in pipeline.weights.params.items()}
     expected, updated = eager()
@@ -46,19 +48,19 @@ def test_a_step_equals_eager_pytorch() -> None:
 
 
 def test_the_ledger_agrees_with_the_allocator() -> None:
-    with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device="cuda")) as pipeline:
+    with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device=DEVICE)) as pipeline:
         data = JOB.batch(1, MICROBATCHES * ROWS)
         pipeline.step(data)
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
         pipeline.ledger.restart_peak()
         pipeline.step(data)
-        held = torch.cuda.max_memory_allocated()
+        held = torch.accelerator.max_memory_allocated()
         # cuBLAS keeps a workspace that belongs to no tensor of ours
         assert pipeline.ledger.peak == pytest.approx(held, rel=0.03, abs=64 * 2**20)
 
 
 def test_the_timeline_is_in_device_time() -> None:
-    with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device="cuda")) as pipeline:
+    with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device=DEVICE)) as pipeline:
         pipeline.step(JOB.batch(1, MICROBATCHES * ROWS))
         timeline = pipeline.measured()
     assert 0 < timeline.busy_s(0) <= timeline.step_s

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeloom.runtime import cuda_tier
-from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
-from pipeloom.runtime.recorder import CudaClock
+from pipeloom.runtime import pinned_tier
+from pipeloom.runtime.pinned_tier import CHUNK, PinnedTier
+from pipeloom.runtime.recorder import DeviceClock
 from pipeloom.tracer.stage.functions import Slot
 
 
@@ -29,14 +29,14 @@ class Anything(nullcontext[None]):
 
 
 @pytest.fixture
-def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
+def tier(monkeypatch: pytest.MonkeyPatch) -> PinnedTier:
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: real(*size, **how))
     monkeypatch.setattr(torch.accelerator, "current_stream", Anything)
-    monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
+    monkeypatch.setattr(pinned_tier, "_on_device", lambda tensor: tensor.dim() > 0)
     monkeypatch.setattr(torch, "Stream", Anything)
-    monkeypatch.setattr(CudaClock, "mark", Anything)
-    return CudaTier(0)
+    monkeypatch.setattr(DeviceClock, "mark", Anything)
+    return PinnedTier(0)
 
 
 def residuals(*lengths: int) -> dict[Slot, Tensor]:
@@ -44,7 +44,7 @@ def residuals(*lengths: int) -> dict[Slot, Tensor]:
     return {Slot("residual", f"r{i}"): torch.randn(n, generator=dice) for i, n in enumerate(lengths)}
 
 
-def test_what_left_comes_back(tier: CudaTier) -> None:
+def test_what_left_comes_back(tier: PinnedTier) -> None:
     transposed = torch.arange(12.0).reshape(3, 4).T
     sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("residual", "view"): transposed}
     expected = {slot: t.clone() for slot, t in sent.items()}
@@ -58,7 +58,7 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
     assert tier.used_bytes == 0
 
 
-def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
+def test_what_is_on_the_host_stays_there(tier: PinnedTier) -> None:
     """The host would write to a chunk at once, though a copy from it may be pending."""
     seed = torch.tensor(7)
     copy = tier.offload("0OFFLOAD0", {Slot("residual", "seed"): seed, **residuals(10)})
@@ -67,7 +67,7 @@ def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
     assert copy.take(lambda: None)[Slot("residual", "seed")] is seed
 
 
-def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:
+def test_pinned_memory_is_used_again_whatever_the_sizes(tier: PinnedTier) -> None:
     for length in (CHUNK, CHUNK // 2, 3, 3 * CHUNK // 4):
         copies = [tier.offload(f"0OFFLOAD{m}", residuals(length)) for m in range(2)]
         for copy in copies:
@@ -77,13 +77,13 @@ def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:
     assert tier.peak_bytes == 2 * 4 * CHUNK
 
 
-def test_little_more_is_pinned_than_is_held(tier: CudaTier) -> None:
+def test_little_more_is_pinned_than_is_held(tier: PinnedTier) -> None:
     copy = tier.offload("0OFFLOAD0", residuals(17 * CHUNK // 16))
     assert copy.bytes <= tier.pinned_bytes < copy.bytes + CHUNK
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_what_is_given_up_leaves_its_place_to_others(tier: CudaTier, asked: bool) -> None:
+def test_what_is_given_up_leaves_its_place_to_others(tier: PinnedTier, asked: bool) -> None:
     copy = tier.offload("0OFFLOAD0", residuals(CHUNK // 4))
     if asked:
         copy.reload()

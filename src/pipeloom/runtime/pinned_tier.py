@@ -1,4 +1,4 @@
-"""Residuals of a CUDA rank in pinned host memory, copied on two streams beside the computation.
+"""Residuals of an accelerator in pinned host memory, copied on two streams beside the computation.
 
 Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy.
 
@@ -24,7 +24,7 @@ from ..ir.cluster import MiB
 from ..ir.errors import OffloadError
 from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
-from .recorder import CudaClock
+from .recorder import DeviceClock
 from .tier import TensorLayout, bytes_of
 
 ALIGNED = 512
@@ -35,14 +35,14 @@ CHUNK = 16 * MiB
 
 
 @dataclass(eq=False)
-class CudaCopy:
+class PinnedCopy:
     """See `tier.Copy`.
 
     host: its chunks.  offloaded, reloaded: events behind the copies.  leaving, reloading: what is copied now.
     on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
-    tier: CudaTier
+    tier: PinnedTier
     layouts: tuple[TensorLayout, ...]
     offload_span: tuple[object, object] | None = None
     reload_span: tuple[object, object] | None = None
@@ -107,7 +107,7 @@ class CudaCopy:
             begin += _aligned(layout.bytes)
 
 
-class CudaTier:
+class PinnedTier:
     """See `Tier`.  pinned_bytes: of host memory, used now or not."""
 
     def __init__(self, rank: int) -> None:
@@ -115,19 +115,19 @@ class CudaTier:
         self._rank = rank
         self._out, self._in = _stream(), _stream()
         self._idle_chunks: list[Tensor] = []
-        self._reloading: set[CudaCopy] = set()  # kept from being freed under a copy if the run is given up
+        self._reloading: set[PinnedCopy] = set()  # kept from being freed under a copy if the run is given up
 
-    def offload(self, action: str, residuals: Tensors) -> CudaCopy:
+    def offload(self, action: str, residuals: Tensors) -> PinnedCopy:
         on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
-        copy = CudaCopy(self, layouts, on_host=on_host)
+        copy = PinnedCopy(self, layouts, on_host=on_host)
         copy.host = self._allocate(sum(_aligned(layout.bytes) for layout in layouts), action)
         self._out.wait_stream(torch.accelerator.current_stream())
         with self._out:
-            begin = CudaClock.mark()
+            begin = DeviceClock.mark()
             for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
-            copy.offloaded = CudaClock.mark()
+            copy.offloaded = DeviceClock.mark()
         copy.offload_span = (begin, copy.offloaded)
         copy.leaving = dict(residuals)
         residuals.clear()
@@ -135,20 +135,20 @@ class CudaTier:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return copy
 
-    def copy_back(self, copy: CudaCopy) -> None:
+    def copy_back(self, copy: PinnedCopy) -> None:
         """The memory is taken on the computing stream: it is memory that the computation is done with."""
         for layout in copy.layouts:
             copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
         self._reloading.add(copy)
         self._in.wait_stream(torch.accelerator.current_stream())
         with self._in:
-            begin = CudaClock.mark()
+            begin = DeviceClock.mark()
             for layout, span, part in copy.pieces():
                 copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
-            copy.reloaded = CudaClock.mark()
+            copy.reloaded = DeviceClock.mark()
         copy.reload_span = (begin, copy.reloaded)
 
-    def free_chunks(self, copy: CudaCopy) -> None:
+    def free_chunks(self, copy: PinnedCopy) -> None:
         copy.leaving, copy.reloading, copy.on_host = {}, {}, {}
         self._reloading.discard(copy)
         self.used_bytes -= copy.bytes
@@ -158,7 +158,7 @@ class CudaTier:
     def close(self) -> None:
         """A device that has failed copies nothing any more; whoever waited for it has said so."""
         for stream in (self._out, self._in):
-            with suppress(RuntimeError):  # how torch.cuda reports the device's failure, again at every call
+            with suppress(RuntimeError):  # how PyTorch reports the device's failure, again at every call
                 stream.synchronize()
         self._reloading.clear()
         self._idle_chunks.clear()
