@@ -69,7 +69,8 @@ class _Roofline(Timer):
         return [self.once(run)]
 
     def once(self, run: Callable[[], Any]) -> float:
-        with _Kernels(self._described) as kernels:
+        kernels = _Kernels(self._described)
+        with kernels:
             run()
         return kernels.seconds
 
@@ -78,8 +79,9 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sums up by roofline what the kernels that run take. Views run none."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._device, self.seconds = device, 0.0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

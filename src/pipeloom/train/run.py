@@ -287,10 +287,9 @@ def _train_rank(prepared: PreparedRun) -> None:
     require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
     captured = take_over(prepared.model, workload.job)
-    plan, replanned = prepared.plan, None
-    while plan is not None:
-        replanned = _train_by(plan, prepared, workload, captured, replanned)
-        plan = None if replanned is None else replanned.plan
+    replanned = _train_by(prepared.plan, prepared, workload, captured, None)
+    while replanned is not None and replanned.plan is not None:
+        replanned = _train_by(replanned.plan, prepared, workload, captured, replanned)
 
 
 def _train_by(
@@ -339,7 +338,7 @@ def _train_by(
         outcome = train(
             pipeline, config, workload, out, console=console, replans=replans, at_once=bool(at_once)
         )
-        if replans is not None and replans.last is not replanned and replans.last.plan is not None:
+        if replans is not None and outcome.steps < config.steps:
             return replans.last
         if pipeline.rank != 0:
             return None
