@@ -50,6 +50,8 @@ def test_from_a_file_and_from_a_module(folder: Path) -> None:
     assert load_job("jobs_here.py:make").name == "loaded"
     assert load_job(f"{folder}/jobs_here.py:make").name == "loaded"
     assert load_job("pack.inner:make").name == "loaded"
+    (folder / "alone.py").write_text(f"{GOOD}\njob = make\n")
+    assert load_job("alone.py").name == "loaded"
 
 
 def test_a_file_may_have_the_name_of_a_library(folder: Path) -> None:
@@ -61,7 +63,8 @@ def test_a_file_may_have_the_name_of_a_library(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("jobs_here.py", "names no function"),
+        ("jobs_here.py", "has no function job"),
+        ("jobs_here", "names no function"),
         (":make", "names no function"),
         ("nowhere.py:make", "no file nowhere.py"),
         ("pack.nowhere:make", "no module pack.nowhere"),

@@ -68,12 +68,12 @@ _HINT = "name a function that returns a pipeloom.Job, as file.py:function or pac
 
 
 def load_job(spec: str) -> Job:
-    """Import the module and call the function.
+    """Import the module and call the function; of a file by itself, its function `job`.
 
     Raises: ConfigError if the file, module or function is missing, the function wants arguments, or what
         it returns is no Job. An exception inside the user's code is left as it is.
     """
-    where, colon, name = spec.rpartition(":")
+    where, colon, name = (spec, ":", "job") if spec.endswith(".py") else spec.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"model {spec!r} names no function", hint=_HINT)
     module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where, name)
