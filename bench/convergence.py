@@ -121,6 +121,8 @@ RULES = {
     "flush 100": Rule(flushed=100),
     "flush 200": Rule(flushed=200),
     "flush 100, applied 0.8": Rule(flushed=100, applied=0.8),
+    "flush 100, update 1.0": Rule(flushed=100, update=1.0),
+    "flush 200, applied 0.8": Rule(flushed=200, applied=0.8),
 }
 
 
@@ -178,7 +180,7 @@ def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> Cur
         if rule.applied and delayed:
             for w, b in zip(newest, before, strict=True):
                 w.lerp_(b, -rule.applied)
-        if rule.update and step:
+        if rule.update and step and delayed:
             for w, u, other in zip(newest, update, last_update, strict=True):
                 w.add_(u - other, alpha=rule.update)
         last_update = update
