@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -121,6 +122,8 @@ RULES = {
     "flush 100": Rule(flushed=100),
     "flush 200": Rule(flushed=200),
     "flush 100, applied 0.8": Rule(flushed=100, applied=0.8),
+    "flush 100, update 1.0": Rule(flushed=100, update=1.0),
+    "flush 200, applied 0.8": Rule(flushed=200, applied=0.8),
 }
 
 
@@ -178,7 +181,7 @@ def alone(optimizer: str, rule: Rule, workload: Workload, config: Config) -> Cur
         if rule.applied and delayed:
             for w, b in zip(newest, before, strict=True):
                 w.lerp_(b, -rule.applied)
-        if rule.update and step:
+        if rule.update and step and delayed:
             for w, u, other in zip(newest, update, last_update, strict=True):
                 w.add_(u - other, alpha=rule.update)
         last_update = update
@@ -298,8 +301,12 @@ def at(step: float, curve: Curve) -> float:
 
 
 COLOURS = {"flush": "#7d8fa9", "2bw": "#e0592a"}
-OTHERS = ("#12a594", "#9a6be0", "#c99a2e", "#3a77d0", "#d64545", "#10192b", "#7a9a2e", "#b0529c")
-WIDE, HIGH, LOW_LOSS, HIGH_LOSS = 330, 260, 2.0, 3.6
+OTHERS = (
+    *("#12a594", "#9a6be0", "#c99a2e", "#3a77d0", "#d64545"),
+    *("#10192b", "#7a9a2e", "#b0529c", "#8a5a2b", "#e08fb0"),
+)
+WIDE, HIGH, TALLEST = 330, 260, 1.6
+"""Of a picture: its size, and the losses that it covers at most; what is higher is cut off."""
 
 
 def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
@@ -311,29 +318,30 @@ def svg(drawn: Mapping[tuple[str, str], tuple[Any, Any]]) -> str:
     parts = []
     for row, optimizer in enumerate(optimizers):
         for column, axis in enumerate(("steps", "predicted seconds")):
-            left, top = 50 + column * (WIDE + 50), 56 + row * (HIGH + 50)
+            left, top = 50 + column * (WIDE + 50), 76 + row * (HIGH + 50)
             shown = {rule: both[column] for (o, rule), both in drawn.items() if o == optimizer}
             end = max(x for curve in shown.values() for x, _ in curve)
+            losses = [loss for curve in shown.values() for _, loss in curve[1:]]
+            low = math.floor(5 * min(losses)) / 5
+            step = min(math.ceil(5 * max(losses)) / 5 - low, TALLEST) / 4
             parts.append(f'<rect x="{left}" y="{top}" width="{WIDE}" height="{HIGH}" class="frame"/>')
             parts.append(f'<text x="{left}" y="{top - 8}">{optimizer}, by {axis} (0 to {end:.0f})</text>')
-            for loss in (2.0, 2.4, 2.8, 3.2, 3.6):
-                y = top + HIGH * (HIGH_LOSS - loss) / (HIGH_LOSS - LOW_LOSS)
+            for line in range(5):
+                y = top + HIGH * (4 - line) / 4
                 parts.append(f'<path d="M{left} {y:.0f}h{WIDE}" class="grid"/>')
-                parts.append(f'<text x="{left - 28}" y="{y + 4:.0f}">{loss}</text>')
+                parts.append(f'<text x="{left - 30}" y="{y + 4:.0f}">{low + line * step:.2f}</text>')
+            parts.append(f'<svg x="{left}" y="{top}" width="{WIDE}" height="{HIGH}">')
             for rule, curve in shown.items():
-                points = [
-                    (left + WIDE * x / end, top + HIGH * (HIGH_LOSS - loss) / (HIGH_LOSS - LOW_LOSS))
-                    for x, loss in curve
-                    if loss <= HIGH_LOSS
-                ]
+                points = [(WIDE * x / end, HIGH * (1 - (loss - low) / (4 * step))) for x, loss in curve]
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
                 parts.append(f'<polyline points="{path}" stroke="{colours[rule]}"/>')
+            parts.append("</svg>")
     for index, rule in enumerate(rules):
-        left, top = 50 + index % 6 * 120, 14 + index // 6 * 14
+        left, top = 50 + index % 4 * 180, 14 + index // 4 * 14
         parts.append(f'<text x="{left}" y="{top}" fill="{colours[rule]}">{rule}</text>')
     style = "text{font:12px sans-serif}.frame{fill:none;stroke:#888}.grid{stroke:#8884}"
     style += "polyline{fill:none;stroke-width:1.6}"
-    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 60}"'
+    size = f'width="{2 * WIDE + 120}" height="{len(optimizers) * (HIGH + 50) + 40}"'
     body = "".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{body}</svg>'
 

@@ -46,7 +46,7 @@ from .workload import Workload, rate_scheduler, workload_of
 
 _log = logging.getLogger("pipeloom")
 
-DELAY_CORRECTION, FLUSHED_SHARE = 0.8, 0.25
+DELAY_CORRECTION, FLUSHED_SHARE = 0.8, 0.5
 """What loses least without a flush, and the share of a run's steps: see docs/results.md."""
 
 
@@ -209,7 +209,7 @@ def against_the_delay(config: Config, plan: Plan, *, own_optimizer: bool) -> str
     >>> shape = {"graph": "", "planner": "", "stages": (StagePlan(ops=("a",)),), "placement": (0,)}
     >>> plan = Plan(**shape, schedule="1f1b", schedule_rows=("0F1 0B0",), microbatches=1, weights="2bw")
     >>> against_the_delay(Config(steps=80), replace(plan, delay_correction=0.3), own_optimizer=True)[-24:]
-    ' --warm-up-with-flush 20'
+    ' --warm-up-with-flush 40'
     """
     if WEIGHT_POLICIES[plan.weights].flushes:
         return ""
