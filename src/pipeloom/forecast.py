@@ -136,7 +136,9 @@ class Forecast:
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
         alive = self.rounds if self.plan.steady is None else self.plan.steady.window
-        sample_bytes = sum(t.nbytes for t in self.sample.values())
+        read = {name for functions in self.variant.functions.values() for name in functions.batch}
+        whole = self.device.type == "cpu"  # others get what their rank's stages read
+        sample_bytes = sum(t.nbytes for name, t in self.sample.items() if whole or name in read)
         batch_bytes = self.plan.microbatches_on(self.channel.rank) * alive * sample_bytes
         shares, stages = self.weights.shares, self.variant.stages
         rows = names_for_owners(stages, self.plan.placement, shares) if shares else ()

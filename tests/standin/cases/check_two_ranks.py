@@ -19,7 +19,7 @@ READS_LOSS = "event.synchronize batches.py"
 
 MOST = {"chain, recompute ahead": 1.04}
 """Of the ledger's peak over the device's, where it is more than 1.03. Here gradients that a backward gives
-back are as large as residuals, and they count beside all of these, though it has let go of some by then."""
+back are as large as residuals, and count beside all of these, though it has let go of some by then."""
 
 
 @cache
