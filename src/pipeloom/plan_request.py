@@ -222,6 +222,7 @@ def fastest(plans: Iterable[tuple[Plan, T]]) -> tuple[Plan, T] | None:
 COMPILED = "compiled"
 """Note of a plan that was made with the times of compiled functions: how they compare with eager ones."""
 
+
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The settings that a plan was made with, as far as it says them, to plan again by. Of its planner and
     schedule, which need not be any that is known here, ask `runnable.names_to_plan_by`."""

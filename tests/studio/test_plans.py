@@ -62,6 +62,11 @@ def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServe
     page.page.get_by_role("button", name="Undo the cut").click()
     assert planned(page, 3)["cuts"] == first["cuts"]
     assert load_plan(saved).stages != load_plan(plan_file).stages
+    page.page.evaluate("moveCut(0, 0)")
+    assert planned(page, 5)["cuts"] == first["cuts"]
+    assert "stage empty" in page.page.inner_text("#problem")
+    page.page.evaluate("moveCut(0, 1), moveCut(0, 2)")
+    assert planned(page, 6)["cuts"] == [2]
 
 
 @pytest.mark.slow

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = dict[str, Any]
 
+BY_HAND = "by hand"
+"""Stands for the planner of a plan whose cuts were moved."""
+
 
 @dataclass(frozen=True)
 class PlanModel:
@@ -111,16 +114,14 @@ class PlanDesk:
         used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
-            "caps": [format_bytes(cap) for cap in plan.caps],
             "cap": max(plan.caps, default=0),
-            "planner": plan.planner,
             "used": next(name for name, allowed in TREATMENTS.items() if used <= set(allowed)),
-            "schedule": plan.schedule,
             "step": plan.predicted_step_s,
             "peaks": list(plan.peaks),
+            "over": [],
         }
         if planned.model is None:
-            return answer
+            return answer | {"said": _sentence(plan, plan.predicted_step_s, plan.peaks)}
         cuts = asked.get("cuts")
         cuts = cuts_of(planned.pieces) if cuts is None else cuts
         parts = [
@@ -128,7 +129,8 @@ class PlanDesk:
             for stage, (a, b) in enumerate(pairwise([0, *cuts, len(planned.pieces)]))
             for piece in planned.pieces[a:b]
         ]
-        return answer | {"cuts": cuts, "pieces": parts} | _simulated(plan, planned.model)
+        answer |= {"cuts": cuts, "pieces": parts} | _simulated(plan, planned.model)
+        return answer | {"said": _sentence(plan, answer["step"], answer["peaks"])}
 
     def save_plan(self, asked: Json) -> Json:
         """The file of the plan as it is cut now, with its figures."""
@@ -187,6 +189,15 @@ class PlanDesk:
             said = f"{error.message}\n{error.hint or ''}"
         finally:
             self._search |= {"running": False, "said": said}
+
+
+def _sentence(plan: Plan, step_s: float, peaks: Sequence[int]) -> str:
+    by = plan.planner if plan.planner == BY_HAND else f"by {plan.planner}"
+    said = [f"{plan.schedule}, cut {by}", f"step {show_time(step_s)}"]
+    for name, sizes in (("peaks", peaks), ("caps", plan.caps)):
+        if sizes:
+            said.append(f"{name} {', '.join(map(format_bytes, sizes))}")
+    return "; ".join(said)
 
 
 def _simulated(plan: Plan, model: PlanModel) -> Json:
@@ -248,15 +259,18 @@ def with_cuts(plan: Plan, parts: Sequence[LayerPiece], cuts: Sequence[int]) -> P
         for residual, treatment in treated.items():
             treatments[home[residual.partition(".")[0]]][residual] = treatment
     policy = replace(plan.memory, stages=tuple(treatments) if plan.memory.stages else ())
-    return replace(plan, stages=stages, memory=policy, planner="by hand", predicted_step_s=0.0, peaks=())
+    return replace(plan, stages=stages, memory=policy, planner=BY_HAND, predicted_step_s=0.0, peaks=())
 
 
 def _treated(stage: StagePlan, number: int, plan: Plan) -> Json:
+    times = stage.forward_s, stage.input_grad_s + stage.weight_grad_s, stage.recompute_s
+    sizes = stage.kept_bytes, stage.recomputed_bytes, stage.offloaded_bytes
     return {
         "stage": number,
         "rank": plan.placement[number],
         "ops": len(stage.ops),
-        "times": [stage.forward_s, stage.input_grad_s + stage.weight_grad_s, stage.recompute_s],
-        "bytes": [stage.kept_bytes, stage.recomputed_bytes, stage.offloaded_bytes],
+        "times": [show_time(seconds) if seconds else "" for seconds in times],
+        "bytes": sizes,
+        "sizes": [format_bytes(size) for size in sizes],
         "treatments": dict(plan.memory.stages[number]) if number < len(plan.memory.stages) else {},
     }

@@ -94,7 +94,7 @@ def studio_app(page: str, answers: Mapping[str, Answer], *, token: str, port: in
 
     def failed(request: Request, error: Exception) -> Response:
         """Starlette raises the error again, so that its traceback stands where the studio was started."""
-        text = f"the studio failed ({type(error).__name__}), which is no fault of yours: see where it was started"
+        text = f"the studio failed ({type(error).__name__}), no fault of yours: see where it was started"
         return Response(text, status_code=500, media_type="text/plain", headers=HEADERS)
 
     routes = [Route("/", show, methods=["GET"]), Route("/api/{name}", answer, methods=["POST"])]
