@@ -80,7 +80,7 @@ def plan_again(desk: PlanDesk) -> Mapping[str, Any]:
         ({}, {"schedule": "evil.py:f"}),
         ({"replicas": 2, "shard_optimizer": True}, {}),
         ({"weights": "2bw", "delay_correction": 0.5, "warm_up_with_flush": 3, "clips": True}, {}),
-        ({"schedule": "interleaved_1f1b:chunks=2"}, {}),
+        ({"schedule": "interleaved_1f1b:v=2", "planner": "balanced"}, {}),
         ({"schedule": "chimera"}, {}),
     ],
     ids=str,
@@ -166,7 +166,7 @@ BRANCHES = replace(towers.plan_of(towers.JOBS[False], ()), schedule="mine")
     ("how", "drawn"),
     [
         ({}, "plan"),
-        ({"schedule": "interleaved_1f1b:chunks=2"}, "plan"),
+        ({"schedule": "interleaved_1f1b:v=2"}, "plan"),
         ({"replicas": 2}, "1f1b"),
         ({"schedule": "chimera"}, "chimera"),
         ({"weights": "2bw"}, "1f1b"),
