@@ -226,7 +226,7 @@ COMPILED = "compiled"
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The settings that a plan was made with, as far as it says them, to plan again by. Of its planner and
     schedule, which need not be any that is known here, ask `runnable.names_to_plan_by`."""
-    return {
+    settings: dict[str, Any] = {
         "ranks": len(set(plan.placement)) // plan.width,
         "replicas": plan.width,
         "shard_optimizer": plan.shard_optimizer,
@@ -236,7 +236,8 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "clips": plan.clips,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
-    } | ({"compile": True} if COMPILED in plan.notes else {})
+    }
+    return settings | {"compile": True} if COMPILED in plan.notes else settings
 
 
 LARGEST_MICROBATCH = 1 << 16

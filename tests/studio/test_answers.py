@@ -174,14 +174,16 @@ def test_a_planner_that_fails_does_not_go_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_plan_opens_with_a_drawing(tmp_path: Path, how: dict[str, Any] | None, drawn: str) -> None:
     """By its rows where these say all; of replicas one pipeline.  how: None for stages that form branches."""
     file = tmp_path / "plan.json"
-    branches = how is None  # whose planner left no note on them
-    plan = replace(towers.plan_of(towers.JOBS[False], ()), schedule="mine") if branches else planned(**how)
+    if how is None:  # no planner left a note on them
+        plan = replace(towers.plan_of(towers.JOBS[False], ()), schedule="mine")
+    else:
+        plan = planned(**how)
     plan.save(file)
     start, answers = opened(str(file), read_words)
     words = [*chain.from_iterable(start["words"].items())]
     (one,) = answers["draw"]({"words": words, "entries": start["entries"]})["drawn"]
     assert one["name"] == drawn and "error" not in one
-    assert branches or one["figures"]["step_s"] > 0
+    assert how is None or one["figures"]["step_s"] > 0
     assert one["ranks"] == len(plan.schedule_rows) // plan.width
 
 

@@ -83,7 +83,7 @@ def test_what_fails_is_answered_with_a_sentence(library_server: StudioServer) ->
 def test_a_question_has_an_end(library_server: StudioServer, chunked: bool) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", library_server.port)
     parts = [b" " * MOST_BYTES, b"{}"]
-    body = iter(parts) if chunked else b"".join(parts)
+    body: Any = iter(parts) if chunked else b"".join(parts)
     headers = {"X-Token": library_server.token}
     connection.request("POST", api("draw"), body, headers, encode_chunked=chunked)
     assert connection.getresponse().status == 413

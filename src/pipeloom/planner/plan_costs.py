@@ -74,7 +74,7 @@ class PlanCosts:
     def figures(self, plan: Plan) -> tuple[StagePlan, ...]:
         """The stages of a plan, with what each takes on the device of its rank. Raises: as `stages`."""
         stages, model = plan.stage_graph(self.graph), self._model(plan, 0)
-        in_flight, found = registry.in_flight(plan.as_schedule), []
+        in_flight, found = registry.in_flight(plan.as_schedule), list[StagePlan]()
         for s in range(len(plan.stages)):
             treatments = plan.memory.stages[s] if plan.memory.stages else {}
             one = estimate_stage(model, stages, s, treatments)

@@ -175,8 +175,7 @@ class PlanDesk:
             request = planning.make_request(
                 model.job,
                 watch=self,
-                **settings_of(old),
-                **names_to_plan_by(old),
+                **settings_of(old) | names_to_plan_by(old),
                 cluster=model.described,
                 memory=memory,
                 treatments=treatments,
