@@ -229,6 +229,25 @@ def fastest(plans: Iterable[tuple[Plan, T]]) -> tuple[Plan, T] | None:
 COMPILED = "compiled"
 """Note of a plan that was made with the times of compiled functions: how they compare with eager ones."""
 
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The settings that a plan was made with, as far as it says them, to plan again by. Of its planner and
+    schedule, which need not be any that is known here, ask `runnable.names_to_plan_by`."""
+    settings: dict[str, Any] = {
+        "ranks": len(set(plan.placement)) // plan.width,
+        "replicas": plan.width,
+        "shard_optimizer": plan.shard_optimizer,
+        "weights": plan.weights,
+        "delay_correction": plan.delay_correction,
+        "warm_up_with_flush": plan.warm_up_with_flush,
+        "clips": plan.clips,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+    }
+    asked = {"compile": COMPILED in plan.notes, "master_weights": plan.master_weights}
+    return settings | {name: True for name, is_set in asked.items() if is_set}
+
+
 LARGEST_MICROBATCH = 1 << 16
 """Rows of the largest micro-batch that is looked at."""
 

@@ -59,6 +59,19 @@ def test_the_rule_stands_under_the_row_that_breaks_it(
     assert page.page.locator(".row[data-broken]").count() == 1
 
 
+def test_what_was_typed_just_before_done_counts(studio: Any) -> None:
+    page = edited(studio)
+    text = "0F0 0F1 0F2 0B0 0B1 0B2"
+    page.page.evaluate(
+        """(text) => { const area = document.querySelector("#rows textarea");
+        area.value = text; area.dispatchEvent(new Event("input")); $("close").click(); }""",
+        text,
+    )
+    page.drawn()
+    assert page.page.evaluate("state.entries[0].rows.split('\\n')[0]") == text
+    assert page.figures()["peak"] == 3 and not page.page.is_visible("#editor")
+
+
 def test_a_deadlock_is_drawn_as_a_circle(studio: Any) -> None:
     page = edited(studio)
     write(page, 0, "0F0 0B0 0F1 0F2 0B1 0B2")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeloom.studio.server import StudioServer
+from pipeloom.studio.server import MOST_BYTES, StudioServer
 
 DRAW = {"words": [], "entries": [{"name": "1f1b"}]}
 
@@ -60,15 +60,31 @@ def test_the_page_and_its_questions_are_answered(library_server: StudioServer) -
 @pytest.mark.parametrize(
     ("question", "word"),
     [
-        ({"words": [], "entries": [{"name": "/etc/hosts.py:found"}]}, "may not name files"),
-        ({"words": [], "entries": [{"name": "other.txt"}]}, "may not name files"),
-        ({"words": ["--times", "plan.json"], "entries": [{"name": "1f1b"}]}, "may not name files"),
-        ({"words": ["-F", "-1"], "entries": [{"name": "1f1b"}]}, "not a time"),
-        ({"words": ["--nonsense"], "entries": [{"name": "1f1b"}]}, "nonsense"),
+        ({"words": [], "name": "/etc/hosts.py:found"}, "may not name files"),
+        ({"words": [], "name": "other.txt"}, "may not name files"),
+        ({"words": ["--times", "plan.json"], "name": "1f1b"}, "may not name files"),
+        ({"words": ["-F", "-1"], "name": "1f1b"}, "not a time"),
+        ({"words": ["--nonsense"], "name": "1f1b"}, "nonsense"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_sentence(
     library_server: StudioServer, question: dict[str, Any], word: str
 ) -> None:
-    status, text = asked(library_server, api("draw"), question)
+    status, text = asked(library_server, api("path"), question)
     assert status == 422 and word in json.loads(text)["error"]["message"]
+
+
+def test_what_fails_is_answered_with_a_sentence(library_server: StudioServer) -> None:
+    status, text = asked(library_server, api("draw"), {})
+    assert status == 500 and "no fault of yours" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_question_has_an_end(library_server: StudioServer, chunked: bool) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", library_server.port)
+    parts = [b" " * MOST_BYTES, b"{}"]
+    body: Any = iter(parts) if chunked else b"".join(parts)
+    headers = {"X-Token": library_server.token}
+    connection.request("POST", api("draw"), body, headers, encode_chunked=chunked)
+    assert connection.getresponse().status == 413
+    connection.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from browser import needs_chromium
 from click.testing import CliRunner
+from filelock import FileLock
 from simulated_steps import simulated_step
 from studio_page import running
 from tiny_run import prepare
@@ -62,6 +63,11 @@ def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServe
     page.page.get_by_role("button", name="Undo the cut").click()
     assert planned(page, 3)["cuts"] == first["cuts"]
     assert load_plan(saved).stages != load_plan(plan_file).stages
+    page.page.evaluate("moveCut(0, 0)")
+    assert planned(page, 5)["cuts"] == first["cuts"]
+    assert "stage empty" in page.page.inner_text("#problem")
+    page.page.evaluate("moveCut(0, 1), moveCut(0, 2)")
+    assert planned(page, 6)["cuts"] == [2]
 
 
 @pytest.mark.slow
@@ -114,7 +120,8 @@ def test_every_cut_between_pieces_is_a_plan_with_the_same_ops(plan_file: Path) -
 def test_a_run_is_followed_until_it_ends(studio: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "lock").touch()
+    lock = FileLock(run / "lock")
+    lock.acquire()
     metrics = run / "metrics.jsonl"
     metrics.write_text('{"step": 1, "loss": 2.5, "step_s": 0.5}\n')
     with running(str(run)) as server:
@@ -128,7 +135,7 @@ def test_a_run_is_followed_until_it_ends(studio: Any, tmp_path: Path) -> None:
             simulated_step(ranks=2, mbs=3, source="measured", forward_s=0.02),
         ]
         write_trace(run / "trace.json", both)
-        (run / "lock").unlink()
+        lock.release()
         page.wait_until("$('run-said').textContent.startsWith('ended at step 2;')")
         shown = page.page.inner_text("#run-step")
         assert "predicted" in shown and "measured" in shown

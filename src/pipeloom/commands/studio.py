@@ -43,7 +43,7 @@ def studio(*, what: str | None, model: str | None, cluster: str | None, port: in
 def read_words(words: Sequence[str]) -> Scenario:
     """What the options of `pipeloom schedule show` say. Raises: ConfigError for what these do not know."""
 
-    @click.command()
+    @click.command(add_help_option=False)
     @shape_options
     def setting(scenario: Scenario) -> Scenario:
         return scenario

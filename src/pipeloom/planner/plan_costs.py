@@ -11,7 +11,7 @@ from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import LOWER_PRECISION, OpGraph, UpdateBytes, step_bytes
-from ..ir.plan import Plan
+from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
@@ -23,7 +23,7 @@ from ..simulator.simulate import simulate
 from .request import are_alike, profile_of
 from .stage_cost.model import CostModel
 from .stage_cost.peak_memory import CostOptions
-from .stage_cost.stage_estimate import cost_stage
+from .stage_cost.stage_estimate import cost_stage, estimate_stage
 
 Profiles: TypeAlias = Profile | Mapping[str, Profile]
 """One profile for all devices, or by device name."""
@@ -70,6 +70,17 @@ class PlanCosts:
             placement=plan.placement,
             shared_out=self.cluster if plan.shard_optimizer else None,
         )
+
+    def figures(self, plan: Plan) -> tuple[StagePlan, ...]:
+        """The stages of a plan, with what each takes on the device of its rank. Raises: as `stages`."""
+        stages, model = plan.stage_graph(self.graph), self._model(plan, 0)
+        in_flight, found = registry.in_flight(plan.as_schedule), list[StagePlan]()
+        for s in range(len(plan.stages)):
+            treatments = plan.memory.stages[s] if plan.memory.stages else {}
+            one = estimate_stage(model, stages, s, treatments)
+            turn_s = one.treated.turn_s(model, s, sum(one.seconds), one.seconds[0])
+            found.append(one.plan(max(1, in_flight[s]), ahead=s in plan.memory.ahead, turn_s=turn_s))
+        return tuple(found)
 
     def simulate(self, plan: Plan) -> Timeline:
         stages = plan.replicated(plan.stage_graph(self.graph))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir.errors import ConfigError
-from ..ir.plan import load_plan
+from ..checks.schedules import check
+from ..ir.errors import ConfigError, ScheduleError
+from ..ir.plan import Plan, load_plan
+from ..ir.stages import chain
+from ..planner.notes import branch_figures
 from ..schedules.formats import read_schedule
+from ..schedules.language.names import parse_name
 from ..schedules.scenario import library
 from .plans import PlanDesk, PlanModel
 from .runs import RunDesk
@@ -48,11 +53,16 @@ def opened(
         start |= {
             "plan": str(file),
             "model": job is not None,
-            "words": _words(file, len(plan.schedule_rows), plan.microbatches),
+            "words": {
+                "--times": str(file),  # its order is drawn by its own times; of several pipelines one
+                "-p": str(len(plan.schedule_rows) // plan.width),
+                "-m": str(plan.microbatches // plan.width),
+            },
         }
-        start["entries"] = (
-            [{"name": "plan", "rows": str(plan.as_schedule)}] if plan.steady is None else start["entries"]
-        )
+        if _is_chain(plan):
+            start["entries"] = [{"name": "plan", "rows": str(plan.as_schedule)}]
+        elif parse_name(plan.schedule).family in library():
+            start["entries"] = [{"name": plan.schedule}]
     elif job is not None:
         raise ConfigError(f"{what} is no plan, so a model says nothing of it", hint="leave MODEL out")
     elif file is not None and file.suffix in (".txt", ".csv"):
@@ -64,6 +74,12 @@ def opened(
     return start | {"files": files}, answers | {name: getattr(schedules, name) for name in names}
 
 
-def _words(file: Path, ranks: int, microbatches: int) -> dict[str, str]:
-    """The setting in which a plan's order is drawn by its own times."""
-    return {"--times": str(file), "-p": str(ranks), "-m": str(microbatches)}
+def _is_chain(plan: Plan) -> bool:
+    """Whether its rows say all: rows alone are read as one pipeline, each stage of which reads the one before
+    it, and which drains."""
+    if plan.steady is not None or plan.replicas > 1 or branch_figures(plan):
+        return False
+    with suppress(ScheduleError):
+        check(plan.as_schedule, chain(len(plan.stages)))
+        return True
+    return False

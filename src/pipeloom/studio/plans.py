@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,10 +17,11 @@ from ..ir.errors import ConfigError, PipeloomError, PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, StagePlan
-from ..ir.profile import Profile
 from ..ir.text import as_plain, format_bytes, show_time
-from ..plan_request import CapturedModel
+from ..plan_request import COMPILED, CapturedModel, settings_of
+from ..planner.plan_costs import PlanCosts
 from ..planner.search.layer_groups import layer_names
+from ..runnable import names_to_plan_by
 from ..viewer.html import stages_svg
 from ..viewer.picture import memory_panels, pictures
 from ..viewer.stage_graph import draw_stages, stage_edges
@@ -30,17 +32,20 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = dict[str, Any]
 
+BY_HAND = "by hand"
+"""Stands for the planner of a plan whose cuts were moved."""
+
 
 @dataclass(frozen=True)
 class PlanModel:
     """A plan's model, to simulate its changes.
 
-    costs: on the devices it was planned for.  described: these, None for processes of this machine.
+    captured: with its costs on the devices it was planned for.  described: these, None for processes of this
+    machine.
     """
 
     job: Job
     captured: CapturedModel
-    costs: Mapping[str, Profile]
     ranks: int
     described: Cluster | None
 
@@ -48,16 +53,23 @@ class PlanModel:
     def cluster(self) -> Cluster:
         return self.described or cpu_cluster(self.ranks)
 
+    @cached_property
+    def costs(self) -> PlanCosts:
+        return PlanCosts(self.captured.graph, self.captured.profiles, self.cluster)
+
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
         """cluster: None for processes of this machine, whose op times are measured within the last day."""
+        size, ranks = plan.microbatch_size, len(set(plan.placement))
+        split = planning.capture(job, size, split=plan.split_words)
+        compiled = cluster is None and COMPILED in plan.notes
         captured = planning.captured_model(
-            job, plan.microbatch_size, cluster, master_weights=plan.master_weights
+            job, size, cluster, captured=split, compiled=compiled, master_weights=plan.master_weights
         )
-        costs, ranks = captured.profiles, len(set(plan.placement))
         if cluster is None:
-            costs = {name: beside_ranks(each, captured.graph, ranks) for name, each in costs.items()}
-        return cls(job, captured, costs, ranks, cluster)
+            beside = {n: beside_ranks(each, captured.graph, ranks) for n, each in captured.profiles.items()}
+            captured = replace(captured, profiles=beside)
+        return cls(job, captured, ranks, cluster)
 
 
 @dataclass(frozen=True)
@@ -69,53 +81,72 @@ class LayerPiece:
     stage: int
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan and the model that it is of: None where only the plan's own figures are known."""
+
+    plan: Plan
+    model: PlanModel | None
+
+    @cached_property
+    def pieces(self) -> list[LayerPiece]:
+        return pieces(self.plan, self.model.captured.graph) if self.model else []
+
+    def cut(self, cuts: Sequence[int] | None) -> Plan:
+        """The plan whose stages begin at other pieces; None: at its own."""
+        if cuts is None or self.model is None or list(cuts) == cuts_of(self.pieces):
+            return self.plan
+        plan = with_cuts(self.plan, self.pieces, cuts)
+        return replace(plan, stages=self.model.costs.figures(plan))
+
+
 class PlanDesk:
-    """Answers about one plan. model: None where only the plan's own figures are known."""
+    """Answers about one plan."""
 
     def __init__(self, plan: Plan, model: PlanModel | None) -> None:
-        self._plan, self._model = plan, model
-        self._pieces = pieces(plan, model.captured.graph) if model else []
+        self._planned = Planned(plan, model)
         self._lock = Lock()
         self._search: Json = {"running": False, "said": "", "plans": 0}
 
     def plan(self, asked: Json) -> Json:
         """The plan, or that of other cuts: `asked["cuts"]`, before which piece each stage but the first
         begins."""
-        plan, cuts = self._cut(asked)
+        planned = self._planned
+        plan = planned.cut(asked.get("cuts"))
         used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
-            "caps": [format_bytes(cap) for cap in plan.caps],
             "cap": max(plan.caps, default=0),
-            "planner": plan.planner,
             "used": next(name for name, allowed in TREATMENTS.items() if used <= set(allowed)),
-            "schedule": plan.schedule,
-            "notes": plan.notes,
             "step": plan.predicted_step_s,
             "peaks": list(plan.peaks),
+            "over": [],
         }
-        if self._model is None:
-            return answer
-        edges = [0, *cuts, len(self._pieces)]
+        if planned.model is None:
+            return answer | {"said": _sentence(plan, plan.predicted_step_s, plan.peaks)}
+        cuts = asked.get("cuts")
+        cuts = cuts_of(planned.pieces) if cuts is None else cuts
         parts = [
             [piece.layer, len(piece.ops), stage]
-            for stage, (a, b) in enumerate(pairwise(edges))
-            for piece in self._pieces[a:b]
+            for stage, (a, b) in enumerate(pairwise([0, *cuts, len(planned.pieces)]))
+            for piece in planned.pieces[a:b]
         ]
-        return answer | {"cuts": cuts, "pieces": parts} | self._simulated(plan, self._model)
+        answer |= {"cuts": cuts, "pieces": parts} | _simulated(plan, planned.model)
+        return answer | {"said": _sentence(plan, answer["step"], answer["peaks"])}
 
     def save_plan(self, asked: Json) -> Json:
         """The file of the plan as it is cut now, with its figures."""
-        plan, _ = self._cut(asked)
-        if self._model is not None:
-            timeline = self._simulate(plan, self._model)
+        planned = self._planned
+        plan = planned.cut(asked.get("cuts"))
+        if planned.model is not None:
+            timeline = planned.model.costs.simulate(plan)
             peaks = tuple(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
             plan = replace(plan, predicted_step_s=timeline.step_s, peaks=peaks)
         return {"file": "plan.json", "json": as_plain(plan)}
 
     def cap(self, asked: Json) -> Json:
         """Plan again, in the background, for another memory per device."""
-        if self._model is None:
+        if self._planned.model is None:
             raise ConfigError(
                 "a plan alone does not say what ops cost", hint="name its model: pipeloom studio PLAN MODEL"
             )
@@ -124,7 +155,7 @@ class PlanDesk:
             if self._search["running"]:
                 raise ConfigError("the planner is at work", hint="wait until it has ended")
             self._search |= {"running": True, "said": f"planning for {memory}"}
-        Thread(target=self._plan_again, args=(memory, treatments, self._model), daemon=True).start()
+        Thread(target=self._plan_again, args=(memory, treatments), daemon=True).start()
         return self._search
 
     def progress(self, asked: Json) -> Json:
@@ -138,62 +169,57 @@ class PlanDesk:
         so_far = f", best so far {best[0]} with {show_time(best[1])}" if best else ""
         self._search["said"] = f"{what}{so_far}"
 
-    def _plan_again(self, memory: str, treatments: str, model: PlanModel) -> None:
-        old = self._plan
+    def _plan_again(self, memory: str, treatments: str) -> None:
+        old, model = self._planned.plan, self._planned.model
+        assert model is not None, "without one nothing is planned"
+        said = "the planner failed, which is no fault of yours: see where the studio was started"
         try:
             request = planning.make_request(
                 model.job,
                 watch=self,
-                ranks=len(set(old.placement)) // old.width,
-                replicas=old.width,
-                schedule=old.schedule,
-                microbatches=old.microbatches,
-                microbatch_size=old.microbatch_size,
-                weights=old.weights,
+                **settings_of(old) | names_to_plan_by(old),
                 cluster=model.described,
                 memory=memory,
                 treatments=treatments,
             )
-            plan, _ = planning.plan_size(request, model.job, captured=model.captured.captured)
-        except PipeloomError as error:
-            said = f"{error.message}\n{error.hint or ''}"
-        else:
-            self._plan, self._pieces = plan, pieces(plan, model.captured.graph)
+            plan, captured = planning.plan_size(request, model.job, captured=model.captured.captured)
+            self._planned = Planned(plan, replace(model, captured=captured))
             self._search["plans"] += 1
             said = f"planned for {memory}: step {show_time(plan.predicted_step_s)}"
-        self._search |= {"running": False, "said": said}
+        except PipeloomError as error:
+            said = f"{error.message}\n{error.hint or ''}"
+        finally:
+            self._search |= {"running": False, "said": said}
 
-    def _cut(self, asked: Json) -> tuple[Plan, list[int]]:
-        """The plan with the cuts that are asked for, and these."""
-        own = cuts_of(self._pieces)
-        cuts = own if asked.get("cuts") is None else [int(cut) for cut in asked["cuts"]]
-        return (self._plan if cuts == own else with_cuts(self._plan, self._pieces, cuts)), cuts
 
-    def _simulate(self, plan: Plan, model: PlanModel) -> Any:
-        return planning.simulate(plan, model.captured.graph, model.costs, model.cluster)
+def _sentence(plan: Plan, step_s: float, peaks: Sequence[int]) -> str:
+    by = plan.planner if plan.planner == BY_HAND else f"by {plan.planner}"
+    said = [f"{plan.schedule}, cut {by}", f"step {show_time(step_s)}"]
+    for name, sizes in (("peaks", peaks), ("caps", plan.caps)):
+        if sizes:
+            said.append(f"{name} {', '.join(map(format_bytes, sizes))}")
+    return "; ".join(said)
 
-    def _simulated(self, plan: Plan, model: PlanModel) -> Json:
-        graph = model.captured.graph
-        timeline = self._simulate(plan, model)
-        rows = reports.stage_rows(graph, plan)
-        times = stage_figures(rows, (timeline, None))
-        texts = {s: [f"F {forward.value}", f"B {back.value}"] for s, (forward, back) in times.items()}
-        peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
-        over = [rank for rank, cap in enumerate(plan.caps) if peaks[rank] > cap]
-        drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), texts)
-        return {
-            "svg": stages_svg(drawn),
-            "rows": as_plain(rows),
-            "step": timeline.step_s,
-            "bubble": timeline.bubble,
-            "peaks": peaks,
-            "over": [
-                f"rank {r} holds {format_bytes(peaks[r])}, its cap is {format_bytes(plan.caps[r])}"
-                for r in over
-            ],
-            "pictures": pictures([timeline], reports.explain_steps(plan, graph, [timeline], model.cluster)),
-            "memory": memory_panels([timeline], plan.caps),
-        }
+
+def _simulated(plan: Plan, model: PlanModel) -> Json:
+    graph, timeline = model.captured.graph, model.costs.simulate(plan)
+    rows = reports.stage_rows(graph, plan)
+    times = stage_figures(rows, (timeline, None))
+    texts = {s: [f"F {forward.value}", f"B {back.value}"] for s, (forward, back) in times.items()}
+    peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
+    over = [rank for rank, cap in enumerate(plan.caps) if peaks[rank] > cap]
+    drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), texts)
+    return {
+        "svg": stages_svg(drawn),
+        "rows": as_plain(rows),
+        "step": timeline.step_s,
+        "peaks": peaks,
+        "over": [
+            f"rank {r} holds {format_bytes(peaks[r])}, its cap is {format_bytes(plan.caps[r])}" for r in over
+        ],
+        "pictures": pictures([timeline], reports.explain_steps(plan, graph, [timeline], model.cluster)),
+        "memory": memory_panels([timeline], plan.caps),
+    }
 
 
 def pieces(plan: Plan, graph: OpGraph) -> list[LayerPiece]:
@@ -234,15 +260,18 @@ def with_cuts(plan: Plan, parts: Sequence[LayerPiece], cuts: Sequence[int]) -> P
         for residual, treatment in treated.items():
             treatments[home[residual.partition(".")[0]]][residual] = treatment
     policy = replace(plan.memory, stages=tuple(treatments) if plan.memory.stages else ())
-    return replace(plan, stages=stages, memory=policy, planner="by hand", predicted_step_s=0.0, peaks=())
+    return replace(plan, stages=stages, memory=policy, planner=BY_HAND, predicted_step_s=0.0, peaks=())
 
 
 def _treated(stage: StagePlan, number: int, plan: Plan) -> Json:
+    times = stage.forward_s, stage.input_grad_s + stage.weight_grad_s, stage.recompute_s
+    sizes = stage.kept_bytes, stage.recomputed_bytes, stage.offloaded_bytes
     return {
         "stage": number,
         "rank": plan.placement[number],
         "ops": len(stage.ops),
-        "times": [stage.forward_s, stage.input_grad_s + stage.weight_grad_s, stage.recompute_s],
-        "bytes": [stage.kept_bytes, stage.recomputed_bytes, stage.offloaded_bytes],
+        "times": [show_time(seconds) if seconds else "" for seconds in times],
+        "bytes": sizes,
+        "sizes": [format_bytes(size) for size in sizes],
         "treatments": dict(plan.memory.stages[number]) if number < len(plan.memory.stages) else {},
     }

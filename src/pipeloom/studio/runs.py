@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.text import show_share, show_time
-from ..train.run_directory import LOCK, METRICS, read_metrics
+from ..train.run_directory import METRICS, is_locked, read_metrics
 from ..viewer.chrome import read_trace
 from ..viewer.picture import memory_panels, pictures
 
@@ -28,7 +28,7 @@ class RunDesk:
         steps_s = [line.step_s for line in lines if line.step_s is not None]
         trace = self.folder / "trace.json"
         timelines = read_trace(trace) if trace.is_file() else []
-        going = (self.folder / LOCK).exists()
+        going = is_locked(self.folder)
         last = max((line.step for line in lines), default=0)
         said = f"{'training, step' if going else 'ended at step'} {last}"
         if steps_s:

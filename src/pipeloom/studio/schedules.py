@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 from ..ir.errors import ConfigError, DeadlockError, PipeloomError, PlanError, ScheduleError
 from ..ir.explanation import Explanation
-from ..ir.text import SizeUnit, format_bytes, show_share
-from ..schedules import registry
+from ..ir.text import SizeUnit, show_share
 from ..schedules.formats import parse_text
 from ..schedules.language.names import parse_name
 from ..schedules.recipe_text import repeating_recipe
@@ -84,7 +83,7 @@ class ScheduleDesk:
         for entry in asked["entries"]:
             try:
                 one = self._studied(entry, scenario)
-            except (ScheduleError, PlanError) as error:
+            except (ScheduleError, PlanError, ConfigError) as error:  # another entry may be built so
                 drawn.append({"name": entry["name"], "error": broken_rule(error)})
                 continue
             drawn.append(_described(entry["name"], one))
@@ -94,9 +93,10 @@ class ScheduleDesk:
 
     def figures(self, asked: Json) -> Json:
         """Of one schedule: a point of the chart of memory against the step."""
+        scenario = self._scenario(asked)
         try:
-            return self._studied(asked, self._scenario(asked)).simulated.figures()
-        except (ScheduleError, PlanError) as error:
+            return self._studied(asked, scenario).simulated.figures()
+        except (ScheduleError, PlanError, ConfigError) as error:
             return {"error": broken_rule(error)}
 
     def ask(self, asked: Json) -> Json:
@@ -107,6 +107,7 @@ class ScheduleDesk:
         if "action" not in asked:
             return _gap(one, int(asked["rank"]), float(asked["time"]))
         action = str(asked["action"])
+        chain = causes.chain(action)  # refuses one that no rank runs
         events = {e.action: e for e in simulated.timeline.events if e.stream == "compute"}
         letters = re.fullmatch(r"(\d+)F(\d+)", action)
         freed = [f"{letters[1]}{kind}{letters[2]}" for kind in ("B", "W")] if letters else []
@@ -116,7 +117,7 @@ class ScheduleDesk:
             "waits": [
                 {"until": until_s, "how": how, "action": name} for until_s, how, name in causes.waits(action)
             ],
-            "chain": causes.chain(action),
+            "chain": chain,
             "holds": None
             if until is None
             else {"share": share, "until": until.action, "from": events[action].start_s, "to": until.end_s},
@@ -179,7 +180,8 @@ class ScheduleDesk:
 
     def _scenario(self, asked: Json) -> Scenario:
         words = [str(word) for word in asked["words"]]
-        if "--times" in words and str(self._times) != words[words.index("--times") + 1]:
+        naming = [words[at : at + 2] for at, word in enumerate(words) if word.startswith("--times")]
+        if naming and (self._times is None or naming != [["--times", str(self._times)]]):
             raise ConfigError(
                 "the page may not name files", hint="start the studio with the plan: pipeloom studio PLAN"
             )
@@ -245,12 +247,10 @@ def _described(name: str, one: Studied) -> Json:
     return {
         "name": name,
         "figures": figures,
-        "peak_text": format_bytes(figures["peak_bytes"]) if figures["peak_bytes"] else "",
         "ranks": schedule.ranks,
         "microbatches": simulated.microbatches,
         "picture": drawn | {"columns": columns},
         "rows": str(schedule) if few else None,
-        "lacks": registry.entry(name).lacks if name in registry.names() else "",
     }
 
 

@@ -77,21 +77,28 @@ def studio_app(page: str, answers: Mapping[str, Answer], *, token: str, port: in
     async def answer(request: Request) -> Response:
         if why := refusal(request, request.headers.get("x-token", "")):
             return refused(why)
-        if int(request.headers.get("content-length", "0")) > MOST_BYTES:
-            return Response("the question is too long", status_code=413, headers=HEADERS)
         asked = answers.get(request.path_params["name"])
         if asked is None:
             return Response("there is no such question", status_code=404, headers=HEADERS)
+        content = bytearray()
+        async for part in request.stream():  # which need not say before how much will come
+            content += part
+            if len(content) > MOST_BYTES:
+                return Response("the question is too long", status_code=413, headers=HEADERS)
         try:
-            question = msgspec.json.decode(await request.body(), type=dict[str, Any])
+            question = msgspec.json.decode(content, type=dict[str, Any])
         except msgspec.DecodeError as error:
             return Response(f"not JSON: {error}", status_code=400, headers=HEADERS)
         body, status = await run_in_threadpool(_answered, asked, question)
         return Response(body, status_code=status, media_type="application/json", headers=HEADERS)
 
-    return Starlette(
-        routes=[Route("/", show, methods=["GET"]), Route("/api/{name}", answer, methods=["POST"])]
-    )
+    def failed(request: Request, error: Exception) -> Response:
+        """Starlette raises the error again, so that its traceback stands where the studio was started."""
+        text = f"the studio failed ({type(error).__name__}), no fault of yours: see where it was started"
+        return Response(text, status_code=500, media_type="text/plain", headers=HEADERS)
+
+    routes = [Route("/", show, methods=["GET"]), Route("/api/{name}", answer, methods=["POST"])]
+    return Starlette(routes=routes, exception_handlers={Exception: failed})
 
 
 def _answered(asked: Answer, question: dict[str, Any]) -> tuple[bytes, int]:

@@ -17,7 +17,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +26,7 @@ from ..ir.text import parse_bytes, write_whole
 from ..ir.weights import WEIGHT_POLICIES
 from ..options import Options
 from ..pipeline import Pipeline
-from ..plan_request import COMPILED, times_of
+from ..plan_request import settings_of, times_of
 from ..planning import capture, plan_here
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
@@ -243,23 +242,9 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     whose rows say all there is, does not get into the config, since what stands there is imported.
     """
     settings = config.pipeline
-    fixed: dict[str, Any] = {
-        "ranks": ranks_of(plan) // plan.width,
-        "replicas": plan.width,
-        "shard_optimizer": plan.shard_optimizer,
-        "planner": plan.planner,
-        "schedule": plan.schedule,
-        "weights": plan.weights,
-        "delay_correction": plan.delay_correction,
-        "warm_up_with_flush": plan.warm_up_with_flush,
-        "microbatches": plan.microbatches,
-        "microbatch_size": plan.microbatch_size,
-    }
-    if plan.master_weights:
-        fixed["master_weights"] = True
-    if COMPILED in plan.notes:
-        fixed["compile"] = True
-    elif settings.compile:
+    fixed = settings_of(plan) | {"planner": plan.planner, "schedule": plan.schedule}
+    fixed["split_words"] = max(plan.split_words.values(), default="off")
+    if settings.compile and not fixed.get("compile"):
         _log.warning(
             "the plan %s was made with the times and the memory of eager stages, the run compiles them; "
             "`pipeloom plan --compile` makes one for compiled stages",
@@ -272,7 +257,7 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
     overridden = set(map(key_of, overrides))
     for key, value in fixed.items():
         given = getattr(settings, key)
-        if f"pipeline.{key}" in overridden and given != value:
+        if f"pipeline.{key}" in overridden and str(given) != str(value):
             raise ConfigError(
                 f"pipeline.{key} is to be {given}, but the plan {settings.plan} has {value}",
                 hint="leave one of them out; --set pipeline.plan= does without the plan file",

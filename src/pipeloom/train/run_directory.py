@@ -64,6 +64,17 @@ def run_directory(name: str, out: Path | None, *, resume: bool) -> Iterator[Path
         lock.release()
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a run trains in a directory. The lock's file may be left of one that was killed."""
+    if not (path / LOCK).exists():
+        return False
+    try:
+        with FileLock(path / LOCK, timeout=0):
+            return False
+    except OSError:  # a Timeout is one; others come from disks without locks, or of somebody else
+        return True
+
+
 def _acquire(lock: FileLock, path: Path) -> None:
     was_there = (path / LOCK).exists()
     try:

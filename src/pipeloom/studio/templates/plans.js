@@ -9,7 +9,6 @@ const size = (bytes) => {
   const unit = Math.max(0, Math.min(3, Math.floor(Math.log2(Math.max(1, bytes)) / 10)));
   return `${digits(bytes / 1024 ** unit, 4)} ${["B", "KiB", "MiB", "GiB"][unit]}`;
 };
-const time = (seconds) => (seconds >= 1 ? `${digits(seconds, 4)} s` : seconds >= 1e-3 ? `${digits(seconds * 1e3, 4)} ms` : `${digits(seconds * 1e6, 4)} µs`);
 
 // Timelines and memory with a view of their own.
 function stepCharts(prefix) {
@@ -20,7 +19,8 @@ function stepCharts(prefix) {
     show(answer) {
       options.pictures = answer.pictures.map((one) => new Picture(one));
       held.memory = answer.memory;
-      view.reset(Math.max(1e-9, ...options.pictures.map((one) => one.span)));
+      const span = Math.max(1e-9, ...options.pictures.map((one) => one.span));
+      if (span !== view.span) view.reset(span); else view.changed();
     },
   };
 }
@@ -55,12 +55,13 @@ const capBytes = () => Math.round((plan.base * +$("cap").value) / 100);
 function showCap() { $("cap-text").textContent = size(capBytes()); }
 
 async function showPlan(first = false) {
+  const cuts = plan.cuts;
   try {
-    const answer = plan.answer = await ask("plan", { cuts: plan.cuts });
-    const over = answer.over ?? [];
-    $("plan-said").textContent = `${answer.schedule}, cut ${answer.planner === "by hand" ? "by hand" : `by ${answer.planner}`}; step ${time(answer.step)}; `
-      + `peaks ${answer.peaks.map(size).join(", ")}` + (answer.caps.length ? `; caps ${answer.caps.join(", ")}` : "") + (over.length ? `. ${over.join("; ")}` : "");
-    $("plan-said").classList.toggle("broken", over.length > 0);
+    const answer = await ask("plan", { cuts });
+    if (cuts !== plan.cuts) return; // others are asked about by now
+    plan.answer = answer;
+    $("plan-said").textContent = [answer.said, ...answer.over].join(". ");
+    $("plan-said").classList.toggle("broken", answer.over.length > 0);
     showTreatments(answer);
     if (start.model) {
       $("plan-graph").innerHTML = answer.svg;
@@ -73,8 +74,9 @@ async function showPlan(first = false) {
     }
     say();
   } catch (error) {
+    if (cuts !== plan.cuts) return;
+    if (plan.past.length) { plan.cuts = plan.past.pop(); await showPlan(); }
     say(error.message);
-    if (plan.past.length) { plan.cuts = plan.past.pop(); showPlan(); }
   }
   document.body.dataset.planned = +(document.body.dataset.planned ?? 0) + 1;
 }
@@ -118,7 +120,7 @@ function showCuts({ pieces, cuts }) {
 }
 
 function moveCut(n, to) {
-  const cuts = [...plan.answer.cuts];
+  const cuts = [...(plan.cuts ?? plan.answer.cuts)];
   if (cuts[n] === to) return;
   plan.past.push(plan.cuts);
   cuts[n] = to;
@@ -129,8 +131,8 @@ function moveCut(n, to) {
 function showTreatments({ stages, rows }) {
   const most = Math.max(1, ...stages.map((one) => one.bytes.reduce((a, b) => a + b, 0)));
   const names = ["kept", "recomputed", "offloaded"], colours = ["#4f83e0", "#8fb1ee", "#a1887f"];
-  const lines = stages.map(({ stage, rank, ops, times, bytes, treatments }) => {
-    const bar = make("span", { className: "stack", title: names.map((name, i) => `${name} ${size(bytes[i])}`).join(", ") });
+  const lines = stages.map(({ stage, rank, ops, times, bytes, sizes, treatments }) => {
+    const bar = make("span", { className: "stack", title: names.map((name, i) => `${name} ${sizes[i]}`).join(", ") });
     bytes.forEach((count, i) => {
       const part = make("i");
       part.style.width = `${(180 * count) / most}px`;
@@ -138,7 +140,7 @@ function showTreatments({ stages, rows }) {
       bar.append(part);
     });
     const named = Object.entries(treatments).map(([residual, how]) => `${residual}: ${how}`).join(", ");
-    return [`stage ${stage}`, `rank ${rank}`, rows?.[stage]?.contents ?? `${ops} ops`, ...times.map((s) => (s ? time(s) : "")), bar, named];
+    return [`stage ${stage}`, `rank ${rank}`, rows?.[stage]?.contents ?? `${ops} ops`, ...times, bar, named];
   });
   const heads = ["stage", "rank", "contents", "F", "B", "recompute", "residuals", "treated"];
   const used = range(heads.length).filter((at) => lines.some((line) => line[at]));

@@ -15,13 +15,10 @@ const state = { entries: [], options: { ...DEFAULTS }, path: false, edited: null
 const view = new View(1), shown = { pictures: [], marks: [], path: false, right: 122 };
 let drawn = [], memory = null, trade = [];
 
-async function ask(name, question, signal) {
+async function ask(name, question) {
   const reply = await fetch(`api/${name}`, {
-    method: "POST", body: JSON.stringify(question), headers: { "X-Token": token }, signal,
-  }).catch((error) => {
-    if (error.name === "AbortError") throw error;
-    throw new Error("the studio does not answer: was it ended?");
-  });
+    method: "POST", body: JSON.stringify(question), headers: { "X-Token": token },
+  }).catch(() => { throw new Error("the studio does not answer: was it ended?"); });
   if (reply.status !== 200 && reply.status !== 422) throw new Error(await reply.text());
   const answer = await reply.json();
   if (reply.status === 422) throw new Error([answer.error.message, answer.error.hint].filter(Boolean).join("\n"));
@@ -40,7 +37,8 @@ function words() {
   return Object.entries(state.options).filter(([flag]) => !(timed && ["-F", "-I", "-W"].includes(flag))).flatMap(([flag, value]) => (value.trim() && value !== DEFAULTS[flag] ? [flag, value.trim()] : []));
 }
 const setting = (more = {}) => ({ words: words(), ...more });
-const asked = (n, more = {}) => setting({ name: state.entries[n].name, rows: state.entries[n].rows, ...more });
+// Of what is drawn, which need not be the setting any more.
+const asked = ({ entry: { name, rows } }, more = {}) => setting({ name, rows, ...more });
 
 function address() {
   const query = new URLSearchParams();
@@ -107,7 +105,7 @@ async function draw() {
   try {
     const answer = await ask("draw", setting({ entries }));
     say();
-    show(answer);
+    show(answer, entries);
     await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
     document.body.dataset.drawMs = (performance.now() - begun).toFixed(1);
   } catch (error) {
@@ -135,9 +133,9 @@ async function atRest() {
 }
 
 async function explain(now) {
-  for (const [n, one] of drawn.entries()) {
+  for (const one of drawn) {
     if (one.error || now !== changes) continue;
-    const why = await ask("path", asked(n, { path: state.path }));
+    const why = await ask("path", asked(one, { path: state.path }));
     if (now !== changes) return;
     one.why = why;
     one.picture.explain(why.picture);
@@ -146,13 +144,13 @@ async function explain(now) {
   if (state.path) showPath();
 }
 
-function show(answer) {
+function show(answer, entries) {
   const before = new Map(drawn.map((one) => [one.name, one]));
-  drawn = answer.drawn.map((one) => {
-    if (!one.error) return { ...one, picture: new Picture(one.picture) };
-    return { ...one, picture: before.get(one.name)?.picture, stale: true };
+  drawn = answer.drawn.map((one, n) => {
+    if (!one.error) return { ...one, entry: entries[n], picture: new Picture(one.picture) };
+    return { ...one, entry: entries[n], picture: before.get(one.name)?.picture, stale: true };
   });
-  const errors = drawn.filter((one, n) => one.error && n !== state.edited);
+  const errors = drawn.filter((one) => one.error && one.name !== state.entries[state.edited]?.name);
   if (errors.length) say(errors.map(({ error, name }) => `${name}: ${error.message}\n${error.hint ?? ""}`).join("\n"));
   const alive = drawn.filter((one) => one.picture);
   shown.pictures = alive.map((one) => one.picture);
@@ -174,9 +172,9 @@ function show(answer) {
 
 async function recognise(now) {
   const lines = [];
-  for (const [n, one] of drawn.entries()) {
-    if (!state.entries[n]?.rows || one.error) continue;
-    const { names } = await ask("recognise", asked(n));
+  for (const one of drawn) {
+    if (!one.entry.rows || one.error) continue;
+    const { names } = await ask("recognise", asked(one));
     const known = names.map(({ name, about, aliases }) => `${name} (${[about, ...(aliases.length ? [`also ${aliases.join(", ")}`] : [])].join("; ")})`);
     lines.push(make("li", { textContent: `${one.name} is ${known.length ? known.join(", or ") : "none of the library's schedules"}` }));
   }
@@ -188,15 +186,15 @@ async function showTrade(now) {
   const size = (drawn[0]?.ranks ?? 0) * (drawn[0]?.microbatches ?? 0);
   const names = size > BIG ? state.entries.filter((one) => !one.rows).map((one) => one.name) : [...Object.keys(start.library), ...start.files];
   const points = [], refused = [];
+  trade = points;
   for (const name of names) {
     const answer = await ask("figures", setting({ name }));
     if (now !== changes) return;
     if (answer.error) refused.push(make("li", { textContent: `${name}: ${answer.error.message}` }));
     else if (answer.peak) points.push([answer.step_s, answer.peak, name]); // forwards alone hold nothing
-    trade = points;
     if (points.length % 6 === 0) tradeChart.draw();
   }
-  drawn.forEach((one, n) => { if (one.figures && state.entries[n].rows) trade.push([one.figures.step_s, one.figures.peak, one.name]); });
+  for (const { entry, figures, name } of drawn) if (figures && entry.rows) points.push([figures.step_s, figures.peak, name]);
   tradeChart.draw();
   $("refused").replaceChildren(...refused);
 }
@@ -265,19 +263,19 @@ function picked(found) { told = told.then(() => tell(found)); }
 async function tell(found) {
   const { panel, picture, rank, time, block: i } = found, passed = () => timelines.picked !== found;
   if (passed()) return;
-  const n = drawn.findIndex((one) => one.picture === picture), now = changes;
-  if (drawn[n].stale) return;
+  const one = drawn.find((each) => each.picture === picture), now = changes;
+  if (!one || one.stale) return;
   const compute = i !== null && !picture.blocks.lane[i], action = compute ? picture.blocks.action[i] : null;
   shown.marks[panel] = {};
   if (!compute && i !== null) return view.changed();
   try {
-    const answer = await ask("ask", asked(n, compute ? { action } : { rank, time }));
+    const answer = await ask("ask", asked(one, compute ? { action } : { rank, time }));
     if (now !== changes || passed()) return;
     shown.marks[panel] = { chain: [...(compute ? [action] : []), ...answer.chain.map((cause) => cause.action)] };
     const why = { rank: (c) => ["its rank ran ", block(panel, c.cause), " until then"], message: (c) => ["it needed ", block(panel, c.cause)], start: () => ["nothing was before it"] };
     const chain = list("ol", answer.chain.map((cause) => [block(panel, cause.action), ` on rank ${cause.rank} from ${digits(cause.start_s)}: `, ...why[cause.reason](cause)]));
     const parts = compute ? [
-      make("h3", { textContent: `${action} of ${drawn[n].name}` }), make("p", { textContent: picture.say(i) }),
+      make("h3", { textContent: `${action} of ${one.name}` }), make("p", { textContent: picture.say(i) }),
       make("h3", { textContent: "waited for" }),
       list("ul", answer.waits.length ? answer.waits.map((wait) => [wait.how === "rank" ? "its rank to run " : "the result of ", block(panel, wait.action), `, there at ${digits(wait.until)}`]) : [["nothing"]]),
       make("h3", { textContent: "holds" }),
@@ -311,14 +309,15 @@ function showPath() {
 // --- editing ---
 
 function edit(n) {
+  readRows();
   const entry = state.entries[n];
   if (!entry.rows) {
-    const rows = drawn[n]?.rows;
-    if (!rows) return say(`${entry.name} is too large to be edited as text: use fewer micro-batches`);
+    const one = drawn.find(({ name, error }) => name === entry.name && !error);
+    if (!one) return say(`${entry.name} is not drawn, so there are no rows to edit`);
+    if (!one.rows) return say(`${entry.name} is too large to be edited as text: use fewer micro-batches`);
     const taken = new Set(state.entries.map((one) => one.name));
     const name = ["mine", ...range(99).map((i) => `mine${i + 2}`)].find((one) => !taken.has(one));
-    state.entries[n] = { name, rows };
-    $("edited").dataset.from = entry.name;
+    state.entries[n] = { name, rows: one.rows };
   }
   state.edited = n; state.past = []; state.future = [];
   change();
@@ -332,26 +331,35 @@ function setRows(rows, remember = true) {
   change();
 }
 function travel(from, to) {
+  readRows();
   if (!from.length) return;
   to.push(state.entries[state.edited].rows);
   setRows(from.pop(), false);
+}
+
+let typing = 0;
+// What stands in the text becomes the rows: soon after a key, or at once when the editor is closed.
+function readRows() {
+  if (!typing) return;
+  clearTimeout(typing);
+  typing = 0;
+  if (state.edited !== null) setRows([...$("rows").querySelectorAll("textarea")].map((one) => one.value.trim().replace(/\s+/g, " ")).join("\n"));
 }
 
 function showEditor() {
   const n = state.edited;
   $("editor").hidden = n === null;
   if (n === null) return;
-  const { rows, name } = state.entries[n], lines = rows.split("\n"), error = drawn[n]?.error;
+  const { rows, name } = state.entries[n], lines = rows.split("\n"), error = drawn.find((one) => one.name === name)?.error;
   $("edited").textContent = name;
   $("undo").disabled = !state.past.length; $("redo").disabled = !state.future.length;
   const box = $("rows");
   while (box.children.length > lines.length) box.lastChild.remove();
   while (box.children.length < lines.length) {
     const rank = box.children.length, area = make("textarea", { rows: 1, spellcheck: false, ariaLabel: `row of rank ${rank}` });
-    let wait = 0;
     area.addEventListener("input", () => {
-      clearTimeout(wait);
-      wait = setTimeout(() => setRows([...box.querySelectorAll("textarea")].map((one) => one.value.trim().replace(/\s+/g, " ")).join("\n")), 200);
+      clearTimeout(typing);
+      typing = setTimeout(readRows, 200);
     });
     box.append(make("div", { className: "row" }, make("span", { textContent: `rank ${rank}` }), area, make("p", { className: "broken" })));
   }
@@ -393,7 +401,10 @@ function showCircle(circle) {
   $("circle").firstChild.setAttribute("aria-label", `deadlock: ${circle.map(([rank, at, needs]) => `rank ${rank} at ${at} needs ${needs}`).join("; ")}`);
 }
 
-const carry = ({ picture }) => state.edited !== null && drawn[state.edited]?.picture === picture && !drawn[state.edited].stale;
+function carry({ picture }) {
+  const edited = state.entries[state.edited], one = drawn.find((each) => each.picture === picture);
+  return edited && one && edited.name === one.name && edited.rows === one.entry.rows && !one.stale;
+}
 
 // Puts a block in front of the first one whose middle is behind the place where it was let go.
 function drop({ picture, block: i, rank: from }, to) {
@@ -424,7 +435,7 @@ async function saveDrawing(form) {
 
 async function save(form, n) {
   try {
-    const { file, text, json } = await ask("save", asked(n, { form }));
+    const { file, text, json } = await ask("save", asked({ entry: state.entries[n] }, { form }));
     say();
     download(file, text ?? JSON.stringify(json), "text/plain");
   } catch (error) {
@@ -455,12 +466,12 @@ $("path").addEventListener("change", (event) => {
   if (!state.path) $("answer").hidden = true;
   showSetting();
   view.changed();
-  explain();
+  explain(changes).catch((error) => say(error.message));
 });
 $("times").addEventListener("change", (event) => { state.options["--times"] = event.target.checked ? start.plan : ""; change(); });
 $("undo").addEventListener("click", () => travel(state.past, state.future));
 $("redo").addEventListener("click", () => travel(state.future, state.past));
-$("close").addEventListener("click", () => { state.edited = null; showSetting(); showEditor(); });
+$("close").addEventListener("click", () => { readRows(); state.edited = null; showSetting(); showEditor(); });
 $("editor").addEventListener("keydown", (event) => {
   if (!(event.ctrlKey || event.metaKey) || !["z", "y"].includes(event.key)) return;
   event.preventDefault();

@@ -1,0 +1,252 @@
+"""What the studio answers, asked without a page: of plans, of schedules, and of a run's directory."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import towers
+from filelock import FileLock
+from runs import shared_captures
+from torch import nn
+
+from pipeloom import Job, planning
+from pipeloom.clusters.names import find_cluster
+from pipeloom.commands.studio import read_words
+from pipeloom.ir.errors import ConfigError, ScheduleError
+from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.plan_request import settings_of
+from pipeloom.schedules.registry import names
+from pipeloom.schedules.scenario import Scenario, load_work, simulate_rows
+from pipeloom.studio.opened import opened
+from pipeloom.studio.plans import PlanDesk, PlanModel
+from pipeloom.studio.runs import RunDesk
+from pipeloom.studio.schedules import ScheduleDesk
+
+CARDS = find_cluster("4 x a100-40")
+JOB = Job(
+    model=lambda: nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh()))),
+    batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    loss=lambda output, batch: output.square().mean(),
+    name="deep",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def captured_once() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+def planned(job: Job = JOB, **how: Any) -> Plan:
+    how = {"ranks": 2, "schedule": "1f1b", "planner": "exact", "cluster": CARDS, "microbatches": 4} | how
+    return planning.plan(job, **how)
+
+
+def desk_of(plan: Plan, job: Job = JOB) -> PlanDesk:
+    return PlanDesk(plan, PlanModel.load(job, plan, CARDS))
+
+
+def saved(desk: PlanDesk, folder: Path, cuts: list[int] | None = None) -> Plan:
+    file = folder / "saved.json"
+    file.write_bytes(msgspec.json.encode(desk.save_plan({"cuts": cuts})["json"]))
+    return load_plan(file)
+
+
+def plan_again(desk: PlanDesk) -> Mapping[str, Any]:
+    before = set(threading.enumerate())
+    desk.cap({"memory": "8GiB", "treatments": "none"})
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    progress = desk.progress({})
+    assert not progress["running"]
+    return progress
+
+
+# --- plans ---
+
+
+@pytest.mark.parametrize(
+    ("how", "changes"),
+    [
+        ({}, {"planner": "by hand"}),
+        ({"planner": "balanced"}, {}),
+        ({}, {"schedule": "searched"}),
+        ({}, {"schedule": "evil.py:f"}),
+        ({"replicas": 2, "shard_optimizer": True}, {}),
+        ({"weights": "2bw", "delay_correction": 0.5, "warm_up_with_flush": 3, "clips": True}, {}),
+        ({"schedule": "interleaved_1f1b:v=2", "planner": "balanced"}, {}),
+        ({"schedule": "chimera"}, {}),
+    ],
+    ids=str,
+)
+def test_planning_again_is_for_what_the_plan_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], changes: dict[str, str]
+) -> None:
+    """But no file is imported because a plan names it."""
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    plan = replace(planned(**how), **changes)
+    desk = desk_of(plan)
+    assert "planned for 8GiB" in plan_again(desk)["said"]
+    again = saved(desk, tmp_path)
+    assert settings_of(again) == settings_of(plan)
+    assert set(again.caps) == {8 << 30}
+    if not changes:
+        assert (again.planner, again.schedule) == (plan.planner, plan.schedule)
+    assert not Path("imported").exists()
+
+
+class Words(nn.Module):
+    """Its head is nearly all of its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(20_000, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 20_000, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.middle(self.embed(x))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def words(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    return {name: torch.randint(20_000, (rows, 256)) for name in "xy"}
+
+
+@pytest.mark.parametrize("split", ["off", 2])
+def test_a_large_head_may_be_split_before_or_by_planning_again(tmp_path: Path, split: str | int) -> None:
+    job = Job(model=Words, batch=words, name="words")
+    desk = desk_of(planned(job, split_words=split), job)
+    before = desk.plan({})
+    assert sum(ops for _, ops, _ in before["pieces"]) == sum(stage["ops"] for stage in before["stages"])
+    assert "planned for" in plan_again(desk)["said"]
+    assert saved(desk, tmp_path).split_words
+    after = desk.plan({})
+    moved = desk.plan({"cuts": [after["cuts"][0] - 1]})
+    assert after["step"] == pytest.approx(saved(desk, tmp_path).predicted_step_s) != moved["step"]
+
+
+def test_a_plan_that_was_cut_by_hand_says_what_its_stages_take(tmp_path: Path) -> None:
+    plan = planned()
+    desk = desk_of(plan)
+    (cut,) = desk.plan({})["cuts"]
+    moved = saved(desk, tmp_path, [cut - 1])
+    assert moved.planner == "by hand"
+    for figure in ("forward_s", "input_grad_s", "weight_grad_s"):
+        before, after = (sum(getattr(s, figure) for s in one.stages) for one in (plan, moved))
+        assert after == pytest.approx(before) and after > 0
+    assert moved.stages[0].memory.parameters < plan.stages[0].memory.parameters
+    scenario = Scenario(ranks=2, microbatches=4, times=load_work(tmp_path / "saved.json"))
+    assert simulate_rows(moved.as_schedule, scenario).summary.step_s > 0
+    assert moved.stages != plan.stages and saved(desk, tmp_path, [cut]).stages == plan.stages
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_planner_that_fails_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault")
+
+    desk = desk_of(planned())
+    monkeypatch.setattr(planning, "plan_size", fails)
+    assert "no fault of yours" in plan_again(desk)["said"]
+    monkeypatch.undo()
+    assert "planned for" in plan_again(desk)["said"]
+
+
+@pytest.mark.parametrize(
+    ("how", "drawn"),
+    [
+        ({}, "plan"),
+        ({"schedule": "interleaved_1f1b:v=2"}, "plan"),
+        ({"replicas": 2}, "1f1b"),
+        ({"schedule": "chimera"}, "chimera"),
+        ({"weights": "2bw"}, "1f1b"),
+        (None, "1f1b"),
+    ],
+    ids=str,
+)
+def test_every_plan_opens_with_a_drawing(tmp_path: Path, how: dict[str, Any] | None, drawn: str) -> None:
+    """By its rows where these say all; of replicas one pipeline.  how: None for stages that form branches."""
+    file = tmp_path / "plan.json"
+    if how is None:  # no planner left a note on them
+        plan = replace(towers.plan_of(towers.JOBS[False], ()), schedule="mine")
+    else:
+        plan = planned(**how)
+    plan.save(file)
+    start, answers = opened(str(file), read_words)
+    words = [*chain.from_iterable(start["words"].items())]
+    (one,) = answers["draw"]({"words": words, "entries": start["entries"]})["drawn"]
+    assert one["name"] == drawn and "error" not in one
+    assert how is None or one["figures"]["step_s"] > 0
+    assert one["ranks"] == len(plan.schedule_rows) // plan.width
+
+
+# --- schedules ---
+
+DESK = ScheduleDesk(read_words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--times", "{other}"],
+        ["--times={other}"],
+        ["--times", "{own}", "--times", "{other}"],
+        ["--times", "{own}", "--times={other}"],
+        ["--times={other}", "--times", "{own}"],
+        ["--memory", "--times", "{own}", "--times", "{other}"],
+        ["--times"],
+    ],
+    ids=" ".join,
+)
+def test_no_other_file_is_read_for_times(tmp_path: Path, words: list[str]) -> None:
+    files = {"own": str(tmp_path / "own.json"), "other": str(tmp_path / "other.json")}
+    for file in files.values():
+        planned().save(file)
+    draw = ScheduleDesk(read_words, times=Path(files["own"])).draw
+    question = {"entries": [{"name": "1f1b"}]}
+    with pytest.raises(ConfigError, match="may not name files"):
+        draw(question | {"words": [word.format(**files) for word in words]})
+    assert draw(question | {"words": ["--times", files["own"], "-p", "2"]})["drawn"][0]["figures"]
+    with pytest.raises(ConfigError, match="may not name files"):
+        DESK.draw(question | {"words": ["--times", "None"]})
+
+
+@pytest.mark.parametrize("word", ["--help", "--nonsense", "--version"])
+def test_words_are_those_of_a_setting(word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        read_words([word])
+
+
+@pytest.mark.parametrize("action", ["0F99", "9B0", "nonsense"])
+def test_an_action_that_is_not_there_is_refused(action: str) -> None:
+    with pytest.raises(ScheduleError):
+        DESK.ask({"words": [], "name": "1f1b", "action": action})
+
+
+def test_a_setting_that_suits_some_schedules_is_drawn_for_these() -> None:
+    words = ["-T", "0.1,0.1,0.1"]
+    one, other = DESK.draw({"words": words, "entries": [{"name": "1f1b"}, {"name": "interleaved_1f1b"}]})[
+        "drawn"
+    ]
+    assert one["figures"]["step_s"] > 33 and "boundaries" in other["error"]["message"]
+    answers = {name: DESK.figures({"words": words, "name": name}) for name in names()}
+    assert {"error" in answer for answer in answers.values()} == {True, False}
+
+
+# --- runs ---
+
+
+def test_a_lock_that_was_left_behind_is_none(tmp_path: Path) -> None:
+    desk = RunDesk(tmp_path)
+    assert not desk.run({})["going"]
+    with FileLock(tmp_path / "lock"):
+        assert desk.run({})["going"]
+    (tmp_path / "lock").touch()
+    assert not desk.run({})["going"]
