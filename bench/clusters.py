@@ -402,7 +402,7 @@ def by_planners(cases: Iterable[tuple[str, str]], seconds: int) -> Table:
 
 # --- on ranks that sleep ------------------------------------------------------------------------------
 
-PACED = ("Gemma 2", "T5")
+PACED = ("CLIP", "T5")
 PACED_STEP_S = 12.0
 """To which a step is stretched, as a busy machine wakes sleepers some milliseconds late."""
 

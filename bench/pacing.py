@@ -148,7 +148,7 @@ def paced_plan(
     name: str, plan: Plan, edges: Iterable[tuple[int, int]], costs: Sequence[StageCost], factor: float
 ) -> dict[str, Any]:
     """A plan as ranks are given it. edges, costs: of its stages.  factor: of their times."""
-    times = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+    times = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
     return {
         "name": name,
         "plan": to_json(plan),
@@ -159,8 +159,7 @@ def paced_plan(
 
 
 def plans(link: Link, *, ranks: int, plans: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
-    """Plans of so many ranks that keep or recompute, their messages small ones. Stages of all take long
-    enough that the links between devices would not matter either."""
+    """Plans of so many ranks that keep all residuals, with small messages."""
     for given in plans:
         plan = from_json(given["plan"].encode(), Plan, what="plan")
         stages = dag(len(plan.stages), map(tuple, given["edges"]), value_bytes=MESSAGE_BYTES)

@@ -74,15 +74,15 @@ So trees may be deeper than Python's stack, as those of models whose layers all 
 
 def _nested(first: Nested[T]) -> T:
     """What the first one returns."""
-    calls, result = [first], None
+    calls, result = [first], cast(T, None)  # which starts a generator
     while calls:
         try:
-            calls.append(calls[-1].send(result))  # type: ignore[arg-type]  # None starts a generator
-            result = None
+            calls.append(calls[-1].send(result))
+            result = cast(T, None)
         except StopIteration as done:
             calls.pop()
             result = done.value
-    return cast(T, result)
+    return result
 
 
 def _term(ops: Sequence[int], edges: Sequence[Edge]) -> Nested[Term]:
