@@ -12,7 +12,6 @@ from itertools import islice
 from ...ir.errors import PlanError, ScheduleError
 from ..refusals import scale_caps
 from ..request import are_alike
-from ..schedule_names import schedule_names
 from ..search.problem import Cuts
 from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, climb, neighbours
@@ -95,19 +94,7 @@ def other_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
 
 def copying_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
     """Schedules that offload, where caps cost something."""
-    request, devices = search.request, search.request.cluster.devices
-    options = request.options
-    named = options.schedule or options.schedules
-    if not search.pressed or named or request.updates is not None:
-        return
-    if any(d.host_link is None for d in devices) or not (
-        options.allowed is None or "offload" in options.allowed
-    ):
-        return
-    plain = set(schedule_names(len(devices), search.places, copies=False))
-    for name in schedule_names(len(devices), search.places):
-        if name in plain:
-            continue
+    for name in search.copying if search.pressed else ():
         try:
             way = search.way(name, line.point.order)
             own = way.search()
