@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import compress, islice
+
+import numpy as np
 
 from ...ir.errors import PlanError, ScheduleError
 from ..refusals import scale_caps
@@ -19,6 +21,9 @@ from .search import FAR, Axis, JointSearch, Judged, Point
 
 SIMULATED, BESIDE = 3, 5
 """Cuts of one climb that are simulated, and of one move, as estimates are not exact."""
+
+NEAR = 0.01
+"""By which share of the best step the estimate of a moved cut may be longer."""
 
 ORDERS, PROPOSED = 3, 3
 """Orders of branches in which cuts are sought, and cuts of each."""
@@ -39,7 +44,9 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
             estimate = search.estimate_of(line)
             here = estimate.cuts.places(found.cuts)
             places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
-            near = [cuts for cuts in map(estimate.cuts.cut, places) if cuts != found.cuts]
+            limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
+            good = estimate.steps(np.array(places)) <= limit_s
+            near = [estimate.cuts.cut(row) for row in compress(places, good) if (row != here).any()]
         else:
             near = list(_relieved(line))
         for cuts in near:

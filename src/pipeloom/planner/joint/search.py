@@ -366,7 +366,7 @@ class JointSearch:
 
     def _begin(self) -> None:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
-        starts: list[tuple[float, str, list[Point]]] = []
+        starts: list[tuple[float, Point]] = []
         inline: list[Seed] = []
         cuts_of: dict[Layout, list[Cuts]] = {}
         for name in self.names:
@@ -393,22 +393,19 @@ class JointSearch:
                 seeds = cuts_of[layout] = self.level_cuts(ClosedForm(estimate.cuts))
                 if layout.in_line:
                     seeds += [cuts for _, own, cuts in inline if not own.model.readers.order]
-            found: dict[Cuts, float] = {}
             starts_at = np.array([estimate.cuts.places(cuts) for cuts in seeds], dtype=np.int64)
             if not len(starts_at):
                 continue
             first = starts_at[int(np.argmin(estimate.steps(starts_at)))]
-            for places in climb(estimate, first)[:2] or [first]:
-                found[estimate.cuts.cut(places)] = float(estimate.steps(places[None])[0])
-            best = min(found.values())
-            starts.append((best, name, [Point(request, search, cuts) for cuts in found]))
-        for number, (seconds, _, points) in enumerate(sorted(starts, key=lambda start: start[0])):
+            places = (climb(estimate, first) or [first])[0]
+            seconds = float(estimate.steps(places[None])[0])
+            starts.append((seconds, Point(request, search, estimate.cuts.cut(places))))
+        for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
             if number >= FEW and seconds > limit:
                 self.ledger.died["short step"] += 1
                 continue
-            for point in points[: 1 if number >= FEW else 2]:
-                self.judge(point, "schedules")
+            self.judge(point, "schedules")
 
     def _make_room(self) -> None:
         """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
