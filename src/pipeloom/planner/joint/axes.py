@@ -45,6 +45,8 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
             here = estimate.cuts.places(found.cuts)
             places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
             limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
+            if isinstance(estimate, ClosedForm):  # of another scale
+                limit_s = float(estimate.steps(here[None])[0])
             good = estimate.steps(np.array(places)) <= limit_s
             near = [estimate.cuts.cut(row) for row in compress(places, good) if (row != here).any()]
         else:

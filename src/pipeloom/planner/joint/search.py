@@ -43,7 +43,7 @@ from ..search.cut_search import Search
 from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
-from .estimates import ClosedForm, CutTimes, Estimate, InOrder, climb
+from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
 from .ledger import INTERRUPTED, SearchLedger
 
 LITTLE = 1e-3
@@ -61,12 +61,12 @@ be longer."""
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
 
-BUDGET, ORDERING, LEAST = 5_000_000, 10, 3_000
-"""Actions that are simulated in one search, how many one counts for where it is ordered by time, and how many
-a candidate counts for at least."""
+BUDGET, ORDERING, LEAST, WEIGHING = 8_000_000, 10, 3_000, 30
+"""Actions that are simulated in one search, how many one counts for where it is ordered by time, how many a
+candidate counts for at least, and how many each op counts for."""
 
-MOST_ESTIMATED = 20_000
-"""Actions of an order that estimates go through."""
+MOST_ESTIMATED = 200_000
+"""Actions of an order that estimates of single cuts go through."""
 
 SHORT, LONG = 3, 5
 """Micro-batches per rank of a short step, and those up to which a step is short enough."""
@@ -230,7 +230,7 @@ class JointSearch:
             if request.layout.stages > self.places:
                 why = f"{request.layout.stages} stages, the model can be cut into {self.places}"
                 raise too_many_stages(why, self.places, name, len(request.cluster.devices), request.cluster)
-            if self.best is not None and self.spent + 2 * self._actions(request) > BUDGET:
+            if self.best is not None and self.spent + 2 * self._actions(request) > BUDGET / 2:
                 raise PlanError("not tried: other schedules took the time", hint="name it alone")
             if not self.ways or request.entry.recipe is not None:
                 self.spent += self._actions(request)
@@ -244,8 +244,9 @@ class JointSearch:
         alone = len(self.names) == 1
         return max(LEAST, count if request.entry.recipe is None or alone else ORDERING * count)
 
-    def cut_times(self, request: Request, search: Search) -> CutTimes:
-        return CutTimes(search, request.layout, request.microbatches, weighed=self.pressed)
+    def cut_times(self, request: Request, search: Search, also: Cuts = ()) -> CutTimes:
+        weighed = self.pressed and not search.large  # of large graphs as the known candidate is
+        return CutTimes(search, request.layout, request.microbatches, weighed=weighed, also=also)
 
     def estimate(self, request: Request, search: Search) -> Estimate:
         """By a schedule's order for equal times, and of a chain, a short one if there are many micro-batches;
@@ -265,10 +266,10 @@ class JointSearch:
     def estimate_of(self, judged: Judged) -> Estimate:
         """By the order of a candidate."""
         request, found = judged.point.request, judged.found
-        cuts = self.cut_times(request, found.search)
+        cuts = self.cut_times(request, found.search, found.cuts)
         columns = found.schedule.columns
-        if request.updates is not None or len(columns) > MOST_ESTIMATED:
-            return ClosedForm(cuts)
+        if request.updates is not None or len(columns) > ACTIONS:
+            return ClosedForm(cuts, found)
         placement, cluster = request.layout.placement, request.cluster
         return InOrder(cuts, columns, flow_of(found.stages), messages_of(found, placement, cluster), found)
 
@@ -288,7 +289,7 @@ class JointSearch:
         if least_step_s(point.request, point.search, point.cuts) >= best_s * (1 - SAME):
             self.ledger.died["bound"] += 1
             return None
-        cost = self._actions(point.request)
+        cost = self._actions(point.request) + WEIGHING * len(point.request.graph.ops)
         if self.spent + cost > BUDGET and self.best is not None:
             self.ledger.died["budget"] += 1
             return None
@@ -473,7 +474,7 @@ class JointSearch:
         return self.best is None or self.best.step_s <= self.ledger.bound_s * (1 + share)
 
     def _put_in_faster_orders(self) -> None:
-        if len(self.names) == 1 or self.request.graph.together or self._near(WORTH):
+        if self.best is None or len(self.names) == 1 or self.request.graph.together or self._near(WORTH):
             return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
         large = self.places * len(self.request.cluster.devices) > SMALL
