@@ -1,6 +1,6 @@
 """Planner auto: what its search finds, how far that is from the bound, and the processor seconds it takes.
 
-    python bench/auto.py models large random [--count N]
+    python bench/auto.py models large random [--only CASE] [--first N] [--count N]
 
 models   2: steps over the fastest of the planners for 1F1B, 16 micro-batches, by roofline
 large    4: a chain of 12 layers on 4 devices, a 70B Llama on 64 and 512, and 10,000 ops of which 100 differ
@@ -98,18 +98,19 @@ def searched(name: str, graph: OpGraph, rows: int, devices: str, microbatches: i
     return row | {"gap": told["gap"], "processor_s": took_s}
 
 
-def models() -> Table:
-    each = ((name, capture(job(), rows).graph, rows, where) for name, (job, rows, where) in MODELS.items())
+def models(only: str | None) -> Table:
+    some = {name: how for name, how in MODELS.items() if only in (None, name)}
+    each = ((name, capture(job(), rows).graph, rows, where) for name, (job, rows, where) in some.items())
     return [searched(*one, 16) for one in each]
 
 
-def large() -> Table:
-    return [searched(name, make(), *how) for name, (make, *how) in LARGE.items()]
+def large(only: str | None) -> Table:
+    return [searched(name, make(), *how) for name, (make, *how) in LARGE.items() if only in (None, name)]
 
 
-def on_random(count: int) -> Table:
+def on_random(first: int, count: int) -> Table:
     slower, alone, longer, gaps, caps = 0, 0, 0, list[float](), 0
-    for seed in range(count):
+    for seed in range(first, first + count):
         graph, profile, cluster = random_case(seed)
         free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
         assert free is not None
@@ -132,11 +133,13 @@ def on_random(count: int) -> Table:
 
 def main() -> int:
     run: dict[str, Callable[[], Table]] = {
-        "models": models,
-        "large": large,
-        "random": lambda: on_random(given.count),
+        "models": lambda: models(given.only),
+        "large": lambda: large(given.only),
+        "random": lambda: on_random(given.first, given.count),
     }
     parser = parser_of(__doc__, run)
+    parser.add_argument("--only", help="one case of models or large")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random case")
     parser.add_argument("--count", type=int, default=200, help="of random cases")
     given = parser.parse_args()
     return run_parts(given.parts, run)

@@ -68,9 +68,10 @@ def test_stages_together_make_room_under_a_smaller_cap() -> None:
     assert sum(part.recomputed_bytes for part in found.stages) > 0
 
 
-def test_what_cannot_fit_is_refused_with_the_rank_that_comes_closest() -> None:
+@pytest.mark.parametrize(("planner", "memory"), [("exact", "150MiB"), ("auto", "90MiB")])
+def test_what_cannot_fit_is_refused_with_the_rank_that_comes_closest(planner: str, memory: str) -> None:
     with pytest.raises(InfeasibleError, match=r"rank \d holds .* 150.0 MiB|8 stages"):
-        planned("zb_v", "150MiB", planner="exact")
+        planned("zb_v", memory, planner=planner)
 
 
 def test_a_schedule_with_copies_of_its_own_is_planned_with_all_that_leaves() -> None:

@@ -53,6 +53,7 @@ from .refusals import (
     does_not_fit,
     explain_infeasible,
     finds_no_chain,
+    fits,
     passes_caps,
     refuse_nonsense,
     scale_caps,
@@ -76,7 +77,7 @@ from .strategies.graph_chains import (
 )
 from .strategies.graphpipe import shallow_cuts
 from .strategies.pipedream import pipedream, pipedream_repo, vpipe
-from .strategies.probe import probe
+from .strategies.probe import filled, probe
 from .strategies.simple import balanced, equal, exact
 
 ROUNDS = 5
@@ -456,8 +457,7 @@ class JointPlanner:
     orders: bool = True
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
-        """If nothing is found, what the planners of one schedule find, as long as they search. Raises: as
-        `make_plan`."""
+        """Raises: as `make_plan`."""
         options = request.options
         if self.schedules is not None and options.schedule is None and not options.schedules:
             request = replace(request, options=replace(options, schedules=self.schedules(request)))
@@ -466,11 +466,8 @@ class JointPlanner:
         if not options.fastest:
             return self._any(request, schedule, explained=explained)
         axes = {name: AXES[name] for name in self.axes or AXES}
-        search = JointSearch(request, axes, self.seeds, orders=self.orders)
-        try:
-            return search.run()
-        except InfeasibleError:
-            return self._any(request, schedule, explained=explained)
+        room = partial(make_room, explained=explained)
+        return JointSearch(request, axes, self.seeds, room, orders=self.orders).run()
 
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Search, Cuts]]:
         """What the own searches of all planners find, for one stage on each rank."""
@@ -514,6 +511,20 @@ class JointPlanner:
                 if first is None and isinstance(error, PlanError):
                     first = error
         raise first or PlanError("no schedule to choose from", hint="name at least one")
+
+
+def make_room(
+    request: Request, ledger: SearchLedger, *, explained: bool
+) -> Iterator[tuple[str, Search, Cuts]]:
+    """Cuts that keep the caps: of ranks that take equally long, or by filling stage after stage. Raises: as
+    `make_plan`."""
+    request = replace(request, options=replace(request.options, fastest=False))
+    search, log = request.search(), SearchLog()
+    fill = ByCuts(lambda search: search.problem.positions(filled(search.problem)))
+    kept = evened(searched(fill)).find(request, search, log) if request.copies or fits(search) else []
+    if not kept:
+        raise _refusal(request, search, log, explained=explained)
+    yield from (("filled", candidate.search, candidate.cuts) for candidate in kept)
 
 
 FREEING = ("dawnpiper", "graphpipe")

@@ -32,8 +32,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from math import ceil, floor, log2
-from operator import ge, le
+from math import ceil, floor, inf, log2
+from operator import add, ge, le
+
+import numpy as np
 
 from ..ir.cluster import Cluster
 from ..schedules import registry
@@ -174,15 +176,18 @@ class _Climb:
 
 
 def least_step_s(request: Request, search: Search, cuts: Cuts) -> float:
-    """No step is shorter, in whatever order: the busiest rank computes its stages for all micro-batches."""
+    """No step is shorter, in whatever order: the busiest rank begins when what its first op needs can be
+    there, and computes its stages for all micro-batches; unless the pipeline does not drain."""
     model, layout = search.model, request.layout
     if layout.replicas > 1:  # which divide the micro-batches
         return 0.0
-    busy = [0.0] * layout.ranks
+    begins = request.earliest_s[np.array(model.readers.order)] if model.readers.order else request.earliest_s
+    busy, first = [0.0] * layout.ranks, [inf] * layout.ranks
     for stage, (start, end) in enumerate(pairwise(cuts)):
-        seconds = model.prefix_s[model.kind[stage]]
-        busy[layout.placement[stage]] += request.microbatches * float(seconds[end] - seconds[start])
-    return max(busy)
+        seconds, rank = model.prefix_s[model.kind[stage]], layout.placement[stage]
+        busy[rank] += request.microbatches * float(seconds[end] - seconds[start])
+        first[rank] = min(first[rank], float(begins[start:end].min()))
+    return max(busy if request.updates is not None else map(add, busy, first))
 
 
 def _moves(found: Candidate, places: Sequence[int]) -> Iterator[Cuts]:

@@ -33,7 +33,7 @@ from .search.cut_search import Search
 from .search.layer_groups import layers
 from .stage_cost.model import CostModel, GraphTables, distinct_profiles
 from .stage_cost.peak_memory import CostOptions
-from .stage_cost.tensors import Readers
+from .stage_cost.tensors import Array, Readers
 from .treatments.choose import Known
 
 
@@ -80,7 +80,7 @@ class SharedCosts:
     known: of each model, what is known of its stages.  orders: of branches, by the number of stages.
     stages: by the order of ops, where they are cut, and how many replicas there are.
     rows: of orders that do not look at times, by all that they depend on.  steps: by rows and stages, see
-    `Candidate`."""
+    `Candidate`.  edges, earliest_s: see `Request`."""
 
     tables: dict[Hashable, GraphTables] = field(default_factory=dict)
     models: dict[Hashable, CostModel] = field(default_factory=dict)
@@ -89,6 +89,8 @@ class SharedCosts:
     stages: dict[Hashable, StageGraph] = field(default_factory=dict)
     rows: dict[Hashable, Schedule | SteadyStep] = field(default_factory=dict)
     steps: dict[Hashable, SimulatedStep] = field(default_factory=dict)
+    edges: list[Edge] | None = None
+    earliest_s: Array | None = None
 
     def cut(self, graph: OpGraph, readers: Readers, cuts: tuple[int, ...], replicas: int) -> StageGraph:
         """The stages [cuts[s], cuts[s + 1]) of the ops of readers, of so many replicas."""
@@ -273,10 +275,29 @@ class Request:
         ops = [op for op in self.graph.ops if not op.cheap]
         return {op.name: n for n, piece in enumerate(layers(ops)) for op in ops[piece.start : piece.end]}
 
-    @cached_property
+    @property
     def edges(self) -> list[Edge]:
         """Which op reads from which, by position in the forward."""
-        return graph_edges(Readers(self.graph))
+        if self.shared.edges is None:
+            self.shared.edges = graph_edges(Readers(self.graph))
+        return self.shared.edges
+
+    @property
+    def earliest_s(self) -> Array:
+        """Seconds, by position in the forward, before which no op can begin, on the fastest devices."""
+        if self.shared.earliest_s is None:
+            self.shared.earliest_s = self._earliest_s()
+        return self.shared.earliest_s
+
+    def _earliest_s(self) -> Array:
+        names = {device.name for device in self.cluster.devices}
+        each = [profile_of(self.profile, name, self.graph).costs for name in names]
+        ops = [op.name for op in self.graph.ops if not op.cheap]
+        took = [min(costs[name].forward_s for costs in each) for name in ops]
+        begins = np.zeros(len(ops))
+        for before, after in self.edges:  # by who is read, so that its own time is known
+            begins[after] = max(begins[after], begins[before] + took[before])
+        return begins
 
     @cached_property
     def tree(self) -> Term:

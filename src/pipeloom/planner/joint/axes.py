@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import compress, islice
+
+import numpy as np
 
 from ...ir.errors import PlanError, ScheduleError
 from ..refusals import scale_caps
 from ..request import are_alike
-from ..schedule_names import schedule_names
 from ..search.problem import Cuts
 from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, climb, neighbours
@@ -20,6 +21,9 @@ from .search import FAR, Axis, JointSearch, Judged, Point
 
 SIMULATED, BESIDE = 3, 5
 """Cuts of one climb that are simulated, and of one move, as estimates are not exact."""
+
+NEAR = 0.01
+"""By which share of the best step the estimate of a moved cut may be longer."""
 
 ORDERS, PROPOSED = 3, 3
 """Orders of branches in which cuts are sought, and cuts of each."""
@@ -40,7 +44,11 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
             estimate = search.estimate_of(line)
             here = estimate.cuts.places(found.cuts)
             places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
-            near = [cuts for cuts in map(estimate.cuts.cut, places) if cuts != found.cuts]
+            limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
+            if isinstance(estimate, ClosedForm):  # of another scale
+                limit_s = float(estimate.steps(here[None])[0])
+            good = estimate.steps(np.array(places)) <= limit_s
+            near = [estimate.cuts.cut(row) for row in compress(places, good) if (row != here).any()]
         else:
             near = list(_relieved(line))
         for cuts in near:
@@ -95,19 +103,7 @@ def other_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
 
 def copying_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
     """Schedules that offload, where caps cost something."""
-    request, devices = search.request, search.request.cluster.devices
-    options = request.options
-    named = options.schedule or options.schedules
-    if not search.pressed or named or request.updates is not None:
-        return
-    if any(d.host_link is None for d in devices) or not (
-        options.allowed is None or "offload" in options.allowed
-    ):
-        return
-    plain = set(schedule_names(len(devices), search.places, copies=False))
-    for name in schedule_names(len(devices), search.places):
-        if name in plain:
-            continue
+    for name in search.copying if search.pressed else ():
         try:
             way = search.way(name, line.point.order)
             own = way.search()

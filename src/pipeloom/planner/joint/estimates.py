@@ -34,8 +34,8 @@ STEPS = (-4, -2, -1, 1, 2, 4)
 BUSIEST, IDLEST = 2, 16
 """Ranks whose stages give time to others, and those whose stages take it."""
 
-PASSES = 60
-"""Moves that are made at most."""
+PASSES, ACTIONS = 60, 30_000
+"""Moves that are made at most, and actions of an order that are gone through for them, for many cuts each."""
 
 ALL_CUTS = 3_000
 """Cuts up to which all are looked at."""
@@ -51,9 +51,10 @@ ENTRIES = 4_000_000
 
 
 class Estimate(Protocol):
-    """What is searched by: of cuts."""
+    """What is searched by: of cuts.  passes: moves that are made at most."""
 
     cuts: CutTimes
+    passes: int
 
     def steps(self, places: Indices) -> Array:
         """Seconds of each, of (cuts, stages + 1) places."""
@@ -67,10 +68,19 @@ class CutTimes:
     turns_of: (stages, ranks), how many turns of a stage a rank takes in a step.
     """
 
-    def __init__(self, search: Search, layout: Layout, microbatches: int, *, weighed: bool = False) -> None:
+    def __init__(
+        self,
+        search: Search,
+        layout: Layout,
+        microbatches: int,
+        *,
+        weighed: bool = False,
+        also: Sequence[int] = (),
+    ) -> None:
+        """also: positions to cut at that are no places of the search."""
         model = search.model
         self.search, self.layout, self.microbatches, self.weighed = search, layout, microbatches, weighed
-        self.points = model.cut_points
+        self.points = np.union1d(search.places, np.array(also, dtype=np.int64)) if also else search.places
         self.stages, self.ranks = layout.stages, layout.ranks
         self.parts = model.tables.prefix_parts_s[:, np.array(model.kind)][:, :, self.points]
         self.whole = self.parts.sum(axis=0)
@@ -82,6 +92,12 @@ class CutTimes:
         """Seconds of the parts of stages: (3, cuts, stages)."""
         stage = np.arange(self.stages)
         return np.asarray(self.parts[:, stage, places[:, 1:]] - self.parts[:, stage, places[:, :-1]])
+
+    def besides(self, known: Candidate) -> Array:
+        """Seconds that stages of a candidate take besides their ops: (3, stages)."""
+        took = [[c.forward_s, c.input_grad_s + c.recompute_s, c.weight_grad_s] for c in known.stage_costs]
+        ops = self.of(self.places(known.cuts)[None])[:, 0]
+        return np.maximum(0.0, np.array(took)[: self.stages].T - ops)
 
     def turns(self, places: Indices) -> Array:
         """Seconds of the parts together: (cuts, stages)."""
@@ -159,11 +175,16 @@ class CutTimes:
 
 
 class ClosedForm:
-    def __init__(self, cuts: CutTimes) -> None:
+    """known: whose stages take as much besides their ops as those of the cuts."""
+
+    passes = PASSES
+
+    def __init__(self, cuts: CutTimes, known: Candidate | None = None) -> None:
         self.cuts = cuts
+        self.more = 0.0 if known is None else cuts.besides(known).sum(axis=0)
 
     def steps(self, places: Indices) -> Array:
-        turns = self.cuts.turns(places)
+        turns = self.cuts.turns(places) + self.more
         if not self.cuts.weighed:
             return self._sum(turns)
         return weigh_best(
@@ -195,14 +216,11 @@ class InOrder:
         self.count = int(columns.microbatch.max(initial=0)) + 1
         self.more, self.offset = np.zeros((3, cuts.stages)), 0.0
         self._actions = list(_in_turn(columns, flow))
+        self.passes = min(PASSES, ACTIONS // max(1, len(self._actions)))
         followed = {before for _, _, before, _ in self._actions}
         self._last = [at for at in range(len(self._actions)) if at not in followed]
         if known is not None:
-            here = cuts.places(known.cuts)[None]
-            took = np.array(
-                [[c.forward_s, c.input_grad_s + c.recompute_s, c.weight_grad_s] for c in known.stage_costs]
-            )[: cuts.stages].T
-            self.more = np.maximum(0.0, took - cuts.of(here)[:, 0])
+            here, self.more = cuts.places(known.cuts)[None], cuts.besides(known)
             weighed, cuts.weighed = cuts.weighed, False
             self.offset = known.timeline.step_s - float(self.steps(here)[0])
             cuts.weighed = weighed
@@ -335,7 +353,7 @@ def climb(estimate: Estimate, places: Indices) -> list[Indices]:
         order = np.argsort(steps, kind="stable")
         return [every[index] for index in order if steps[index] < np.inf]
     trail, best = [places], float(estimate.steps(places[None])[0])
-    for _ in range(PASSES):
+    for _ in range(estimate.passes):
         moved = cuts.moves(trail[-1])
         if not len(moved):
             break

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ...ir.cluster import Cluster
-from ...ir.errors import PlanError, ScheduleError
+from ...ir.errors import InfeasibleError, PlanError, ScheduleError
 from ...ir.flow import flow_of
 from ...ir.plan import Plan
 from ...ir.stages import chain, replicate
@@ -36,13 +36,14 @@ from ..candidate import Candidate
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
 from ..refine import fit_caps, least_step_s
-from ..refusals import passes_caps, too_many_stages
+from ..refusals import fits, too_many_stages
 from ..request import Request, profile_of
+from ..schedule_names import schedule_names
 from ..search.cut_search import Search
 from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
-from .estimates import ClosedForm, CutTimes, Estimate, InOrder, climb
+from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
 from .ledger import INTERRUPTED, SearchLedger
 
 LITTLE = 1e-3
@@ -60,19 +61,23 @@ be longer."""
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
 
-BUDGET, ORDERING, LEAST = 5_000_000, 10, 3_000
-"""Actions that are simulated in one search, how many one counts for where it is ordered by time, and how many
-a candidate counts for at least."""
+BUDGET, ORDERING, LEAST, WEIGHING = 8_000_000, 10, 3_000, 30
+"""Actions that are simulated in one search, how many one counts for where it is ordered by time, how many a
+candidate counts for at least, and how many each op counts for."""
 
-MOST_ESTIMATED = 20_000
-"""Actions of an order that estimates go through."""
+MOST_ESTIMATED = 200_000
+"""Actions of an order that estimates of single cuts go through."""
 
 SHORT, LONG = 3, 5
 """Micro-batches per rank of a short step, and those up to which a step is short enough."""
 
 ORDERS, EFFORT, SMALL = 3, 0.3, 200
-"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts times ranks
-beyond which that of the best plan builds the library within its limits, which takes seconds."""
+"""Plans whose stages are put into a faster order, and the effort of that search; places for cuts, or these
+times ranks, beyond which a model is large: then the search of the best plan's order builds the library within
+its limits, which takes seconds."""
+
+CLOSEST, WORTH = 0.005, 0.02
+"""Gaps to the bound up to which nothing is moved, and up to which no faster order is looked for."""
 
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
@@ -83,6 +88,9 @@ CHUNKS = (2, 4)
 
 PROMISING = ("1f1b", "zb_v", "zb_h2", "zb_h1", "gis", "interleaved_1f1b", "dualpipe", "chimera", "hanayo")
 """Schedules that are tried first, which matters where the budget ends before all were."""
+
+HOLD_LITTLE = ("v_min", "gis_h")
+"""Schedules that hold little, which are tried where nothing keeps the caps."""
 
 LEFT_OUT = ("forward_only", "zb_1p", "zb_2p", "gis_g", "po")
 """Schedules that do not train, or are others unless options are set."""
@@ -146,10 +154,11 @@ class JointSearch:
     """axes: by name, in the order in which they are tried.  seeds: what planners find."""
 
     def __init__(
-        self, request: Request, axes: Mapping[str, Axis], seeds: Seeds, *, orders: bool = True
+        self, request: Request, axes: Mapping[str, Axis], seeds: Seeds, room: Seeds, *, orders: bool = True
     ) -> None:
-        """orders: of the best plans the schedule search looks for a faster order."""
-        self.request, self.axes, self.seeds, self.orders = request, axes, seeds, orders
+        """room: seeds that keep the caps, asked for if nothing else does.  orders: of the best plans the
+        schedule search looks for a faster order."""
+        self.request, self.axes, self.seeds, self.room, self.orders = request, axes, seeds, room, orders
         self.ledger = SearchLedger()
         self.until = time.monotonic() + (request.options.time_limit or inf)
         self.ways: dict[tuple[str, tuple[int, ...]], Request] = {}
@@ -160,6 +169,7 @@ class JointSearch:
         self.ordered: list[Plan] = []
         """Plans whose stages run in a faster order."""
         self.spent = 0
+        self.refused: InfeasibleError | None = None
         self.errors: list[PlanError | ScheduleError] = []
         self.pressed = False
         """Whether caps have cost anything: something was freed, or passed them."""
@@ -194,6 +204,17 @@ class JointSearch:
         early = {name: number for number, name in enumerate(PROMISING)}
         return tuple(sorted(found, key=lambda name: early.get(name, len(early))))
 
+    @cached_property
+    def copying(self) -> tuple[str, ...]:
+        """Schedules that offload, by name; none if others were named."""
+        options, devices = self.request.options, self.request.cluster.devices
+        named = options.schedule or options.schedules or self.request.updates is not None
+        linked = all(device.host_link is not None for device in devices)
+        if named or not linked or not (options.allowed is None or "offload" in options.allowed):
+            return ()
+        plain = set(schedule_names(len(devices), self.places, copies=False))
+        return tuple(name for name in schedule_names(len(devices), self.places) if name not in plain)
+
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
         if (name, order) not in self.ways:
@@ -209,7 +230,7 @@ class JointSearch:
             if request.layout.stages > self.places:
                 why = f"{request.layout.stages} stages, the model can be cut into {self.places}"
                 raise too_many_stages(why, self.places, name, len(request.cluster.devices), request.cluster)
-            if self.best is not None and self.spent + 2 * self._actions(request) > BUDGET:
+            if self.best is not None and self.spent + 2 * self._actions(request) > BUDGET / 2:
                 raise PlanError("not tried: other schedules took the time", hint="name it alone")
             if not self.ways or request.entry.recipe is not None:
                 self.spent += self._actions(request)
@@ -223,8 +244,9 @@ class JointSearch:
         alone = len(self.names) == 1
         return max(LEAST, count if request.entry.recipe is None or alone else ORDERING * count)
 
-    def cut_times(self, request: Request, search: Search) -> CutTimes:
-        return CutTimes(search, request.layout, request.microbatches, weighed=self.pressed)
+    def cut_times(self, request: Request, search: Search, also: Cuts = ()) -> CutTimes:
+        weighed = self.pressed and not search.large  # of large graphs as the known candidate is
+        return CutTimes(search, request.layout, request.microbatches, weighed=weighed, also=also)
 
     def estimate(self, request: Request, search: Search) -> Estimate:
         """By a schedule's order for equal times, and of a chain, a short one if there are many micro-batches;
@@ -244,10 +266,10 @@ class JointSearch:
     def estimate_of(self, judged: Judged) -> Estimate:
         """By the order of a candidate."""
         request, found = judged.point.request, judged.found
-        cuts = self.cut_times(request, found.search)
+        cuts = self.cut_times(request, found.search, found.cuts)
         columns = found.schedule.columns
-        if request.updates is not None or len(columns) > MOST_ESTIMATED:
-            return ClosedForm(cuts)
+        if request.updates is not None or len(columns) > ACTIONS:
+            return ClosedForm(cuts, found)
         placement, cluster = request.layout.placement, request.cluster
         return InOrder(cuts, columns, flow_of(found.stages), messages_of(found, placement, cluster), found)
 
@@ -267,7 +289,7 @@ class JointSearch:
         if least_step_s(point.request, point.search, point.cuts) >= best_s * (1 - SAME):
             self.ledger.died["bound"] += 1
             return None
-        cost = self._actions(point.request)
+        cost = self._actions(point.request) + WEIGHING * len(point.request.graph.ops)
         if self.spent + cost > BUDGET and self.best is not None:
             self.ledger.died["budget"] += 1
             return None
@@ -326,7 +348,10 @@ class JointSearch:
         """
         try:
             self._begin()
-            self._improve()
+            if self.best is None:
+                self._make_room()
+            if self.best is not None:
+                self._improve()
             if self.orders:
                 self._put_in_faster_orders()
         except TimeIsUp:
@@ -342,13 +367,16 @@ class JointSearch:
 
     def _begin(self) -> None:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
-        starts: list[tuple[float, str, list[Point]]] = []
+        starts: list[tuple[float, Point]] = []
         inline: list[Seed] = []
         cuts_of: dict[Layout, list[Cuts]] = {}
         for name in self.names:
             try:
                 request = self.way(name)
                 search = request.search()
+                if not search.large and not request.copies and not fits(search):
+                    self.ledger.note(self.ledger.schedules, name, "no cut fits, even with all freed")
+                    continue
                 estimate = self.estimate(request, search)
             except (PlanError, ScheduleError) as error:
                 self.errors.append(error)
@@ -366,22 +394,35 @@ class JointSearch:
                 seeds = cuts_of[layout] = self.level_cuts(ClosedForm(estimate.cuts))
                 if layout.in_line:
                     seeds += [cuts for _, own, cuts in inline if not own.model.readers.order]
-            found: dict[Cuts, float] = {}
             starts_at = np.array([estimate.cuts.places(cuts) for cuts in seeds], dtype=np.int64)
             if not len(starts_at):
                 continue
             first = starts_at[int(np.argmin(estimate.steps(starts_at)))]
-            for places in climb(estimate, first)[:2] or [first]:
-                found[estimate.cuts.cut(places)] = float(estimate.steps(places[None])[0])
-            best = min(found.values())
-            starts.append((best, name, [Point(request, search, cuts) for cuts in found]))
-        for number, (seconds, _, points) in enumerate(sorted(starts, key=lambda start: start[0])):
+            places = (climb(estimate, first) or [first])[0]
+            seconds = float(estimate.steps(places[None])[0])
+            starts.append((seconds, Point(request, search, estimate.cuts.cut(places))))
+        for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
             if number >= FEW and seconds > limit:
                 self.ledger.died["short step"] += 1
                 continue
-            for point in points[: 1 if number >= FEW else 2]:
-                self.judge(point, "schedules")
+            self.judge(point, "schedules")
+
+    def _make_room(self) -> None:
+        """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
+        names = [*self.names, *self.copying]
+        if self.places > SMALL and not self.request.options.schedules:
+            names = [name for name in names if name in (self.names[0], *HOLD_LITTLE)]
+        for name in names:
+            if name in self.copying and self.best is not None:
+                return
+            try:
+                for planner, search, cuts in self.room(self.way(name), self.ledger):
+                    self.judge(Point(self.way(name), search, cuts), planner)
+            except InfeasibleError as error:
+                self.refused = self.refused or error
+            except (PlanError, ScheduleError) as error:
+                self.errors.append(error)
 
     def _closely(self, request: Request) -> Callable[[Seed], float]:
         """Seconds of a seed's step, by the closed form."""
@@ -417,6 +458,8 @@ class JointSearch:
 
     def _improve(self) -> None:
         for _ in range(ROUNDS):
+            if self._near(CLOSEST):
+                return
             before = (self.closest.key if self.closest else (0, inf)) if self.best is None else self.best.key
             for name, axis in self.axes.items():
                 for line in self.lines():
@@ -426,8 +469,12 @@ class JointSearch:
             if after[0] == before[0] and after[1] >= before[1] * (1 - LITTLE):
                 return
 
+    def _near(self, share: float) -> bool:
+        """Whether no plan is faster than the best by more than such a share of the bound."""
+        return self.best is None or self.best.step_s <= self.ledger.bound_s * (1 + share)
+
     def _put_in_faster_orders(self) -> None:
-        if self.best is None or len(self.names) == 1 or self.request.graph.together:
+        if self.best is None or len(self.names) == 1 or self.request.graph.together or self._near(WORTH):
             return
         costs = PlanCosts(self.request.graph, self.request.profile, self.request.cluster)
         large = self.places * len(self.request.cluster.devices) > SMALL
@@ -445,10 +492,9 @@ class JointSearch:
                 self.ledger.gained["order"] = self.ledger.gained.get("order", 0.0) + gained
 
     def _refusal(self) -> PlanError | ScheduleError:
-        if self.closest is None:
-            return self.errors[0] if self.errors else PlanError("no cut fits", hint="name another planner")
-        point = self.closest.point
-        return passes_caps(self.closest.found.over, point.request.cluster, point.request.schedule)
+        if self.refused is not None:
+            return self.refused
+        return self.errors[0] if self.errors else PlanError("no cut fits", hint="name another planner")
 
     def _bound_s(self) -> float:
         """No step is shorter: the work of all ranks together; the largest op, of which two ranks may have

@@ -206,6 +206,11 @@ class Search:
     def large(self) -> bool:
         return len(self.model) > self.coarse
 
+    @cached_property
+    def places(self) -> Indices:
+        """Positions among which cuts are moved: of a large graph `coarse` of them."""
+        return self._points(self.coarse) if self.large else self.model.cut_points
+
     def _levels(self) -> list[Indices]:
         """Cut positions of one search after another, each within the bound of the one before."""
         everywhere = self.model.cut_points
