@@ -5,7 +5,7 @@
 steps     auto against the best of 1F1B and interleaved 1F1B with as many layers in each stage as in any other
           and any number of chunks that divides the layers; auto with whole words, too
 planners  every other planner, for 1F1B, each within --seconds; on the first of the clusters
-paced     two of these plans on eight ranks that sleep as long as their stages take (`bench/pacing.py`)
+paced     plans of CLIP and T5 on eight ranks that sleep as long as their stages take (`bench/pacing.py`)
 unequal   a GPT on two A100 and two V100 in one pipeline: auto, and by brute force all orders of the devices
           with all schedules of the library by `exact`
 
