@@ -521,7 +521,8 @@ def make_room(
     request = replace(request, options=replace(request.options, fastest=False))
     search, log = request.search(), SearchLog()
     fill = ByCuts(lambda search: search.problem.positions(filled(search.problem)))
-    kept = evened(searched(fill)).find(request, search, log) if request.copies or fits(search) else []
+    finder = finder_of(FREEING[0]) if request.copies else evened(searched(fill))
+    kept = finder.find(request, search, log) if request.copies or fits(search) else []
     if not kept:
         raise _refusal(request, search, log, explained=explained)
     yield from (("filled", candidate.search, candidate.cuts) for candidate in kept)

@@ -61,7 +61,7 @@ be longer."""
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
 
-BUDGET, ORDERING, LEAST, WEIGHING = 8_000_000, 10, 3_000, 30
+BUDGET, ORDERING, LEAST, WEIGHING = 8_000_000, 10, 3_000, 100
 """Actions that are simulated in one search, how many one counts for where it is ordered by time, how many a
 candidate counts for at least, and how many each op counts for."""
 
