@@ -142,8 +142,9 @@ class PlanSettings:
     def __post_init__(self) -> None:
         for one in fields(self):
             _refuse_value(one.name, getattr(self, one.name), **one.metadata)
-        vars(self)["_ranks_said"] = vars(self)["ranks"] is not None
-        if not vars(self)["_ranks_said"]:
+        said: int | None = self.ranks
+        vars(self)["_ranks_said"] = said is not None
+        if said is None:
             vars(self)["ranks"] = self._devices_of_each_replica()
         if self.devices > MOST_DEVICES:
             raise ConfigError(
