@@ -66,6 +66,7 @@ def test_cuts_are_moved_by_keys_and_undone(studio: Any, plan_server: StudioServe
     page.page.evaluate("moveCut(0, 0)")
     assert planned(page, 5)["cuts"] == first["cuts"]
     assert "stage empty" in page.page.inner_text("#problem")
+    assert "422" in page.complaints.pop()
     page.page.evaluate("moveCut(0, 1), moveCut(0, 2)")
     assert planned(page, 6)["cuts"] == [2]
 
