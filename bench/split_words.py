@@ -1,9 +1,12 @@
-"""What splitting the words of a head gains on two ranks here. `bench/clusters.py` says it of other machines.
+"""What splitting the words of a head gains: simulated for clusters, and measured on two ranks here.
 
-    python bench/split_words.py ["half" "three quarters" "nine tenths"] [--rounds 12]
+    python bench/split_words.py [simulated] ["half" "three quarters" "nine tenths"] [--rounds 12]
 
-Llamas whose heads are about so much of their work, with whole words, in two and four parts, and as planned.
-Two ranks of one thread take steps of all plans in turns. With h as the head's share, splitting gains 2 h at
+simulated: a GPT with 64,000 words (8 layers, width 512, context 256; micro-batches of 8, m = 16, 4 x a100-40)
+and Gemma 2 with 256,000 words (26 layers, width 2304, 2,048 tokens, micro-batches of 1, m = 32, 8 x h100).
+
+The others: Llamas whose heads are about so much of their work, with whole words, in two and four parts, and
+as planned. Two ranks of one thread take steps of all plans in turns. With h as the head's share, splitting gains 2 h at
 most: a head of half the work fills its rank, and the rest of the model the other.
 """
 
@@ -12,12 +15,15 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
-from machine import on_ranks, parser_of, run_parts, tokens
+from machine import next_tokens, on_ranks, parser_of, run_parts, tokens
+from torch import Tensor, nn
+from torch.nn import functional as fn
 
 from pipeloom import Job, Options, Pipeline, Plan, planning
 from pipeloom.ir.profile import Profile
@@ -40,6 +46,90 @@ def llama(words: int, layers: int) -> Job:
         use_cache=False,
     )
     return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(words, LENGTH))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        a = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(fn.gelu(self.up(self.norms[1](x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, words: int, length: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        h = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            h = block(h)
+        return fn.cross_entropy(self.head(self.norm(h)).flatten(0, 1), targets.flatten())
+
+
+def gpt() -> Job:
+    return Job(model=lambda: Gpt(64_000, 256, 512, 8, 8), batch=next_tokens(64_000, 256), name="GPT")
+
+
+def gemma() -> Job:
+    config = hf.Gemma2Config(vocab_size=256_000, num_hidden_layers=26, hidden_size=2304, use_cache=False)
+    return Job(model=lambda: hf.Gemma2ForCausalLM(config), batch=tokens(256_000, 2048), name="Gemma 2")
+
+
+CLUSTERS: tuple[tuple[Callable[[], Job], str, int, int, int], ...] = (
+    (gpt, "4 x a100-40", 4, 16, 8),
+    (gemma, "8 x h100", 8, 32, 1),
+)
+"""Model, devices, ranks, micro-batches and rows of each."""
+
+WAYS = (("exact", "1f1b"), ("exact", "zb_h1"), ("exact", "zb_v"))
+
+
+def simulated() -> list[dict[str, Any]]:
+    rows = []
+    for make, cluster, ranks, microbatches, size in CLUSTERS:
+        job = make()
+        captured = planning.capture(job, size)
+        for planner, schedule in WAYS:
+            steps: dict[str, float] = {}
+            for words in ("off", str(ranks)):
+                plan = planning.plan(
+                    job,
+                    ranks=ranks,
+                    microbatches=microbatches,
+                    microbatch_size=size,
+                    cluster=cluster,
+                    planner=planner,
+                    schedule=schedule,
+                    split_words=words,
+                    captured=captured,
+                )
+                steps[words] = plan.predicted_step_s
+            whole_s, split_s = steps.values()
+            rows.append(
+                {
+                    "model": job.name,
+                    "devices": cluster,
+                    "planner": planner,
+                    "schedule": schedule,
+                    "parts": ranks,
+                    "whole s": whole_s,
+                    "split s": split_s,
+                    "times": whole_s / split_s,
+                }
+            )
+    return rows
 
 
 def in_turns(share: str, texts: list[str], rounds: int) -> list[list[float]]:
@@ -92,11 +182,13 @@ def measured(share: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, SHARES)
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {"simulated": simulated}
+    parser = parser_of(__doc__, ["simulated", *SHARES])
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    return run_parts(args.parts, {share: partial(measured, share, args.rounds) for share in SHARES})
+    parts |= {share: partial(measured, share, args.rounds) for share in SHARES}
+    return run_parts(args.parts, parts)
 
 
 if __name__ == "__main__":

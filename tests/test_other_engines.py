@@ -85,6 +85,7 @@ def test_a_module_that_is_called_twice_holds_together_what_is_between() -> None:
     assert first.ops == ("o0", "o2") and first.together == ("o0", "o2", "o3") and second.ops == ("o1",)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("planner", names())
 def test_every_planner_cuts_between_whole_modules(planner: str) -> None:
     made = planned(ranks=4, planner=planner)

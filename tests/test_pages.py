@@ -34,7 +34,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|toml))?)`")
 TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 WRITTEN_BY_RUNS = {"runs/", "checkpoint/", "step-00000300/"}
-TAKE_LONGER = ("planning", "memory-and-offloading")
+TAKE_LONGER = ("planning", "memory-and-offloading", "other-engines", "without-a-flush")
 """Pages whose commands have quick tests of their own."""
 
 ANY_OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

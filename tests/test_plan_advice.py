@@ -157,6 +157,7 @@ def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: s
     assert max(plan(SEEN, ranks=most, **how).placement) + 1 == most
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_no_more_are_advised_than_there_are_devices(schedule: str) -> None:
     job = zoo.job("bert")

@@ -15,7 +15,7 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.plan_words import WHOLE_STEP
 from pipeloom.runtime.optimizer_bytes import default_optimizer
 
-WIDTH, WORDS, LENGTH, ROWS = 256, 50_000, 128, 8
+WIDTH, WORDS, LENGTH, ROWS = 512, 50_000, 128, 8
 
 MODEL = f"""
 import torch

@@ -48,6 +48,7 @@ def has_its_order(file: Path, name: str) -> bool:
     return plan.planner == name and (plan.schedule == "searched") == (name in SEARCHED)
 
 
+@pytest.mark.sampled(6)
 @every_planner
 def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
     words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json")

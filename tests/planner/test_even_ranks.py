@@ -62,6 +62,7 @@ DEAR = [1.0] * 25 + [9.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 """Five layers, a head of 9 s, about a rank's share of the whole, and the loss."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("planner", "schedule"),
     [

@@ -36,6 +36,7 @@ def planned(case: tuple, planner: str, **how: bool) -> tuple[Plan, PlanCosts]:
 ALL = [name for name, known in PLANNERS.items() if isinstance(known.plan, OneSchedule)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.sampled(len(ALL))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ALL)

@@ -158,6 +158,7 @@ def test_async_schedules_have_weights_of_their_own_unless_others_are_asked_for()
     assert other.weights == "2bw" and other.steady is not None
 
 
+@pytest.mark.slow
 def test_infeasible_with_memory_optimisation_says_what_would_do():
     with pytest.raises(NoCutFits, match="freed") as caught:
         planned("dawnpiper", 6, 2, 0.6)

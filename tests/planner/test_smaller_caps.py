@@ -49,6 +49,7 @@ def planned(graph, profile, cluster: Cluster, planner: str, **options) -> Plan |
     return plan
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("planner", "weights", "stages", "slower"),
     [

@@ -61,6 +61,7 @@ def test_a_plan_just_above_its_simulated_peak_runs() -> None:
     verify(job, found).require()
 
 
+@pytest.mark.slow
 def test_stages_together_make_room_under_a_smaller_cap() -> None:
     """380 MiB are less than the 393 that `zb_v` holds: residuals are freed, by each stage of a rank some."""
     found = planned("zb_v", "380MiB", planner="dawnpiper-alone", treatments=("recompute",))
@@ -74,6 +75,7 @@ def test_what_cannot_fit_is_refused_with_the_rank_that_comes_closest(planner: st
         planned("zb_v", memory, planner=planner)
 
 
+@pytest.mark.slow
 def test_a_schedule_with_copies_of_its_own_is_planned_with_all_that_leaves() -> None:
     """Under a cap that the same schedule passes where nothing leaves."""
     with pytest.raises(InfeasibleError):

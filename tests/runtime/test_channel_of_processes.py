@@ -15,6 +15,7 @@ from pipeloom.runtime.launch import launch
 TARGETS = Path(__file__).with_name("dist_targets.py")
 
 
+@pytest.mark.slow
 def test_messages_groups_meshes_and_checkpoints_then_one_ranks_exception_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

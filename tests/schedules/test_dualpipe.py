@@ -42,6 +42,7 @@ def bubbles(made: Schedule, costs: tuple[StageCost, ...], stages: StageGraph) ->
     return idle
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("factor", [1.0, 0.8])
 @every_name
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])

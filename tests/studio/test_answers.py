@@ -107,8 +107,8 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.middle = nn.Embedding(20_000, 64), nn.Linear(64, 64)
-        self.head = nn.Linear(64, 20_000, bias=False)
+        self.embed, self.middle = nn.Embedding(20_000, 512), nn.Linear(512, 512)
+        self.head = nn.Linear(512, 20_000, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         logits = self.head(torch.tanh(self.middle(self.embed(x))))

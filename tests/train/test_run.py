@@ -158,6 +158,7 @@ def test_an_unknown_planner_is_refused_before_any_work(
         prepared("pipeline.planner=exat")
 
 
+@pytest.mark.slow
 def test_a_run_that_compiles_is_planned_with_compiled_times(
     prepared: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

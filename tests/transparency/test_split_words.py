@@ -22,7 +22,7 @@ from pipeloom.tracer.split_words import heads, split_words
 SIZES = {"microbatches": 4, "microbatch_size": 2}
 
 
-@pytest.mark.sampled("gemma2-float64", "bert-float32")
+@pytest.mark.sampled("bert-float32")
 @pytest.mark.parametrize("double", [True, False], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, double: bool) -> None:
@@ -35,6 +35,7 @@ def test_families(name: str, double: bool) -> None:
     assert plan.split_words
 
 
+@pytest.mark.sampled("smoothed", "gathered", "masked")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     job = with_loss(name)
@@ -53,6 +54,7 @@ def test_what_is_no_word_is_refused_as_with_whole_words(key: str, value: int) ->
         pipelined(job, even_plan(job, 3, words=4, **SIZES), [bad])
 
 
+@pytest.mark.slow
 def test_outputs_are_put_together() -> None:
     job = family("gpt2", double=True)
 

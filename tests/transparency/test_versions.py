@@ -86,6 +86,7 @@ def test_split_backward() -> None:
     assert_equal(trained(job, steady_plan(job, 3, 3, split=True)), delayed(job, 3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["", *CORRECTIONS])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_ties_and_clipping(clip_norm: float | None, how: str) -> None:
@@ -94,6 +95,7 @@ def test_ties_and_clipping(clip_norm: float | None, how: str) -> None:
     assert_close(found, delayed(job, 3, clip_norm=clip_norm, **changes), 1e-10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("how", CORRECTIONS)
 def test_corrections_of_two_pipelines(how: str, shards: bool) -> None:
@@ -194,6 +196,7 @@ def test_the_learning_rate_follows_the_updates(drains: tuple[int, ...]) -> None:
     assert found.losses[:2] == other.losses[:2] and found.losses[3:] != other.losses[3:]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("how", ["", *CORRECTIONS])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("stages", [1, 3])

@@ -387,6 +387,19 @@ def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment
 # --- plans --------------------------------------------------------------------------------------------
 
 
+def fewer_at_once_if_need_be(plan: Callable[..., Plan], request: Request, *, explained: bool) -> Plan:
+    """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that offloads
+    on the device at once. plan: of a request.  Raises: as it."""
+    options = request.options
+    if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
+        return plan(request, explained=explained)
+    try:
+        return plan(request, explained=False)
+    except InfeasibleError:
+        fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
+        return plan(replace(request, options=fewer, only_offloading=True), explained=explained)
+
+
 @dataclass(frozen=True)
 class OneSchedule:
     """The fastest candidate of a finder."""
@@ -394,21 +407,12 @@ class OneSchedule:
     finder: Finder
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
-        """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that
-        offloads on the device at once. Raises: as `make_plan`."""
+        """Raises: as `make_plan`."""
         refuse_nonsense(request.graph, request.cluster, request.options.ranks, request.schedule)
         if self.finder.own.chains:
             request = replace(request, options=replace(request.options, branches=False))
-        options = request.options
         request.refuse_what_cannot_be()
-        if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
-            return self._plan(request, explained=explained)
-        try:
-            return self._plan(request, explained=False)
-        except InfeasibleError:
-            fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
-            again = replace(request, options=fewer, only_offloading=True)
-            return self._plan(again, explained=explained)
+        return fewer_at_once_if_need_be(self._plan, request, explained=explained)
 
     def _plan(self, request: Request, *, explained: bool) -> Plan:
         count = request.layout.stages
@@ -465,6 +469,9 @@ class JointPlanner:
         refuse_nonsense(request.graph, request.cluster, options.ranks, schedule)
         if not options.fastest:
             return self._any(request, schedule, explained=explained)
+        return fewer_at_once_if_need_be(self._search, request, explained=explained)
+
+    def _search(self, request: Request, *, explained: bool) -> Plan:
         axes = {name: AXES[name] for name in self.axes or AXES}
         room = partial(make_room, explained=explained)
         return JointSearch(request, axes, self.seeds, room, orders=self.orders).run()
