@@ -6,8 +6,8 @@ simulated: a GPT with 64,000 words (8 layers, width 512, context 256; micro-batc
 and Gemma 2 with 256,000 words (26 layers, width 2304, 2,048 tokens, micro-batches of 1, m = 32, 8 x h100).
 
 The others: Llamas whose heads are about so much of their work, with whole words, in two and four parts, and
-as planned. Two ranks of one thread take steps of all plans in turns. With h as the head's share, splitting gains 2 h at
-most: a head of half the work fills its rank, and the rest of the model the other.
+as planned. Two ranks of one thread take steps of all plans in turns. With h as the head's share, splitting
+gains 2 h at most: a head of half the work fills its rank, and the rest of the model the other.
 """
 
 from __future__ import annotations
