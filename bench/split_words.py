@@ -1,6 +1,6 @@
 """What splitting the words of a head gains: simulated for clusters, and measured on two ranks here.
 
-    python bench/split_words.py [simulated] ["half" "three quarters" "nine tenths"] [--rounds 12]
+    python bench/split_words.py [simulated] ["half" "three quarters" "nine tenths"] [--schedule 1f1b]
 
 simulated: a GPT with 64,000 words (8 layers, width 512, context 256; micro-batches of 8, m = 16, 4 x a100-40)
 and Gemma 2 with 256,000 words (26 layers, width 2304, 2,048 tokens, micro-batches of 1, m = 32, 8 x h100).
@@ -158,12 +158,13 @@ def share_of_head(captured: Captured, profile: Profile) -> float:
     return sum(seconds[name] for name in head.ops) / sum(seconds.values())
 
 
-def measured(share: str, rounds: int) -> list[dict[str, Any]]:
+def measured(share: str, rounds: int, schedule: str | None) -> list[dict[str, Any]]:
     words, layers, size = SHARES[share]
     job = llama(words, layers)
     captured = planning.capture(job, size)
     of_ops = share_of_head(captured, planning.profile(captured))
     how = {"ranks": 2, "microbatches": MICROBATCHES, "microbatch_size": size, "captured": captured}
+    how["schedule"] = schedule
     plans = {parts: planning.plan(job, **how, split_words=parts) for parts in ("off", "2", "4", "auto")}
     took = on_ranks(in_turns, 2, share, [to_json(plan) for plan in plans.values()], rounds)[0]
     return [
@@ -185,9 +186,10 @@ def main() -> int:
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {"simulated": simulated}
     parser = parser_of(__doc__, ["simulated", *SHARES])
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--schedule", help="of all plans; by default each takes the best")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parts |= {share: partial(measured, share, args.rounds) for share in SHARES}
+    parts |= {share: partial(measured, share, args.rounds, args.schedule) for share in SHARES}
     return run_parts(args.parts, parts)
 
 
