@@ -125,3 +125,20 @@ def test_keys_of_a_run_are_those_of_a_plan_and_its_own() -> None:
     own = {"accumulate", "device", "autocast", "tf32", "plan", "timeout_s"}
     keys = {key.partition(".")[2] for key in known_keys() if key.startswith("pipeline.")}
     assert keys == {one.name for one in fields(PlanSettings)} | own
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ({}, 2),
+        ({"cluster": "6 x a100-40"}, 6),
+        ({"cluster": "2 nodes of 8 x h100", "replicas": 4}, 4),
+        ({"cluster": "6 x a100-40", "ranks": 3}, 3),
+    ],
+)
+def test_ranks_are_the_clusters_devices_unless_they_are_said(given: dict[str, Any], ranks: int) -> None:
+    assert PlanSettings(**given).ranks == PlanSettings().changed(**given).ranks == ranks
+    assert PlanSettings(**given).changed(microbatches=4).ranks == ranks
+    wider = PlanSettings(**given).changed(cluster="12 x a100-40")
+    assert wider.ranks == given.get("ranks", 12 // given.get("replicas", 1))
+    assert settings_of({"ranks": None, "replicas": 1} | given).ranks == ranks

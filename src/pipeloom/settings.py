@@ -146,7 +146,7 @@ class PlanSettings:
         for one in fields(self):
             _refuse_value(one.name, getattr(self, one.name), **one.metadata)
         said: int | None = self.ranks
-        vars(self)["_ranks_said"] = said is not None
+        vars(self)["_ranks_said"] = said is not None  # so that another cluster brings its own
         if said is None:
             vars(self)["ranks"] = self._devices_of_each_replica()
         if self.devices > MOST_DEVICES:

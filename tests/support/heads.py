@@ -17,7 +17,7 @@ from pipeloom import Job
 
 WORDS = 203
 
-_LLAMA: dict[str, Any] = {
+_SMALL: dict[str, Any] = {
     "vocab_size": WORDS,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -47,47 +47,16 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         embd_pdrop=0.0,
         resid_pdrop=0.0,
     ),
-    "llama": _causal(hf.LlamaConfig, **_LLAMA),
-    "gemma2": _causal(hf.Gemma2Config, **_LLAMA, head_dim=8, final_logit_softcapping=3.0),
-    "qwen2": _causal(hf.Qwen2Config, **_LLAMA, tie_word_embeddings=True),
-    "mistral": _causal(hf.MistralConfig, **_LLAMA),
-    "granite": _causal(hf.GraniteConfig, **_LLAMA, logits_scaling=2.0),
-    "phi": _causal(hf.PhiConfig, **_LLAMA, embd_pdrop=0.0, resid_pdrop=0.0),
-    "opt": _causal(
-        hf.OPTConfig,
-        vocab_size=WORDS,
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-        dropout=0.0,
-    ),
-    "gpt_neox": _causal(
-        hf.GPTNeoXConfig,
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    ),
+    "llama": _causal(hf.LlamaConfig, **_SMALL),
+    "gemma2": _causal(hf.Gemma2Config, **_SMALL, head_dim=8, final_logit_softcapping=3.0),
+    "qwen2": _causal(hf.Qwen2Config, **_SMALL, tie_word_embeddings=True),
+    "mistral": _causal(hf.MistralConfig, **_SMALL),
+    "granite": _causal(hf.GraniteConfig, **_SMALL, logits_scaling=2.0),
+    "phi": _causal(hf.PhiConfig, **_SMALL, embd_pdrop=0.0, resid_pdrop=0.0),
+    "opt": _causal(hf.OPTConfig, **_SMALL, word_embed_proj_dim=16, ffn_dim=24, dropout=0.0),
+    "gpt_neox": _causal(hf.GPTNeoXConfig, **_SMALL, hidden_dropout=0.0),
     "bert": lambda: hf.BertForMaskedLM(
-        hf.BertConfig(
-            vocab_size=WORDS,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+        hf.BertConfig(**_SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     ),
     "t5": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(
