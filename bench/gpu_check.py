@@ -1,14 +1,14 @@
 """What only an accelerator can answer, in at most 10 minutes: of any type that PyTorch knows.
 
     make gpu-check                              the tests that need a GPU, then this
-    python bench/gpu_check.py [numbers memory host forecast ranks]
+    python bench/gpu_check.py [numbers memory host speed]
 
 numbers   float32 and bfloat16 train as plain PyTorch under `torch.autocast` does on the device
 memory    peaks of the ledger against the allocator's, with residuals kept, recomputed and offloaded; what the
-          allocator reserves beyond that; the scratch of an update
+          allocator reserves beyond that; what recomputing and offloading cost; the scratch of an update
 host      waits of the host in a step, and the host's time for a step of tiny ops against plain PyTorch
-forecast  the time of a step as it was predicted before the first one; its MFU
-ranks     two ranks, 1f1b and zb_h1, on a device each: messages end, and losses are those of one rank
+speed     the time of a step in float32 and bfloat16, against plain PyTorch's, the plan's (from data sheets)
+          and what was predicted before the first one; its MFU
 
 Each finding is a line: what was found, what was expected, and in words what differs. All of them go to a file
 in bench/results/. Exit status 1 if one differs. The tests run all of it on the stand-in accelerator.
@@ -22,24 +22,27 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import host_time
 import torch
-from machine import FOLDER, describe_machine, on_ranks, parser_of, print_table
+from machine import FOLDER, describe_machine, parser_of, print_table, tokens
 from model import Layer
 from torch import Tensor, nn
 
 import pipeloom
 from pipeloom import Job, Options, Pipeline, Plan
-from pipeloom.ir.errors import PipeloomError
+from pipeloom.clusters.devices import built_in
+from pipeloom.ir.errors import ConfigError, PipeloomError
 from pipeloom.options import named_device
 from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.job_calls import call_model, make_optimizer, scalar_loss
 
 MICROBATCHES, STEPS = 8, 3
 
@@ -95,28 +98,42 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
+def gpt2(size: Size) -> Job:
+    """GPT-2 with its heads for words, from a configuration."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=size.layers, n_embd=size.width, n_head=size.heads, n_positions=size.length)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return Job(
+        model=lambda: GPT2LMHeadModel(config),
+        batch=tokens(config.vocab_size, size.length),
+        optimizer=sgd,
+        name="gpt2",
+    )
+
+
 @dataclass(frozen=True)
 class Setup:
     device: str
-    size: Size
-
-    @property
-    def job(self) -> Job:
-        return job_of(self.size)
+    job: Job
+    rows: int
 
     @cache  # noqa: B019  # one setup lives as long as the script
     def captured(self, autocast: torch.dtype | None) -> Captured:
-        return pipeloom.capture(self.job, self.size.rows, autocast=autocast, device=self.device)
+        return pipeloom.capture(self.job, self.rows, autocast=autocast, device=self.device)
 
     def plan(self, autocast: torch.dtype | None = None, **changes: Any) -> Plan:
         how: dict[str, Any] = {"ranks": 1, "schedule": "gpipe", "microbatches": MICROBATCHES} | changes
-        cluster = f"{how['ranks']} x a100-80"
         return pipeloom.plan(
-            self.job, captured=self.captured(autocast), microbatch_size=self.size.rows, cluster=cluster, **how
+            self.job,
+            captured=self.captured(autocast),
+            microbatch_size=self.rows,
+            cluster=described_as(self.device),
+            **how,
         )
 
     def batch(self, seed: int) -> dict[str, Tensor]:
-        return self.job.batch(seed, MICROBATCHES * self.size.rows)
+        return self.job.batch(seed, MICROBATCHES * self.rows)
 
     @contextmanager
     def pipeline(self, plan: Plan, autocast: torch.dtype | None = None) -> Iterator[Pipeline]:
@@ -124,29 +141,42 @@ class Setup:
         with Pipeline(self.job, plan, options=options, captured=self.captured(autocast)) as pipeline:
             yield pipeline
 
-    def plain(self, autocast: torch.dtype | None) -> list[float]:
-        """Losses of plain PyTorch on the device."""
+    def plain(self, autocast: torch.dtype | None) -> Callable[[dict[str, Tensor]], float]:
+        """A step of plain PyTorch on the device; it gives the loss."""
         torch.manual_seed(0)
-        model = Blocks(self.size).to(self.device)
-        optimizer, losses = sgd(model.parameters()), []
-        for seed in range(STEPS):
-            batch = {n: t.to(self.device).split(self.size.rows) for n, t in self.batch(seed).items()}
+        model = self.job.model().to(self.device)
+        optimizer = make_optimizer(self.job.optimizer or torch.optim.AdamW, dict(model.named_parameters()))
+
+        def step(batch: dict[str, Tensor]) -> float:
+            parts = {n: t.to(self.device).split(self.rows) for n, t in batch.items()}
             optimizer.zero_grad()
-            total = 0.0
-            for hidden, wanted in zip(*batch.values(), strict=True):
+            losses = []
+            for values in zip(*parts.values(), strict=True):
+                part = dict(zip(parts, values, strict=True))
                 with torch.autocast(self.device, torch.bfloat16, enabled=autocast is not None):
-                    loss = model(hidden, wanted) / MICROBATCHES
+                    loss = scalar_loss(self.job, call_model(self.job, model, part), part) / MICROBATCHES
                 loss.backward()
-                total += float(loss.detach())
+                losses.append(loss.detach())
             optimizer.step()
-            losses.append(total)
-        return losses
+            return float(torch.stack(losses).double().sum())
+
+        return step
+
+
+def described_as(device: str) -> str:
+    """The built-in device that this one is; an A100 for one that is not among them."""
+    name = str(torch.get_device_module(device).get_device_name(0))
+    try:
+        return built_in(name).name
+    except ConfigError:
+        return "a100-80"
 
 
 def numbers(setup: Setup) -> Iterator[Finding]:
     for autocast, limit in ((None, 1e-4), (torch.bfloat16, 1e-2)):
         name = "float32" if autocast is None else "bfloat16"
-        expected = setup.plain(autocast)
+        step = setup.plain(autocast)
+        expected = [step(setup.batch(seed)) for seed in range(STEPS)]
         with setup.pipeline(setup.plan(autocast), autocast) as pipeline:
             losses = [pipeline.step(setup.batch(seed)) for seed in range(STEPS)]
         off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
@@ -161,11 +191,14 @@ def memory(setup: Setup) -> Iterator[Finding]:
     for way in ("recompute", "offload"):
         ways[way] = lambda way=way: setup.plan(memory=int(0.7 * whole), treatments=way, planner="exact")
     losses: dict[str, list[float]] = {}
+    steps_s: dict[str, float] = {}
+    peaks: dict[str, int] = {}
     for way, make in ways.items():
         gc.collect()
         before = torch.accelerator.memory_allocated()
         try:
-            with setup.pipeline(replace(make(), caps=())) as pipeline:
+            plan = make()
+            with setup.pipeline(replace(plan, caps=())) as pipeline:
                 losses[way] = [pipeline.step(setup.batch(seed)) for seed in range(STEPS - 1)]
                 pipeline.ledger.restart_peak()
                 torch.accelerator.reset_peak_memory_stats()
@@ -173,6 +206,7 @@ def memory(setup: Setup) -> Iterator[Finding]:
                 peak = torch.accelerator.max_memory_allocated() - before
                 beyond = torch.accelerator.max_memory_reserved() - torch.accelerator.max_memory_allocated()
                 off = pipeline.ledger.peak / peak - 1
+                steps_s[way] = seconds_of(pipeline.step, setup.batch(0))
         except PipeloomError as error:
             yield Finding(f"{way}: a run", "failed", "trains", str(error))
             continue
@@ -182,6 +216,13 @@ def memory(setup: Setup) -> Iterator[Finding]:
         same = max(abs(a - b) / abs(b) for a, b in zip(losses[way], losses["keep"], strict=True))
         problem = "treated residuals have other numbers" if same > 1e-5 else ""
         yield Finding(f"{way}: losses against keep", same, "at most 1e-05", problem)
+        peaks[way] = peak
+        if way != "keep":
+            found = (
+                f"{steps_s[way] / steps_s['keep']:.3f} of the time, {peak / peaks['keep']:.3f} of the peak"
+            )
+            planned = plan.predicted_step_s / kept.predicted_step_s
+            yield Finding(f"{way}: against keep", found, f"planned {planned:.3f} of the time")
     job = replace(setup.job, optimizer=None)
     with Pipeline(job, kept, options=Options(device=setup.device, compare=False)) as pipeline:
         pipeline.step(setup.batch(0))
@@ -230,44 +271,52 @@ def host_waits(device: str, step: Callable[[], object]) -> list[str] | None:
     return [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
 
-def forecast(setup: Setup) -> Iterator[Finding]:
-    with setup.pipeline(setup.plan()) as pipeline:
-        predicted = pipeline.predict().step_s
-        reports = list(pipeline.steps(setup.batch(seed) for seed in range(STEPS + 2)))
-    measured = median(report.step_s for report in reports[2:])
-    off = predicted / measured - 1
-    problem = f"predicted {predicted:.4f} s, measured {measured:.4f} s" if abs(off) > 0.1 else ""
-    yield Finding("a step as predicted over as measured", off, "within 10 %", problem)
-    mfu = reports[-1].mfu
-    yield Finding("MFU", "not known" if mfu is None else mfu, "whatever it is, below 1")
-
-
-def ranks(setup: Setup) -> Iterator[Finding]:
-    if (there := torch.accelerator.device_count()) < 2:
+def speed(setup: Setup) -> Iterator[Finding]:
+    for autocast in (None, torch.bfloat16):
+        name = f"{setup.job.name}, {'float32' if autocast is None else 'bfloat16'}"
+        batch, plan = setup.batch(0), setup.plan(autocast)
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        step = setup.plain(autocast)
+        plain_s, plain_peak = seconds_of(step, batch), torch.accelerator.max_memory_allocated()
+        del step
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        with setup.pipeline(plan, autocast) as pipeline:
+            predicted_s = pipeline.predict().step_s
+            ours_s, peak = seconds_of(pipeline.step, batch), torch.accelerator.max_memory_allocated()
+            mfu = None if pipeline.report is None else pipeline.report.mfu
+        yield Finding(f"{name}: seconds of a step", ours_s, f"{plain_s:.5g} in plain PyTorch")
+        ratio = ours_s / plain_s
+        problem = "look at a trace of both" if ratio > 1.05 else ""
+        yield Finding(f"{name}: time over plain PyTorch's", ratio, "at most 1.05", problem)
+        yield Finding(f"{name}: peak over plain PyTorch's", peak / plain_peak, "whatever it is")
+        off = predicted_s / ours_s - 1
+        problem = f"predicted {predicted_s:.4f} s, measured {ours_s:.4f} s" if abs(off) > 0.1 else ""
+        yield Finding(f"{name}: as predicted over as measured", off, "within 10 %", problem)
+        planned = plan.predicted_step_s / ours_s - 1
         yield Finding(
-            "two ranks", "not run", f"two devices: there is {there}, and two ranks cannot share one"
+            f"{name}: as planned over as measured",
+            planned,
+            f"whatever it is, for {described_as(setup.device)}",
         )
-        return
-    with setup.pipeline(setup.plan()) as pipeline:
-        expected = [pipeline.step(setup.batch(seed)) for seed in range(STEPS)]
-    for schedule in ("1f1b", "zb_h1"):
-        first, second = on_ranks(train_rank, 2, setup.device, asdict(setup.size), schedule)
-        off = max(abs(a - b) / abs(b) for a, b in zip(first["losses"], expected, strict=True))
-        problem = "a message is wrong, or read before it is there" if off > 1e-4 else ""
-        yield Finding(f"{schedule}: losses against one rank", off, "at most 0.0001", problem)
-        devices = f"{first['device']} {second['device']}"
-        problem = "both ranks compute on one device" if first["device"] == second["device"] else ""
-        yield Finding(f"{schedule}: devices", devices, "two", problem)
+        yield Finding(f"{name}: MFU", "not known" if mfu is None else mfu, "whatever it is, below 1")
 
 
-def train_rank(device: str, size: Mapping[str, int], schedule: str) -> dict[str, Any]:
-    setup = Setup(device, Size(**size))
-    with setup.pipeline(setup.plan(ranks=2, schedule=schedule)) as pipeline:
-        losses = [pipeline.step(setup.batch(seed)) for seed in range(STEPS)]
-        return {"losses": losses, "device": str(pipeline.device)}
+def seconds_of(step: Callable[[dict[str, Tensor]], object], batch: dict[str, Tensor]) -> float:
+    """Of a step that ends with reading its loss, once warm."""
+    taken = []
+    for _ in range(STEPS + 4):
+        begin = time.perf_counter()
+        step(batch)
+        torch.accelerator.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return median(taken[2:])
 
 
-PHASES = {each.__name__: each for each in (numbers, memory, host, forecast, ranks)}
+PHASES = {each.__name__: each for each in (numbers, memory, host, speed)}
 
 
 def described(device: str) -> dict[str, Any]:
@@ -300,7 +349,11 @@ def main() -> int:
         return 1
     machine = described(device)
     print(*(f"{name} {value}" for name, value in machine.items()), sep=", ", flush=True)
-    findings = check(Setup(device, SMALL if arguments.small else LARGE), arguments.parts)
+    size = SMALL if arguments.small else LARGE
+    findings = check(Setup(device, job_of(size), size.rows), arguments.parts)
+    if "speed" in arguments.parts and find_spec("transformers"):
+        language = replace(size, layers=12, width=768, heads=12) if size is LARGE else size
+        findings += check(Setup(device, gpt2(language), 2 * size.rows), ["speed"])
     folder = FOLDER / "results"
     folder.mkdir(exist_ok=True)
     file = folder / f"gpu_check_{device}_{machine['date']}.json"

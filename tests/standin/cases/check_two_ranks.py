@@ -12,6 +12,7 @@ import mutations
 import processes
 import pytest
 import two_ranks
+from two_rank_plans import CASES
 
 SCRIPT = Path(two_ranks.__file__)
 READS_LOSS = "event.synchronize batches.py"
@@ -33,18 +34,18 @@ def lines(device: str, *words: str) -> tuple[list[dict[str, Any]], ...]:
     return tuple([json.loads(line) for line in said.splitlines()] for _, said, _ in ends)
 
 
-@pytest.mark.parametrize("name", two_ranks.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_plan(name: str) -> None:
     """Each schedule that trains, stages that form a DAG, versions of weights, replicas, treatments,
     checkpoints; and an evaluation of each. All are trained at once: to start processes takes longest."""
-    words = [word for each in two_ranks.CASES for word in (each, "none")]
-    index = list(two_ranks.CASES).index(name)
+    words = [word for each in CASES for word in (each, "none")]
+    index = list(CASES).index(name)
     for expected, found in zip(lines("cpu", *words), lines("standin", *words), strict=True):
         here, there = dict(expected[index]), dict(found[index])
         assert not here.pop("waits")
         (ledger, requested, allocated), _ = there.pop("peaks"), here.pop("peaks")
         assert 0.97 * requested <= ledger <= MOST.get(name, 1.03) * requested
-        assert not two_ranks.CASES[name].wide or 0.97 * allocated <= ledger
+        assert not CASES[name].wide or 0.97 * allocated <= ledger
         assert there.pop("waits") == [READS_LOSS]
         assert not there["reports"]
         assert there == here

@@ -143,8 +143,8 @@ def one_set_of_gradients(method: Method) -> Method:
 class Mutation:
     """What replaces a name.
 
-    says: a pattern of what the stand-in has to report; "": all is well.  case: of `two_ranks`; "": one rank
-    that offloads.
+    says: a pattern of what the stand-in has to report; "": all is well.
+    case: of `two_rank_plans`; "": one rank that offloads.
     """
 
     where: object
