@@ -3,7 +3,7 @@
 On a GPU the host has to be ahead of the device: what it takes for an op or an action then matters only where
 kernels are as short. Here all kernels are tiny, so that a step is the host's time alone. Both parties train
 the same model on the same micro-batches, in this process, in turns; ratios are medians over rounds, of the
-time that this thread had a processor.
+time that this thread had a processor; on a device, where PyTorch's backward has its own thread, by the clock.
 
     python bench/host_time.py [--rounds 60] [--microbatches 8]      1 minute
 
@@ -81,10 +81,12 @@ class Plain:
         return float(torch.stack(losses).sum())
 
 
-def timed(step: Callable[[Mapping[str, Tensor]], float], batch: Mapping[str, Tensor]) -> float:
-    start = time.thread_time()
+def timed(
+    step: Callable[[Mapping[str, Tensor]], float], batch: Mapping[str, Tensor], clock: Callable[[], float]
+) -> float:
+    start = clock()
     step(batch)
-    return time.thread_time() - start
+    return clock() - start
 
 
 def measure(layers: int, microbatches: int, rounds: int, device: str = "cpu") -> dict[str, object]:
@@ -92,6 +94,7 @@ def measure(layers: int, microbatches: int, rounds: int, device: str = "cpu") ->
     plan = pipeloom.plan(tiny, ranks=1, microbatches=microbatches, microbatch_size=ROWS, cluster="a100-40")
     plain = Plain(layers, microbatches, device)
     whole, ops, per_op, per_action = [], [], [], []
+    clock = time.thread_time if device == "cpu" else time.perf_counter
     with Pipeline(tiny, plan, options=Options(device=device, compare=False)) as pipeline:
         if device == "cpu":
             pipeline.recorder.clock.mark = time.thread_time  # type: ignore[method-assign]
@@ -104,7 +107,7 @@ def measure(layers: int, microbatches: int, rounds: int, device: str = "cpu") ->
         )
         for index in range(rounds + 5):
             batch = tiny.batch(index, microbatches * ROWS)
-            ours, theirs = timed(pipeline.step, batch), timed(plain.step, batch)
+            ours, theirs = timed(pipeline.step, batch, clock), timed(plain.step, batch, clock)
             report = pipeline.report
             assert report is not None
             update = next(e.duration_s for e in pipeline.measured().events if "STEP" in e.action)

@@ -256,7 +256,7 @@ class Pipeline:
             watch=self.watch,
             clip_norm=options.clip_norm,
             tier=self.tier,
-            after_step=self._step_schedulers,
+            after_step=partial(_step_all, self.schedulers),
         )
         self.batches = StepBatches(
             job=self.job,
@@ -307,10 +307,6 @@ class Pipeline:
         dtype = "bfloat16" if self.options.autocast is not None else largest.dtype if largest else ""
         peaks = self.channel.all_gather_object(peak_flops_per_s(name, dtype))
         return None if None in peaks else sum(peaks)
-
-    def _step_schedulers(self) -> None:
-        for scheduler in self.schedulers:
-            scheduler.step()
 
     def forecast(self) -> Forecast:
         """This rank's part in predicting a step."""
@@ -625,3 +621,8 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.watch.__exit__(kind, error, trace)
+
+
+def _step_all(schedulers: list[LRScheduler]) -> None:
+    for scheduler in schedulers:
+        scheduler.step()

@@ -22,7 +22,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.rank import RankWork
+from pipeloom.runtime.rank import Rank, RankWork
 from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
@@ -33,11 +33,11 @@ def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
     """Ctrl-C, as in a notebook, in front of the action of a kind that comes after `at` others."""
     verbs, seen = dict(pipeline.worker.verbs), [0]
 
-    def stop(work: RankWork) -> None:
+    def stop(rank: Rank, work: RankWork) -> None:
         seen[0] += 1
         if seen[0] > at:
             raise KeyboardInterrupt
-        verbs[kind](work)
+        verbs[kind](rank, work)
 
     pipeline.worker.verbs[kind] = stop
     try:

@@ -1,6 +1,6 @@
 """A rank's part of a step: it walks its row of a program, and keeps what lies between two instructions.
 
-    for work in row:   room for it ─▶ verbs[kind](work) ─▶ count what is held
+    for work in row:   room for it ─▶ verbs[kind](self, work) ─▶ count what is held
 
 An instruction is looked up once per program and size of micro-batches (`RankWork`): which functions it runs,
 who reads what they make, and how many bytes that is. What passes between stages:
@@ -20,6 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -257,25 +258,26 @@ class Rank:
         self._wirings: dict[tuple[Variant, int], Wiring] = {}
         self._messages: dict[tuple[Variant, Action], Message] = {}
         self.look: Callable[..., None] | None = None
-        self.operations = Operations(self)
-        self.reduce_and_step = ReduceAndStep(self, clip_norm, after_step)
+        # No cycle: what a rank holds on a device goes with its last reference.
+        self.operations = Operations(proxy(self))
+        self.reduce_and_step = ReduceAndStep(proxy(self), clip_norm, after_step)
         added = [k for k, row in KINDS.items() if row.handler is not None or row.category == "compute"]
-        self.verbs: dict[Kind, Callable[[RankWork], None]] = {
-            **dict.fromkeys(added, self.operations.begin),
-            F: self._forward,
-            B: self._backward,
-            I: self._backward,
-            W: self._backward,
-            RECOMPUTE: self._recompute,
-            SEND_F: self._send,
-            SEND_B: self._send,
-            RECV_F: self._receive,
-            RECV_B: self._receive,
-            OFFLOAD: self._offload,
-            AWAIT: self._await_offload,
-            RELOAD: self._reload,
-            REDUCE: self.reduce_and_step.reduce_tied_gradients,
-            STEP: self.reduce_and_step.step,
+        self.verbs: dict[Kind, Callable[[Rank, RankWork], None]] = {
+            **dict.fromkeys(added, lambda rank, work: rank.operations.begin(work)),
+            F: Rank._forward,
+            B: Rank._backward,
+            I: Rank._backward,
+            W: Rank._backward,
+            RECOMPUTE: Rank._recompute,
+            SEND_F: Rank._send,
+            SEND_B: Rank._send,
+            RECV_F: Rank._receive,
+            RECV_B: Rank._receive,
+            OFFLOAD: Rank._offload,
+            AWAIT: Rank._await_offload,
+            RELOAD: Rank._reload,
+            REDUCE: lambda rank, work: rank.reduce_and_step.reduce_tied_gradients(work),
+            STEP: lambda rank, work: rank.reduce_and_step.step(work),
         }
 
     def run(
@@ -318,9 +320,9 @@ class Rank:
                     self._make_room_under_cap(work, self.ledger.cap_bytes)
                 if profiler_enabled():  # torch.profiler, and nsys by `emit_nvtx`, show actions by name
                     with record_function(work.text):
-                        self.verbs[work.kind](work)
+                        self.verbs[work.kind](self, work)
                 else:
-                    self.verbs[work.kind](work)
+                    self.verbs[work.kind](self, work)
                 self._count_boundary(work.text)
             with self.recorder.record("recv", "END"):
                 self.channel.end(wait_for_sends=drains)
