@@ -214,7 +214,7 @@ class _Operands:
 
     def _gradient(self, shape: tuple[int, ...], size: int, arriving: int) -> _Work:
         """The gradient of one operand."""
-        if self._passes(shape):
+        if self._passes(shape) and size == self.op.outputs[0].bytes:  # that of a cast is cast back
             return _NONE
         if self.rule.kind == "free":
             return _Work(0, size + arriving)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from ..ir.errors import CaptureError
 from .blueprint import Blueprint
 from .captured import Captured
+from .causal_masks import replace_causal_masks
 from .export import HINT, READ_AT
 from .guards import as_buffers
 from .job import Job
@@ -84,6 +85,7 @@ def _captured(
             updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     loss, outputs = _results(program, graph)
+    replace_causal_masks(graph)
     _tidy(graph, set(targets), loss, [*updates, *outputs.values()])
     _refuse_sparse_gradients(graph, job.name)
     _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
@@ -236,13 +238,21 @@ def _replace_targets(graph: fx.Graph) -> None:
 def _copy_source(node: fx.Node) -> fx.Node | None:
     """What a `clone` copies, if both have the same layout: as nothing is changed in place, one will do.
 
-    Dropout with probability 0 is such a copy. A copied parameter, buffer or input stays copied.
+    Dropout with probability 0 is such a copy, and so is `cat` with empty tensors only, as of keys with those
+    of a cache that is new. A copied parameter, buffer or input stays copied.
     """
-    if node.target is not torch.ops.aten.clone.default or not isinstance(source := node.args[0], fx.Node):
+    if node.target is torch.ops.aten.cat.default:
+        joined = cast("list[fx.Node]", node.args[0])
+        parts = [part for part in joined if part.meta["val"].numel()]
+        source, *more = parts or [node]
+        same = not more and source.meta["val"].dtype == node.meta["val"].dtype
+    elif node.target is torch.ops.aten.clone.default and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        result, original = node.meta["val"], source.meta["val"]
+        same = original.is_contiguous() and result.stride() == original.stride()
+    else:
         return None
-    result, original = node.meta["val"], source.meta["val"]
-    same = original.is_contiguous() and result.stride() == original.stride()
-    return source if same and source.op == "call_function" else None
+    return source if same and source is not node and source.op == "call_function" else None
 
 
 def propagate_gradient_flow(
