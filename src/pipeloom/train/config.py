@@ -103,8 +103,8 @@ class PipelineConfig(PlanSettings):
     accumulate: int = setting(1, "Times that the micro-batches run before the weights change.", least=1)
     device: str = setting(
         "auto",
-        "What ranks compute on: auto is an accelerator of any type if PyTorch has one here, else the CPU.",
-        words=("auto", "cpu", "cuda"),
+        "What ranks compute on: cpu, cuda, or auto, an accelerator of any type if PyTorch has one here, else "
+        "the CPU. With cuda:0 all ranks share that GPU, to try a plan without a GPU for each.",
     )
     autocast: str | None = setting(None, "Mixed precision, in this dtype: bfloat16.")
     tf32: bool = setting(False, "GPUs multiply float32 matrices in TF32: faster, with 10 bits of mantissa.")
@@ -115,6 +115,10 @@ class PipelineConfig(PlanSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(
+                f"pipeline.device is {shown(self.device)}", hint="use auto, cpu, cuda, or one GPU, as cuda:0"
+            )
         if self.autocast not in (None, "bfloat16"):
             raise ConfigError(
                 f"pipeline.autocast is {shown(self.autocast)}",
