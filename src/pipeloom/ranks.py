@@ -147,8 +147,8 @@ def rank_device(options: Options) -> torch.device:
             raise ConfigError(
                 f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} of type "
                 f"{device.type} here",
-                hint=f'start at most {count} per node; or name one for all, as "{device.type}:0": each rank '
-                "takes what it is shown under this name, and several share a GPU, slowly",
+                hint=f"start at most {count} per node; or, if each rank is shown another device only, name "
+                f'it: "{device.type}:0"',
             )
         # Without a launcher the process keeps its current device.
         device = torch.device(device.type, local_rank if local_rank >= 0 else int(module.current_device()))

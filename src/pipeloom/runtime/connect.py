@@ -130,28 +130,12 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
             )
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         _OURS.set()
-        if device.type == "cuda":
-            _let_ranks_share(str(torch.cuda.get_device_properties(device).uuid))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(
             f"port {os.environ['MASTER_PORT']} is in use", hint="choose another MASTER_PORT"
         ) from None
-
-
-def _let_ranks_share(device: str) -> None:
-    """NCCL refuses two ranks of one host on one device. Where there are such, each rank says that it is on a
-    host of its own, and messages go through sockets: slow, but right.
-
-    device: by a name that no other one has.
-    """
-    assert dist.group.WORLD is not None, "torch.distributed was just initialised"
-    store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
-    store.set(f"pipeloom/devices/{rank}", device)
-    names = store.multi_get([f"pipeloom/devices/{each}" for each in range(dist.get_world_size())])
-    if len(set(names)) < len(names):
-        os.environ.setdefault("NCCL_HOSTID", f"rank {rank}")
 
 
 @atexit.register  # when imported: handlers that a script registers after that come first

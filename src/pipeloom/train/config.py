@@ -104,7 +104,7 @@ class PipelineConfig(PlanSettings):
     device: str = setting(
         "auto",
         "What ranks compute on: cpu, cuda, or auto, an accelerator of any type if PyTorch has one here, else "
-        "the CPU. With cuda:0 all ranks share that GPU, to try a plan without a GPU for each.",
+        "the CPU. One GPU by its number, as cuda:1, is for a single rank, or for ranks that each see one.",
     )
     autocast: str | None = setting(None, "Mixed precision, in this dtype: bfloat16.")
     tf32: bool = setting(False, "GPUs multiply float32 matrices in TF32: faster, with 10 bits of mantissa.")
