@@ -10,7 +10,7 @@ from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.text import load_noun, save_noun
-from pipeloom.profiler.roofline import roofline
+from pipeloom.profiler.roofline import UNALIGNED, roofline
 from pipeloom.profiler.rules import RULES
 
 DEVICE = Device(
@@ -190,3 +190,29 @@ def test_a_profile_is_read_back_as_it_was(tmp_path):
     assert (made.source, made.batch, made.graph) == ("roofline", ("x[2,3]float32",), graph.fingerprint)
     save_noun(made, tmp_path / "profile.json")
     assert load_noun(tmp_path / "profile.json", Profile) == made
+
+
+def test_a_bias_has_a_kernel_of_its_own_and_a_cast_is_cast_back() -> None:
+    """Its gradient sums over rows, at 0.27 of a normalisation's rate, and takes a launch."""
+    a, y = value("a", 64, 128), value("y", 64, 32)
+    plain, biased = (
+        cost("aten.linear.default", [a], y, params={"w": (32, 128)} | more) for more in ({}, {"b": (32,)})
+    )
+    sums_s = (y.bytes + 4 * 32) / (0.27 * 0.25e9)
+    assert biased.weight_grad_s == pytest.approx(plain.weight_grad_s + sums_s + 1e-3)
+    cast = cost("aten._to_copy.default", [a], value("y", 64, 128, dtype="bfloat16"))
+    assert cast.input_grad_s == cast.forward_s > 1e-3
+    assert cost("aten.add.Tensor", [a], value("y", 64, 128)).input_grad_s == 0
+
+
+@pytest.mark.parametrize(("words", "slower"), [(40, 1), (41, 1 / UNALIGNED)])
+def test_odd_widths_are_slow_in_16_bits(words: int, slower: float) -> None:
+    """As a vocabulary of 50,257; also in both gradients."""
+    a, b = value("a", 64, 128, dtype="bfloat16"), value("b", 128, words, dtype="bfloat16")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = cost("aten.mm.default", [a, b], value("y", 64, words, dtype="bfloat16"))
+    product_s = slower * 2 * 64 * words * 128 / 2e9
+    assert found.forward_s == pytest.approx(product_s + 1e-3)
+    assert found.input_grad_s == pytest.approx(2 * (product_s + 1e-3))
+    assert ["no multiple of 8" in str(w.message) for w in told] == [True] * (slower > 1)

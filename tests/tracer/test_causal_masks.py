@@ -1,0 +1,106 @@
+"""Causal masks that a model makes are said to attention instead; all others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import runs
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeloom import Job, Options, Pipeline
+from pipeloom.tracer.captured import Captured
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+TOKENS = 6
+
+
+def seen(rows: int = TOKENS, columns: int = TOKENS) -> Tensor:
+    return torch.arange(columns)[None] <= torch.arange(rows)[:, None]
+
+
+def added(least: float) -> Tensor:
+    return torch.zeros(TOKENS, TOKENS).masked_fill(~seen(), least)
+
+
+class Attention(nn.Module):
+    """given: of the batch, (rows, tokens, 8)."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], queries: int) -> None:
+        super().__init__()
+        self.qkv, self.mask, self.queries = nn.Linear(8, 24), mask, queries
+
+    def forward(self, given: Tensor) -> Tensor:
+        q, k, v = self.qkv(given).view(*given.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q[:, :, : self.queries], k, v, self.mask(given))
+        return mixed.square().mean()
+
+
+def job(mask: Callable[[Tensor], Tensor], queries: int = TOKENS) -> Job:
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        return {"given": torch.randn(rows, TOKENS, 8, generator=torch.Generator().manual_seed(seed))}
+
+    return Job(model=lambda: Attention(mask, queries), batch=batch, optimizer=torch.optim.SGD)
+
+
+def causal(captured: Captured) -> list[bool]:
+    nodes = captured.module.graph.find_nodes(op="call_function", target=ATTENTION)
+    return [len(node.args) == 6 and node.args[3] is None and node.args[5] is True for node in nodes]
+
+
+LIKE = {
+    "of numbers": lambda _: seen(),
+    "for each row": lambda given: seen().expand(given.shape[0], 1, TOKENS, TOKENS),
+    "added": lambda _: added(-torch.inf),
+    "added, finite": lambda _: added(torch.finfo(torch.float32).min),
+}
+UNLIKE = {
+    "a window": lambda _: seen() & ~seen().tril(-3),
+    "everything": lambda _: torch.ones(TOKENS, TOKENS, dtype=torch.bool),
+    "of the batch": lambda given: seen() & (given[:, None, None, :, 0] < 9.0),
+    "by chance": lambda _: seen() & (torch.rand(TOKENS, TOKENS) < 2),
+    "added, too little": lambda _: added(-1.0),
+    "one for all queries": lambda _: torch.ones(1, TOKENS, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_causal_mask_is_left_out(name: str) -> None:
+    captured = runs.capture_of(job(LIKE[name]))
+    assert causal(captured) == [True]
+    assert not [op for op in captured.graph.ops if op.target.startswith(("aten.le", "aten.arange"))]
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_another_mask_stays(name: str) -> None:
+    assert causal(runs.capture_of(job(UNLIKE[name]))) == [False]
+
+
+def test_fewer_queries_than_keys_keep_their_mask() -> None:
+    assert causal(runs.capture_of(job(lambda _: seen(rows=4), queries=4))) == [False]
+
+
+def test_it_computes_the_same() -> None:
+    one = job(LIKE["added"])
+    plan = runs.even_plan(one, 1, microbatches=2)
+    with Pipeline(one, plan, options=Options(device="cpu")) as pipeline:
+        loss = pipeline.step(one.batch(1, 4))
+    torch.manual_seed(0)
+    model = one.model()
+    expected = sum(model(part).item() / 2 for part in one.batch(1, 4)["given"].split(2))
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_transformers_makes_no_mask_and_joins_nothing_to_keys() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=TOKENS, vocab_size=16)
+
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        ids = torch.randint(16, (rows, TOKENS), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+
+    captured = runs.capture_of(Job(model=lambda: transformers.GPT2LMHeadModel(config), batch=batch))
+    assert causal(captured) == [True]
+    assert not [op for op in captured.graph.ops if op.target in ("aten.cat.default", "aten.le.Tensor")]
