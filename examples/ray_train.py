@@ -36,7 +36,7 @@ def train_worker():
         loss = pipe.step(batch)
         if pipe.rank == 0:
             print(f"loss {loss:.4f}")  # which Ray shows here
-        ray.train.report({"loss": loss})
+    ray.train.report({"loss": loss})
     pipe.close()
 
 

@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import processes
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job, PipeloomError, Plan, plan, torch_stages
 from pipeloom.ir.errors import CaptureError, ConfigError, PlanError
+from pipeloom.planner.planners import PLANNERS, JointPlanner
 
 CARDS = "2 x a100-40"
 ORDERS = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "searched")
@@ -25,8 +27,11 @@ ORDERS = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "searched")
 
 def planned(name: str, **changes: Any) -> Plan:
     settings = {"microbatches": torch_net.MICROBATCHES, "microbatch_size": torch_net.ROWS, "cluster": CARDS}
-    how = {"planner": "auto"} if name == "searched" else {"schedule": name}
-    return plan(torch_net.job(), granularity="module", **settings | how | changes)
+    if name != "searched":
+        return plan(torch_net.job(), granularity="module", **settings | {"schedule": name} | changes)
+    few = JointPlanner(schedules=lambda _: ("1f1b", "gpipe"), axes=("cuts",), planners=("exact",))
+    with patch.dict(PLANNERS, auto=replace(PLANNERS["auto"], plan=few)):
+        return plan(torch_net.job(), granularity="module", planner="auto", **settings | changes)
 
 
 @pytest.fixture(scope="module")
