@@ -96,8 +96,9 @@ def _sampled_models(model_at: ModelAt) -> tuple[ProfiledModel, ProfiledModel]:
     return models[0], models[1]
 
 
-SIMULATED = 12
-"""Shapes that are planned and simulated at most."""
+SIMULATED, FEWEST, SMALL = 12, 2, 800
+"""Shapes that are planned and simulated at most; of a model of more than so many ops fewer in proportion,
+but these."""
 
 SLACK = 1.25
 """Shapes that seem to need up to this share of the devices' memory are tried: cuts may balance it better."""
@@ -125,8 +126,8 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
     request: its `ranks` and `microbatches` do not matter.
     Shapes are looked at in the order of what a cut into equal parts would reach, transfers not hidden, but
     for those that would be no faster than the best so far if transfers took no time; at most `SIMULATED`
-    that fit. Sizes of micro-batches are interpolated between two at which the model was captured; at the
-    chosen one it is captured, and planned again.
+    that fit, fewer of a large model. Sizes of micro-batches are interpolated between two at which the model
+    was captured; at the chosen one it is captured, and planned again.
     """
     batch = _refuse_unshaped(request)
     if registry.entry(request.options.named_schedule).place != "line":
@@ -167,9 +168,10 @@ class _ShapeSearch:
 
     def plans(self) -> Iterator[ShapedPlan]:
         best, planned = 0.0, 0
+        most = max(FEWEST, min(SIMULATED, SIMULATED * SMALL // len(self.first.graph.ops)))
         failed: set[PipelineShape] = set()
         for shape, _, _ in self._in_order():
-            if planned == SIMULATED or (planned and self.simulated >= 2 * SIMULATED):
+            if planned == most or (planned and self.simulated >= 2 * most):
                 return
             bound = throughput(self.bound, shape)
             if bound <= best or any(_asks_more(shape, other, self.batch) for other in failed):

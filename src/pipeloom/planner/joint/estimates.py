@@ -12,6 +12,7 @@ whose step is known, if one is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
 from math import comb
 from typing import Protocol
@@ -124,12 +125,17 @@ class CutTimes:
     def cut(self, places: Indices) -> tuple[int, ...]:
         return tuple(self.points[places].tolist())
 
+    @cached_property
+    def middle(self) -> Array:
+        """Seconds in front of each place, the mean of the ranks'."""
+        return np.asarray(self.whole.mean(axis=0))
+
     def evenly(self, bare: int = 0) -> Indices | None:
         """Places of stages that take equally long; None if there are too few.
 
         bare: stages in front, or behind if negative, that have one piece each.
         """
-        last, middle = len(self.points) - 1, self.whole.mean(axis=0)
+        last, middle = len(self.points) - 1, self.middle
         if last < self.stages:
             return None
         front, behind = max(bare, 0), max(-bare, 0)
@@ -150,7 +156,7 @@ class CutTimes:
             index = np.arange(1, self.stages)
             moved[index - 1, index] += step
             found.append(moved)
-        middle = self.whole.mean(axis=0)
+        middle = self.middle
         by_load = np.argsort(-(self.turns(places[None])[0] @ self.turns_of), kind="stable")
         giving, taking = (
             np.flatnonzero(self.turns_of[:, ranks].any(axis=1))
@@ -169,7 +175,7 @@ class CutTimes:
         return np.asarray(moved, dtype=np.int64)
 
     def _nearest(self, seconds: Array) -> Indices:
-        middle = self.whole.mean(axis=0)
+        middle = self.middle
         after = np.clip(np.searchsorted(middle, seconds), 1, len(middle) - 1)
         return np.asarray(after - (seconds - middle[after - 1] < middle[after] - seconds), dtype=np.int64)
 
