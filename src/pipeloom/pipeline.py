@@ -75,7 +75,7 @@ class Pipeline:
         drawn as `seed` says. Or a `Job`, which has all that follows up to `weight`.
     example: a batch of the loader, for its shapes: a dictionary (or `BatchEncoding`) of what the forward
         takes, a tuple, or one tensor.
-    loss: (outputs, batch) -> scalar. Where batches are tuples, (outputs, *parts), as for
+    loss: (outputs, batch) -> scalar. Where batches are tuples, `(outputs, *parts)`, as for
         `torch.nn.functional.cross_entropy`: so many of their last parts are the loss's. By default the
         model's own output, or its `.loss`.
     optimizer: parameters -> torch optimizer; it gets pairs (name, parameter) if its argument is called
