@@ -25,6 +25,13 @@ def added(least: float) -> Tensor:
     return torch.zeros(TOKENS, TOKENS).masked_fill(~seen(), least)
 
 
+def deep(given: Tensor) -> Tensor:
+    """Deeper than Python's stack."""
+    for _ in range(1200):
+        given = given + 0.0
+    return given
+
+
 class Attention(nn.Module):
     """given: of the batch, (rows, tokens, 8)."""
 
@@ -61,6 +68,8 @@ UNLIKE = {
     "everything": lambda _: torch.ones(TOKENS, TOKENS, dtype=torch.bool),
     "of the batch": lambda given: seen() & (given[:, None, None, :, 0] < 9.0),
     "by chance": lambda _: seen() & (torch.rand(TOKENS, TOKENS) < 2),
+    "of a part of the batch": lambda given: seen() & (given.unbind(-1)[0][:, None, None] < 9.0),
+    "far from the batch": lambda given: seen() & (deep(given)[:, None, None, :, 0] < 9.0),
     "added, too little": lambda _: added(-1.0),
     "one for all queries": lambda _: torch.ones(1, TOKENS, dtype=torch.bool),
 }

@@ -3,10 +3,9 @@ sent. Under torch.export Transformers makes that mask, and leaves it out elsewhe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -17,44 +16,52 @@ LARGEST = 1 << 26
 
 def replace_causal_masks(graph: fx.Graph) -> None:
     """In place; what made the masks is left to the elimination of dead code."""
-    known: dict[fx.Node, Tensor | None] = {}
+    made: dict[fx.Node, bool] = {}
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
-        given = dict(
-            zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)
-        )
-        given |= node.kwargs
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
         mask = given.get("attn_mask")
-        if isinstance(mask, fx.Node) and not given.get("is_causal") and _is_causal(mask, given, known):
+        if not isinstance(mask, fx.Node) or given.get("is_causal"):
+            continue
+        if mask not in made:
+            numbers = _constant(mask, graph)
+            made[mask] = numbers is not None and _is_causal(numbers)
+        tokens = {given[name].meta["val"].shape[-2] for name in ("query", "key")}
+        if made[mask] and tokens == {mask.meta["val"].shape[-1]}:
             node.args = (*node.args[:3], None, given.get("dropout_p", 0.0), True)
             node.kwargs = {name: v for name, v in node.kwargs.items() if name in ("scale", "enable_gqa")}
 
 
-def _is_causal(mask: fx.Node, given: dict[str, Any], known: dict[fx.Node, Tensor | None]) -> bool:
-    shape = mask.meta["val"].shape
-    tokens = {given[name].meta["val"].shape[-2] for name in ("query", "key")} | set(shape[-2:])
-    if len(tokens) != 1 or len(shape) < 2 or (numbers := _constant(mask, known)) is None:
+def _is_causal(numbers: Tensor) -> bool:
+    if numbers.ndim < 2 or numbers.shape[-2] != numbers.shape[-1]:
         return False
-    seen = torch.ones(shape[-2:], dtype=torch.bool).tril()
+    seen = torch.ones(numbers.shape[-2:], dtype=torch.bool).tril()
     if numbers.dtype == torch.bool:
         return bool((numbers == seen).all())
     least = torch.finfo(numbers.dtype).min  # nothing is left of it after a softmax
     return bool(torch.where(seen, numbers == 0, numbers <= least).all())
 
 
-def _constant(node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
+def _constant(node: fx.Node, graph: fx.Graph) -> Tensor | None:
     """What a node always is; None if it depends on the batch, parameters or chance, or is too large."""
-    if node not in known:
-        known[node] = None
-        inputs = {each: _constant(each, known) for each in node.all_input_nodes}
-        val = node.meta.get("val")
-        if (
-            node.op == "call_function"
-            and isinstance(val, Tensor)
-            and val.numel() <= LARGEST
-            and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
-            and all(tensor is not None for tensor in inputs.values())
-        ):
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
-            with torch.no_grad(), unset_fake_temporarily():
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    needed, left = {node}, [node]
+    while left:
+        one = left.pop()
+        if not _is_of_constants(one):
+            return None
+        left += [each for each in one.all_input_nodes if each not in needed]
+        needed.update(one.all_input_nodes)
+    known: dict[fx.Node, Tensor] = {}
+    with torch.no_grad(), unset_fake_temporarily():
+        for one in graph.nodes:
+            if one in needed:
+                args, kwargs = fx.map_arg((one.args, dict(one.kwargs)), known.__getitem__)
+                known[one] = one.target(*args, **kwargs)
     return known[node]
+
+
+def _is_of_constants(node: fx.Node) -> bool:
+    """Whether it is made of its inputs alone, on the CPU, and is small."""
+    val, target = node.meta.get("val"), node.target
+    small = isinstance(val, Tensor) and val.device.type == "cpu" and val.numel() <= LARGEST
+    return small and isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
