@@ -263,7 +263,7 @@ def host(setup: Setup) -> Iterator[Finding]:
         yield Finding("waits of the host in a step", "not counted", "1: only CUDA counts them")
     else:
         problem = "; ".join(waits) if len(waits) > 1 else ""
-        yield Finding("waits of the host in a step", len(waits), "1: it reads the losses", problem)
+        yield Finding("waits of the host in a step", len(waits), "at most 1: it reads the losses", problem)
     row = host_time.measure(4, MICROBATCHES, 20, setup.device)
     ratio = row["step"]
     assert isinstance(ratio, float)

@@ -37,8 +37,8 @@ def _keys() -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_gives_the_numbers_of_the_cpu(name: str) -> None:
-    if (there := torch.accelerator.device_count()) < 2:
-        pytest.skip(f"two ranks need two devices: there is {there}")
+    if (devices := torch.accelerator.device_count()) < 2:
+        pytest.skip(f"two ranks need two devices: there is {devices}")
     device = named_device("auto")
     for rank in (0, 1):
         expected, there = trained("cpu")[name, rank], trained(device)[name, rank]

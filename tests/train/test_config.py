@@ -152,3 +152,12 @@ def test_long_values_are_cut_short_in_messages(tmp_path: Path, line: str) -> Non
     with pytest.raises(ConfigError) as caught:
         read_config(written(tmp_path, "[pipeline]\n" + line.format("9" * 5000)))
     assert len(caught.value.message) < 400
+
+
+def test_devices_by_name_and_number(tmp_path: Path) -> None:
+    for name in ("auto", "cpu", "cuda", "cuda:1"):
+        found = read_config(written(tmp_path, f'[pipeline]\ndevice = "{name}"')).pipeline.device
+        assert found == name
+    for name in ("gpu", "cuda:", "cpu:1"):
+        with pytest.raises(ConfigError, match="device"):
+            read_config(written(tmp_path, f'[pipeline]\ndevice = "{name}"'))

@@ -39,7 +39,8 @@ def roofline(graph: OpGraph, device: Device) -> Profile:
     estimate = _Estimate(graph, device)
     rules = [(op, RULES.get(base_name(op.target))) for op in graph.ops if not op.view]
     unknown = sorted({op.target for op, rule in rules if rule is None})
-    widths = {w for op, rule in rules if rule for w in _Operands(estimate, op, rule).odd_widths}
+    odd_widths = {w for op, rule in rules if rule for w in _Operands(estimate, op, rule).odd_widths}
+    widths = {width for width in odd_widths if width >= WORTH_PADDING}
     notes: tuple[str, ...] = ()
     if unknown:
         notes = (f"estimated as elementwise: {', '.join(unknown)}",)
@@ -91,6 +92,9 @@ def product_flops(graph: OpGraph) -> float:
 UNALIGNED = 0.18
 """Share of a product's rate that is left to GPUs in 16 bits if rows do not begin at multiples of 16 bytes, as
 those of GPT-2's 50,257 words: 120 TFLOP/s of 660 measured on an H200, with PyTorch 2.11."""
+
+WORTH_PADDING = 1000
+"""Shorter rows than that are not told of, such as those of a few classes."""
 
 COLUMN_SUMS = 0.27
 """Share of a normalisation's rate that sums over rows reach on GPUs, the gradients of biases: 15 us for 14 MB

@@ -30,6 +30,12 @@ _ASSERTIONS = {
     torch.ops.aten._assert_scalar.default,
 }
 
+_OF_LAYOUT = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.view.dtype,
+    torch.ops.aten.view_as_complex.default,
+}
+
 _REPLACEMENTS = {  # for tensors of any strides, and without the mark of a conjugate that is not made yet
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
@@ -245,7 +251,9 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
         joined = cast("list[fx.Node]", node.args[0])
         parts = [part for part in joined if part.meta["val"].numel()]
         source, *more = parts or [node]
-        same = not more and source.meta["val"].dtype == node.meta["val"].dtype
+        result, original = node.meta["val"], source.meta["val"]
+        laid_out_alike = original.stride() == result.stride() or not _reads_layout(node.graph)
+        same = not more and original.dtype == result.dtype and laid_out_alike
     elif node.target is torch.ops.aten.clone.default and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         result, original = node.meta["val"], source.meta["val"]
@@ -253,6 +261,11 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
     else:
         return None
     return source if same and source is not node and source.op == "call_function" else None
+
+
+def _reads_layout(graph: fx.Graph) -> bool:
+    """Whether an op depends on how its input lies in memory."""
+    return any(node.target in _OF_LAYOUT for node in graph.nodes)
 
 
 def propagate_gradient_flow(

@@ -230,6 +230,7 @@ class JointSearch:
             if request.layout.stages > self.places:
                 why = f"{request.layout.stages} stages, the model can be cut into {self.places}"
                 raise too_many_stages(why, self.places, name, len(request.cluster.devices), request.cluster)
+            # Where nothing fits yet, orders that cost several searches are no way to begin.
             most = BUDGET / 2 if self.best is not None else 2 * BUDGET
             if self.closest is not None and self.spent + 2 * self._actions(request) > most:
                 raise PlanError("not tried: other schedules took the time", hint="name it alone")
