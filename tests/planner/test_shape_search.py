@@ -17,7 +17,6 @@ from pipeloom.planner.shape_search import (
     PieceCost,
     PipelineShape,
     ShapeRequest,
-    best_shape_closed_form,
     memory,
     rank_shapes,
     throughput,
@@ -208,14 +207,14 @@ def test_equals_brute_force(request: ShapeRequest) -> None:
     best = max((rates[shape] for shape in fitting), default=-inf)
     if not fitting:
         with pytest.raises(InfeasibleError):
-            best_shape_closed_form(request)
+            rank_shapes(request)
         return
     ranked = rank_shapes(request)
     assert {one.shape for one in ranked} == set(fitting)
     for shape, rate, peak in ranked:
         assert (rate, peak) == pytest.approx((rates[shape], each[shape].memory()), rel=1e-12)
         assert (throughput(request, shape), memory(request, shape)) == (rate, peak)
-    assert rates[best_shape_closed_form(request)] == pytest.approx(best, rel=1e-12)
+    assert ranked[0].rows_per_s == pytest.approx(best, rel=1e-12)
 
 
 def small(**changes: object) -> ShapeRequest:
@@ -237,7 +236,7 @@ def small(**changes: object) -> ShapeRequest:
 def test_what_does_not_fit_says_what_it_needs() -> None:
     tight = replace(small().cluster, devices=(Device(name="any", memory_bytes=9),) * 4)
     with pytest.raises(InfeasibleError, match="need 10 bytes|need 10 B"):
-        best_shape_closed_form(small(cluster=tight))
+        rank_shapes(small(cluster=tight))
 
 
 def test_unlike_devices_are_refused() -> None:

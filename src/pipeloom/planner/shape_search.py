@@ -423,16 +423,8 @@ class RankedShape(NamedTuple):
     peak_bytes: float
 
 
-def best_shape_closed_form(request: ShapeRequest) -> PipelineShape:
-    """The fastest shape that fits; of equally fast ones that with fewer devices, then with fewer bytes.
-
-    Raises: InfeasibleError if none fits.
-    """
-    return rank_shapes(request)[0].shape
-
-
 def rank_shapes(request: ShapeRequest, *, slack: float = 1.0) -> list[RankedShape]:
-    """All shapes that fit, the fastest first.
+    """All shapes that fit, the fastest first; of equally fast ones that with fewer devices, then with fewer bytes.
 
     slack: shapes that need up to this many times the devices' memory are among them.
     Raises: InfeasibleError if there is none.

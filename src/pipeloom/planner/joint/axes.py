@@ -16,11 +16,12 @@ from ..refusals import scale_caps
 from ..request import are_alike
 from ..search.problem import Cuts
 from ..strategies.graphpipe import shallow_cuts
-from .estimates import ClosedForm, climb, neighbours
+from ..stage_cost.tensors import Indices
+from .estimates import ClosedForm, Estimate, climb, neighbours
 from .search import FAR, Axis, JointSearch, Judged, Point
 
-SIMULATED, BESIDE = 3, 5
-"""Cuts of one climb that are simulated, and of one move, as estimates are not exact."""
+SIMULATED, BESIDE, EVERY = 3, 5, 40
+"""Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all are."""
 
 NEAR = 0.01
 """By which share of the best step the estimate of a moved cut may be longer."""
@@ -43,12 +44,8 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
         if line.fits:
             estimate = search.estimate_of(line)
             here = estimate.cuts.places(found.cuts)
-            places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
-            limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
-            if isinstance(estimate, ClosedForm):  # of another scale
-                limit_s = float(estimate.steps(here[None])[0])
-            good = estimate.steps(np.array(places)) <= limit_s
-            near = [estimate.cuts.cut(row) for row in compress(places, good) if (row != here).any()]
+            places = _promising(search, line, estimate, here)
+            near = [estimate.cuts.cut(row) for row in places if (row != here).any()]
         else:
             near = list(_relieved(line))
         for cuts in near:
@@ -57,6 +54,24 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
         if best.key >= line.key:
             return
         line = best
+
+
+def _promising(search: JointSearch, line: Judged, estimate: Estimate, here: Indices) -> list[Indices]:
+    """Places of the cuts that are best by an estimate, and where it weighs what is freed, which is often less
+    in the end, also by one that does not; all cuts where there are few."""
+    climbed = climb(estimate, here)
+    if estimate.cuts.number <= EVERY:
+        return climbed
+    places = [*climbed[:SIMULATED], *neighbours(estimate, here, BESIDE)]
+    limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
+    if isinstance(estimate, ClosedForm):  # of another scale
+        limit_s = float(estimate.steps(here[None])[0])
+    good = estimate.steps(np.array(places)) <= limit_s
+    near = [*compress(places, good)]
+    if estimate.cuts.weighed:
+        estimate.cuts.weighed = False
+        near += climb(estimate, here)[:SIMULATED]
+    return near
 
 
 def _relieved(line: Judged) -> Iterator[Cuts]:
@@ -95,7 +110,7 @@ def other_schedules(search: JointSearch, line: Judged) -> Iterator[Point]:
         except (PlanError, ScheduleError):
             continue
         seconds = float(estimate.steps(estimate.cuts.places(line.point.cuts)[None])[0])
-        if seconds <= best_s * (1 + FAR):
+        if seconds <= best_s * (1 + FAR) or not own.large:
             ranked.append((seconds, number, Point(request, of_way, line.point.cuts, line.point.order)))
     for _, _, point in sorted(ranked, key=lambda one: one[:2])[:SIMULATED]:
         yield point
@@ -134,8 +149,10 @@ def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
     if not request.side_by_side:
         for order in orders[:ORDERS]:
             own = replace(request.search(order), treatments=treatments)
-            for cuts in search.level_cuts(ClosedForm(search.cut_times(request, own)))[:1]:
-                yield replace(line.point, search=own, cuts=cuts)
+            estimate = search.estimate(request, own)
+            for cuts in search.level_cuts(ClosedForm(estimate.cuts))[:1]:
+                for places in climb(estimate, estimate.cuts.places(cuts))[:PROPOSED]:
+                    yield replace(line.point, search=own, cuts=estimate.cuts.cut(places))
         return
     for order in orders[:ORDERS]:
         own = replace(request.search(order), by_depth=True, treatments=treatments)

@@ -125,6 +125,11 @@ class CutTimes:
     def cut(self, places: Indices) -> tuple[int, ...]:
         return tuple(self.points[places].tolist())
 
+    @property
+    def number(self) -> int:
+        """Of different cuts."""
+        return comb(len(self.points) - 2, self.stages - 1)
+
     @cached_property
     def middle(self) -> Array:
         """Seconds in front of each place, the mean of the ranks'."""
@@ -353,7 +358,7 @@ def climb(estimate: Estimate, places: Indices) -> list[Indices]:
     the best of all cuts."""
     cuts = estimate.cuts
     inner, wanted = len(cuts.points) - 2, cuts.stages - 1
-    if comb(inner, wanted) <= ALL_CUTS:
+    if cuts.number <= ALL_CUTS:
         every = np.array([(0, *some, inner + 1) for some in combinations(range(1, inner + 1), wanted)])
         steps = estimate.steps(every)
         order = np.argsort(steps, kind="stable")

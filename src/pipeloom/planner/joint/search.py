@@ -16,6 +16,7 @@ The objective is that step. What passes a cap counts by how much it does, so tha
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,12 +52,12 @@ LITTLE = 1e-3
 
 ROUNDS = 12
 
-LINES, CLOSE = 3, 0.05
+LINES, CLOSE = 4, 0.08
 """Ways whose best candidates are moved, at most, and by which share of the step they may be slower."""
 
-FEW, FAR = 6, 0.03
-"""Schedules that are simulated in any case, and by which share of the best step the estimates of others may
-be longer."""
+FEW, EACH, FAR = 6, 2, 0.03
+"""Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times are
+coarse, and by which share of the best step the estimates of others may be longer."""
 
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
@@ -403,9 +404,11 @@ class JointSearch:
             places = (climb(estimate, first) or [first])[0]
             seconds = float(estimate.steps(places[None])[0])
             starts.append((seconds, Point(request, search, estimate.cuts.cut(places))))
+        seen = Counter[Layout]()
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
-            if number >= FEW and seconds > limit:
+            seen[point.request.layout] += 1
+            if number >= FEW and seen[point.request.layout] > EACH and seconds > limit:
                 self.ledger.died["short step"] += 1
                 continue
             self.judge(point, "schedules")
