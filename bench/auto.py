@@ -3,7 +3,8 @@
     python bench/auto.py models large random [--only CASE] [--first N] [--count N]
 
 models   2: steps over the fastest of the planners for 1F1B, 16 micro-batches, by roofline
-large    4: a chain of 12 layers on 4 devices, a 70B Llama on 64 and 512, and 10,000 ops of which 100 differ
+large    4: a chain of 12 layers on 4 devices, 10,000 ops of which 100 differ, a 70B Llama on 64, and on 512 with
+         width and depth chosen; captures are not counted
 random   8: random graphs, clusters and caps (`tests/support/joint_cases.py`): cases in which one of 24
          planners with a schedule of the library, drawn at random, is faster or has a plan alone; steps that
          get longer as a cap grows; the gap to the bound
@@ -20,10 +21,11 @@ from itertools import product
 from math import inf
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from graphpipe import PUBLISHED
-from machine import by_roofline, parser_of, run_parts, tokens
+from machine import by_roofline, parser_of, print_table, run_parts, tokens
 from startup import llama_70b
 from torch import nn
 
@@ -31,12 +33,13 @@ from torch import nn
 from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s, with_memory
 from layered import layered
 
-from pipeloom import Job, capture
+from pipeloom import Job, capture, planning, shapes
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.graph import OpGraph
-from pipeloom.plan_request import PlanRequest
+from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.request import PlanOptions
+from pipeloom.settings import PlanSettings
 from pipeloom.train.model import GPT
 
 Table = list[dict[str, Any]]
@@ -77,7 +80,6 @@ MODELS: dict[str, tuple[Callable[[], Job], int, str]] = {
 LARGE: dict[str, tuple[Callable[[], OpGraph], int, str, int]] = {
     "12 layers": (lambda: capture(chain(), 8).graph, 8, "4 x a100-40", 16),
     "70B Llama": (lambda: capture(llama_70b(), 1).graph, 1, "8 nodes of 8 x h100", 256),
-    "70B Llama, wide": (lambda: capture(llama_70b(), 1).graph, 1, "64 nodes of 8 x h100", 1024),
     "10,000 ops": (lambda: layered(833), 4, "2 nodes of 8 x a100-40", 64),
 }
 """A graph, its rows, devices and micro-batches."""
@@ -104,8 +106,38 @@ def models(only: str | None) -> Table:
     return [searched(*one, 16) for one in each]
 
 
+WIDE = "70B Llama, wide"
+
+
+def wide() -> dict[str, Any]:
+    """1,024 rows on 512 devices, as many pipelines and stages as are best."""
+    capturing: list[float] = []
+
+    def captured_model(*what: Any, **how: Any) -> CapturedModel:
+        begin = time.process_time()
+        model = planning.captured_model(*what, **how)
+        capturing.append(time.process_time() - begin)
+        return model
+
+    devices, job = "64 nodes of 8 x h100", llama_70b()
+    settings = PlanSettings(ranks=1, cluster=devices, global_batch=1024)
+    request = planning.make_request(job, settings)
+    begin = time.process_time()
+    with patch.object(shapes, "captured_model", captured_model):
+        found, model = shapes.plan_shape(request, job)
+    took_s = time.process_time() - begin - sum(capturing)
+    row = {"case": WIDE, "ops": len(model.graph.ops), "devices": devices, "schedule": found.plan.schedule}
+    row |= {"width": found.shape.width, "depth": found.shape.depth, "shapes": found.simulated}
+    return row | {"step_ms": 1e3 * found.plan.predicted_step_s, "processor_s": took_s}
+
+
 def large(only: str | None) -> Table:
-    return [searched(name, make(), *how) for name, (make, *how) in LARGE.items() if only in (None, name)]
+    for name, (make, *how) in LARGE.items():
+        if only in (None, name):
+            print_table([searched(name, make(), *how)])
+    if only in (None, WIDE):
+        print_table([wide()])
+    return []
 
 
 def on_random(first: int, count: int) -> Table:

@@ -36,6 +36,7 @@ from pipeloom.runtime.optimizer_bytes import optimizers_of
 from pipeloom.train.config import Config
 from pipeloom.train.loop import validate
 from pipeloom.train.muon import MuonAndAdamW
+from pipeloom.tracer.captured import Captured
 from pipeloom.train.workload import Workload, gpt_workload, job_of, rate_scheduler, rate_share
 
 EVERY = 40
@@ -44,8 +45,14 @@ EVERY = 40
 Curve = list[tuple[int, float]]
 """(steps, validation loss)."""
 
-RANKS = 4
-"""Of the pipeline whose steps are simulated."""
+PIPELINES: dict[str, tuple[int, str | None]] = {
+    "4 ranks": (4, None),
+    "4 of 11.1 MiB": (4, "11.1MiB"),
+    "8 ranks": (8, None),
+    "8 of 8.5 MiB": (8, "8.5MiB"),
+}
+"""Whose steps are simulated: ranks, and the memory of each, which is what 2BW takes where nothing is capped. The
+last one gives the seconds of the pictures."""
 
 CONFIG = Config(validation_batches=2)
 CONFIG = replace(CONFIG, pipeline=replace(CONFIG.pipeline, microbatches=8, microbatch_size=1))
@@ -224,60 +231,60 @@ def in_the_runtime(optimizer: str, rule: Rule, workload: Workload, config: Confi
 # --- what the runs say ----------------------------------------------------------------------------
 
 
-def step_seconds() -> dict[bool, float]:
-    """Whether the pipeline drains -> seconds of a step of the default GPT on `RANKS` ranks, simulated."""
-    job, how = job_of(CONFIG), {"ranks": RANKS, "microbatches": CONFIG.pipeline.microbatches}
-    captured = capture(job, CONFIG.pipeline.microbatch_size)
-    cluster = f"{RANKS} x cpu"
+def step_seconds(ranks: int, memory: str | None, captured: Captured) -> dict[str, float]:
+    """By weights, seconds of a step of the default GPT, simulated."""
+    sizes = CONFIG.pipeline
     made = {
         weights: plan(
-            job,
-            microbatch_size=CONFIG.pipeline.microbatch_size,
+            job_of(CONFIG),
+            ranks=ranks,
+            memory=memory,
+            microbatches=sizes.microbatches,
+            microbatch_size=sizes.microbatch_size,
             captured=captured,
-            cluster=cluster,
+            cluster=f"{ranks} x cpu",
             weights=weights,
             clips=True,
-            **how,
         )
         for weights in ("flush", "2bw")
     }
-    return {weights == "flush": one.predicted_step_s for weights, one in made.items()}
+    for weights, one in made.items():
+        peak = max(one.peaks) / 2**20
+        print(f"{ranks} ranks, {weights}: {1e3 * one.predicted_step_s:.1f} ms by {one.schedule}, {peak:.1f} MiB")
+    return {weights: one.predicted_step_s for weights, one in made.items()}
 
 
 def show(file: Path, picture: Path | None) -> None:
-    """Figures of each rule are compared with those of the same seeds with a flush."""
+    """Figures of each rule are compared with those of the same seeds with a flush: at the same step, and at the
+    time at which the rule's run ends."""
     runs: dict[tuple[str, str, int], dict[int, Curve]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         steps = line["curve"][-1][0]
         runs.setdefault((line["optimizer"], line["rule"], steps), {})[line["seed"]] = line["curve"]
-    seconds, rows, drawn = step_seconds(), [], {}
-    longest = max(steps for _, _, steps in runs)
+    captured = capture(job_of(CONFIG), CONFIG.pipeline.microbatch_size)
+    pipelines = {name: step_seconds(*how, captured) for name, how in PIPELINES.items()}
+    rows, drawn = list[dict[str, Any]](), {}
+    longest = max(steps for _, rule, steps in runs if rule == "flush")
 
-    def clock(rule: str, step: int) -> float:
+    def clock(rule: str, step: int, seconds: Mapping[str, float]) -> float:
         flushed = min(step, RULES[rule].flushed)
-        return flushed * seconds[True] + (step - flushed) * seconds[False]
+        return flushed * seconds["flush"] + (step - flushed) * seconds["2bw"]
 
     for (optimizer, rule, steps), curves in sorted(runs.items(), key=by_rule):
         flush = mean([runs[optimizer, "flush", longest][seed] for seed in curves])
         finals = [curve[-1][1] for curve in curves.values()]
-        end_s = clock(rule, steps)
-        rows.append(
-            {
-                "optimizer": optimizer,
-                "rule": rule,
-                "seeds": len(curves),
-                "steps": steps,
-                "loss": f"{fmean(finals):.3f}",
-                "spread": f"{pstdev(finals):.3f}",
-                "over its flush": f"{fmean(finals) - flush[-1][1]:+.3f}",
-                "seconds": round(end_s, 1),
-                "flush by then": f"{at(end_s / seconds[True], flush):.3f}",
-            }
-        )
+        loss = fmean(finals)
+        row = {"optimizer": optimizer, "rule": rule, "seeds": len(curves), "steps": steps}
+        row |= {"loss": f"{loss:.3f}", "spread": f"{pstdev(finals):.3f}"}
+        row["over its flush"] = f"{loss - at(steps, flush):+.3f}"
+        for name, seconds in pipelines.items():
+            then = at(clock(rule, steps, seconds) / seconds["flush"], flush)
+            row[f"by time, {name}"] = f"{loss - then:+.3f}"
+        rows.append(row)
         if steps == longest:
             curve = mean(list(curves.values()))
-            drawn[optimizer, rule] = curve, [(clock(rule, step), loss) for step, loss in curve]
-    print(f"step with a flush {seconds[True]:.4f} s, without {seconds[False]:.4f} s")
+            last = [*pipelines.values()][-1]
+            drawn[optimizer, rule] = curve, [(clock(rule, step, last), loss) for step, loss in curve]
     print_table(rows)
     if picture is not None:
         picture.write_text(svg(drawn))
