@@ -3,8 +3,8 @@
     python bench/auto.py models large random [--only CASE] [--first N] [--count N]
 
 models   2: steps over the fastest of the planners for 1F1B, 16 micro-batches, by roofline
-large    4: a chain of 12 layers on 4 devices, 10,000 ops of which 100 differ, a 70B Llama on 64, and on 512 with
-         width and depth chosen; captures are not counted
+large    4: a chain of 12 layers on 4 devices, 10,000 ops of which 100 differ, a 70B Llama on 64, and on 512
+         with width and depth chosen; captures are not counted
 random   8: random graphs, clusters and caps (`tests/support/joint_cases.py`): cases in which one of 24
          planners with a schedule of the library, drawn at random, is faster or has a plan alone; steps that
          get longer as a cap grows; the gap to the bound

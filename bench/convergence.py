@@ -33,10 +33,10 @@ from torch.optim import SGD, AdamW
 from pipeloom import Options, Pipeline, capture, plan
 from pipeloom.ir.errors import ConfigError
 from pipeloom.runtime.optimizer_bytes import optimizers_of
+from pipeloom.tracer.captured import Captured
 from pipeloom.train.config import Config
 from pipeloom.train.loop import validate
 from pipeloom.train.muon import MuonAndAdamW
-from pipeloom.tracer.captured import Captured
 from pipeloom.train.workload import Workload, gpt_workload, job_of, rate_scheduler, rate_share
 
 EVERY = 40
@@ -51,8 +51,8 @@ PIPELINES: dict[str, tuple[int, str | None]] = {
     "8 ranks": (8, None),
     "8 of 8.5 MiB": (8, "8.5MiB"),
 }
-"""Whose steps are simulated: ranks, and the memory of each, which is what 2BW takes where nothing is capped. The
-last one gives the seconds of the pictures."""
+"""Whose steps are simulated: ranks, and the memory of each, which is what 2BW takes where nothing is capped.
+The last one gives the seconds of the pictures."""
 
 CONFIG = Config(validation_batches=2)
 CONFIG = replace(CONFIG, pipeline=replace(CONFIG.pipeline, microbatches=8, microbatch_size=1))
@@ -250,13 +250,15 @@ def step_seconds(ranks: int, memory: str | None, captured: Captured) -> dict[str
     }
     for weights, one in made.items():
         peak = max(one.peaks) / 2**20
-        print(f"{ranks} ranks, {weights}: {1e3 * one.predicted_step_s:.1f} ms by {one.schedule}, {peak:.1f} MiB")
+        print(
+            f"{ranks} ranks, {weights}: {1e3 * one.predicted_step_s:.1f} ms by {one.schedule}, {peak:.1f} MiB"
+        )
     return {weights: one.predicted_step_s for weights, one in made.items()}
 
 
 def show(file: Path, picture: Path | None) -> None:
-    """Figures of each rule are compared with those of the same seeds with a flush: at the same step, and at the
-    time at which the rule's run ends."""
+    """Figures of each rule are compared with those of the same seeds with a flush: at the same step, and at
+    the time at which the rule's run ends."""
     runs: dict[tuple[str, str, int], dict[int, Curve]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         steps = line["curve"][-1][0]

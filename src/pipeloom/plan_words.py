@@ -6,10 +6,11 @@ parts (`tracer/split_words.py`) are ops like others, and any planner may plan wi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .ir.errors import InfeasibleError, PlanError, ScheduleError
 from .ir.plan import Plan
@@ -19,6 +20,8 @@ from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 if TYPE_CHECKING:
     from .tracer.captured import Captured
     from .tracer.split_words import Head
+
+T = TypeVar("T")
 
 ModelOf = Callable[["Captured"], CapturedModel]
 """A captured model -> the same with its costs."""
@@ -49,15 +52,19 @@ def best_words(
     """The fastest plan with words that are split or whole, and its model; None where no head is so large that
     splitting it could help, or nothing fits.
 
-    Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that.
+    Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that. Each
+    of the three takes a third of a time limit.
     """
     if request.options.granularity == "module" or not (large := _large_heads(request, whole)):
         return None
-    quick = request.for_advice
+    quick, limit_s = request.for_advice, request.options.time_limit
+    if limit_s is not None:
+        request = request.changed(time_limit=max(1, limit_s // 3))
     refused = InfeasibleError, ScheduleError, PlanError
     counts = [count for count in _counts(request.options.ranks) if all(head.rows >= count for head in large)]
     models = _models(whole, [_parts(large, count) for count in counts], model_of)
-    guess = fastest(fitting(models, partial(quick.plan, explained=False), passed=refused))
+    guesses = fitting(models, partial(quick.plan, explained=False), passed=refused)
+    guess = fastest(_in_time(guesses, limit_s and limit_s / 3))
     chosen = [whole] if guess is None else [whole, guess[1]]
     plans = list(fitting(chosen, partial(request.plan, explained=False)))
     if (best := fastest(plans)) is None or best[1] is whole:
@@ -89,6 +96,15 @@ def words_sentence(plan: Plan) -> str | None:
         times = float(whole) / plan.predicted_step_s
         gain = f": {times:.2f} times as fast as whole, {1e3 * float(whole):.1f} ms"
     return f"words of {' and '.join(each)}{gain}"
+
+
+def _in_time(each: Iterator[T], limit_s: float | None) -> Iterator[T]:
+    """Those that are there before so many seconds are over, and the first one."""
+    begin = time.monotonic()
+    for one in each:
+        yield one
+        if limit_s is not None and time.monotonic() > begin + limit_s:
+            return
 
 
 def _models(

@@ -424,7 +424,8 @@ class RankedShape(NamedTuple):
 
 
 def rank_shapes(request: ShapeRequest, *, slack: float = 1.0) -> list[RankedShape]:
-    """All shapes that fit, the fastest first; of equally fast ones that with fewer devices, then with fewer bytes.
+    """All shapes that fit, the fastest first; of equally fast ones those with fewer devices, then with fewer
+    bytes.
 
     slack: shapes that need up to this many times the devices' memory are among them.
     Raises: InfeasibleError if there is none.

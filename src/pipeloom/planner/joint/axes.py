@@ -15,13 +15,14 @@ from ...ir.errors import PlanError, ScheduleError
 from ..refusals import scale_caps
 from ..request import are_alike
 from ..search.problem import Cuts
-from ..strategies.graphpipe import shallow_cuts
 from ..stage_cost.tensors import Indices
+from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, Estimate, climb, neighbours
 from .search import FAR, Axis, JointSearch, Judged, Point
 
 SIMULATED, BESIDE, EVERY = 3, 5, 40
-"""Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all are."""
+"""Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all
+are."""
 
 NEAR = 0.01
 """By which share of the best step the estimate of a moved cut may be longer."""

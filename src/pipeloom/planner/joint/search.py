@@ -56,8 +56,8 @@ LINES, CLOSE = 4, 0.08
 """Ways whose best candidates are moved, at most, and by which share of the step they may be slower."""
 
 FEW, EACH, FAR = 6, 2, 0.03
-"""Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times are
-coarse, and by which share of the best step the estimates of others may be longer."""
+"""Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times
+are coarse, and by which share of the best step the estimates of others may be longer."""
 
 FITS = 4
 """Searches for treatments with which the same cut keeps its caps."""
