@@ -97,7 +97,7 @@ _TABLE: dict[Rule, str] = {
     Rule("elementwise", "factors"): "addcmul outer cross",
     Rule("elementwise", "divisor", order="divisor"): "div true_divide",
     Rule("elementwise", passes=True): """
-        add sub clone contiguous reshape _to_copy to lift_fresh_copy detach_copy""",
+        add sub clone contiguous reshape _to_copy to type_as lift_fresh_copy detach_copy""",
     Rule("elementwise"): """
         neg sum mean nansum cat stack hstack vstack cumsum flip roll repeat repeat_interleave
         constant_pad_nd pad tril triu sign floor ceil round trunc argsort argmax argmin eq ne lt le gt ge any
