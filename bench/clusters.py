@@ -47,6 +47,9 @@ from pacing import pace, paced_plan
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
+# isort: split
+from joint_cases import SCHEDULES
+
 from pipeloom import Job, Plan, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
@@ -55,7 +58,6 @@ from pipeloom.plan_words import WHOLE_STEP
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import PLANNERS, JointPlanner
 from pipeloom.planner.search.layer_groups import layers
-from pipeloom.schedules import registry
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.split_words import split_words
 
@@ -437,7 +439,7 @@ def unequal(seconds: int) -> Table:
     rows[0] |= {"plans": 1, "auto over it": 1.0, "processor s": took}
     for order in orders(cluster):
         found, begin = list[tuple[float, str]](), time.process_time()
-        for schedule in registry.names():
+        for schedule in SCHEDULES:
             try:
                 with within(seconds):
                     made = plan(cluster=order, planner="exact", schedule=schedule)

@@ -67,8 +67,7 @@ def _promising(search: JointSearch, line: Judged, estimate: Estimate, here: Indi
     limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
     if isinstance(estimate, ClosedForm):  # of another scale
         limit_s = float(estimate.steps(here[None])[0])
-    good = estimate.steps(np.array(places)) <= limit_s
-    near = [*compress(places, good)]
+    near = [*compress(places, estimate.steps(np.array(places)) <= limit_s)] if places else []
     if estimate.cuts.weighed:
         estimate.cuts.weighed = False
         near += climb(estimate, here)[:SIMULATED]

@@ -523,8 +523,8 @@ class JointSearch:
 
 
 def key_of(found: Candidate) -> tuple[int, float]:
-    """Bytes over the caps, one at least where a host has no room, or a stage alone on its rank; and seconds of
-    the step. What several stages need together only the simulation knows."""
+    """Bytes over the caps, one at least where a host has no room, or a stage alone on its rank; and seconds
+    of the step. What several stages need together only the simulation knows."""
     misfits = found.host_shortage is not None or (found.layout.in_line and not found.fits)
     return max(sum(found.over), int(misfits)), found.timeline.step_s
 
