@@ -93,7 +93,7 @@ PROMISING = ("1f1b", "zb_v", "zb_h2", "zb_h1", "gis", "interleaved_1f1b", "dualp
 HOLD_LITTLE = ("v_min", "gis_h")
 """Schedules that hold little, which are tried where nothing keeps the caps."""
 
-LEFT_OUT = ("forward_only", "zb_1p", "zb_2p", "gis_g", "po")
+LEFT_OUT = ("forward_only", "zb_1p", "zb_2p", "gis_g")
 """Schedules that do not train, or are others unless options are set."""
 
 
