@@ -258,7 +258,7 @@ def step_seconds(ranks: int, memory: str | None, captured: Captured) -> dict[str
 
 def show(file: Path, picture: Path | None) -> None:
     """Figures of each rule are compared with those of the same seeds with a flush: at the same step, and at
-    the time at which the rule's run ends."""
+    the time at which the rule's run ends, if those with a flush go on as long."""
     runs: dict[tuple[str, str, int], dict[int, Curve]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         steps = line["curve"][-1][0]
@@ -278,10 +278,12 @@ def show(file: Path, picture: Path | None) -> None:
         loss = fmean(finals)
         row = {"optimizer": optimizer, "rule": rule, "seeds": len(curves), "steps": steps}
         row |= {"loss": f"{loss:.3f}", "spread": f"{pstdev(finals):.3f}"}
-        row["over its flush"] = f"{loss - at(steps, flush):+.3f}"
+        ends = {"over its flush": float(steps)}
         for name, seconds in pipelines.items():
-            then = at(clock(rule, steps, seconds) / seconds["flush"], flush)
-            row[f"by time, {name}"] = f"{loss - then:+.3f}"
+            ends[f"by time, {name}"] = clock(rule, steps, seconds) / seconds["flush"]
+        row |= {
+            name: f"{loss - at(end, flush):+.3f}" if end <= longest else "-" for name, end in ends.items()
+        }
         rows.append(row)
         if steps == longest:
             curve = mean(list(curves.values()))
