@@ -199,7 +199,7 @@ GPT = gpt_job()
 
 
 def side_by_side(cluster: str = "4 x cpu", **how: object) -> Plan:
-    how = {"ranks": 2, "replicas": 2, "microbatches": 8, "microbatch_size": 2} | how
+    how = {"ranks": 2, "replicas": 2, "microbatches": 8, "microbatch_size": 2, "planner": "exact"} | how
     return planning.plan(GPT, cluster=cluster, captured=capture_of(GPT), **how)
 
 
