@@ -20,7 +20,9 @@ from pipeloom.planner.searched_order import with_searched_order
 pytestmark = pytest.mark.whole_search
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
+@pytest.mark.parametrize(
+    "seed", [19, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(8), 23, 40, 118))]
+)
 def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int) -> None:
     graph, profile, cluster = random_case(seed)
     free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
@@ -29,7 +31,7 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int)
     cluster = with_memory(cluster, int(share * max(free.peaks)))
     made = planned(graph, profile, cluster, "auto")
     dice = random.Random(seed)
-    for planner, schedule in dice.sample([*product(PLANNERS_OF_ONE, SCHEDULES)], 60 if seed else 3):
+    for planner, schedule in dice.sample([*product(PLANNERS_OF_ONE, SCHEDULES)], 3 if seed == 19 else 40):
         theirs = planned(graph, profile, cluster, planner, schedule)
         assert step_s(made) <= step_s(theirs) * (1 + 1e-9), (planner, schedule)
     if made is not None:
@@ -39,12 +41,12 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int)
         assert told is not None and told["bound_s"] <= step_s(made) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 7))])
+@pytest.mark.parametrize("seed", [18, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 7))])
 def test_a_larger_cap_gives_no_slower_step(seed: int) -> None:
     graph, profile, cluster = random_case(seed)
     free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
     assert free is not None
-    sizes = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if seed == 1 else (0.7, 0.8, 0.95, 1.2))]
+    sizes = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if seed == 18 else (0.7, 0.8, 0.95, 1.2))]
     steps = [step_s(planned(graph, profile, with_memory(cluster, size), "auto")) for size in sizes]
     assert all(after <= 1.001 * before for before, after in pairwise(steps)), steps
 
