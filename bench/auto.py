@@ -131,13 +131,12 @@ def wide() -> dict[str, Any]:
     return row | {"step_ms": 1e3 * found.plan.predicted_step_s, "processor_s": took_s}
 
 
-def large(only: str | None) -> Table:
+def large(only: str | None) -> None:
     for name, (make, *how) in LARGE.items():
         if only in (None, name):
             print_table([searched(name, make(), *how)])
     if only in (None, WIDE):
         print_table([wide()])
-    return []
 
 
 def on_random(first: int, count: int) -> Table:
@@ -166,7 +165,7 @@ def on_random(first: int, count: int) -> Table:
 
 
 def main() -> int:
-    run: dict[str, Callable[[], Table]] = {
+    run: dict[str, Callable[[], Table | None]] = {
         "models": lambda: models(given.only),
         "large": lambda: large(given.only),
         "random": lambda: on_random(given.first, given.count),
