@@ -99,7 +99,11 @@ def words_sentence(plan: Plan) -> str | None:
 
 
 def _in_time(each: Iterator[T], limit_s: float | None) -> Iterator[T]:
-    """Those that are there before so many seconds are over, and the first one."""
+    """Those that are there before so many seconds are over, and the first one after.
+
+    >>> [*_in_time(iter("abc"), None)], [*_in_time(iter("abc"), -1.0)]
+    (['a', 'b', 'c'], ['a'])
+    """
     begin = time.monotonic()
     for one in each:
         yield one

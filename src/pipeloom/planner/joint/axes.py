@@ -61,7 +61,7 @@ def _promising(search: JointSearch, line: Judged, estimate: Estimate, here: Indi
     """Places of the cuts that are best by an estimate, and where it weighs what is freed, which is often less
     in the end, also by one that does not; all cuts where there are few."""
     climbed = climb(estimate, here)
-    if estimate.cuts.number <= EVERY:
+    if estimate.cuts.possible_cuts <= EVERY:
         return climbed
     places = [*climbed[:SIMULATED], *neighbours(estimate, here, BESIDE)]
     limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)

@@ -126,8 +126,8 @@ class CutTimes:
         return tuple(self.points[places].tolist())
 
     @property
-    def number(self) -> int:
-        """Of different cuts."""
+    def possible_cuts(self) -> int:
+        """How many there are."""
         return comb(len(self.points) - 2, self.stages - 1)
 
     @cached_property
@@ -358,7 +358,7 @@ def climb(estimate: Estimate, places: Indices) -> list[Indices]:
     the best of all cuts."""
     cuts = estimate.cuts
     inner, wanted = len(cuts.points) - 2, cuts.stages - 1
-    if cuts.number <= ALL_CUTS:
+    if cuts.possible_cuts <= ALL_CUTS:
         every = np.array([(0, *some, inner + 1) for some in combinations(range(1, inner + 1), wanted)])
         steps = estimate.steps(every)
         order = np.argsort(steps, kind="stable")

@@ -1,10 +1,10 @@
 """dawnpiper: halve the stages, bisect the cut between the halves, and again within each half.
 
 DawnPiper-style, reconstructed from the abstract of arXiv 2505.05856 (its text was not available); the theorem
-is our reading with our proof. Of two neighbours the best cut lies between the
-one that balances compute and the one that balances memory, if adding ops to a stage never makes it faster and
-the stage that is fuller pays at least as much for freeing memory. So that interval is bisected: the cut moves
-right while the left half is faster, and memory is optimised tensor by tensor wherever a stage is weighed.
+is our reading with our proof. Of two neighbours the best cut lies between the one that balances compute and
+the one that balances memory, if adding ops to a stage never makes it faster and the stage that is fuller pays
+at least as much for freeing memory. So that interval is bisected: the cut moves right while the left half is
+faster, and memory is optimised tensor by tensor wherever a stage is weighed.
 
 Proof: cut p gives times T1, T2 and bytes M1, M2; O is the least extra time that frees what is beyond the cap,
 and F = T + O. Let the memory-balanced cut be on the left. Right of the compute-balanced cut T1 >= T2 and
