@@ -149,13 +149,16 @@ def gloo_group(
     inside: whether all ranks are in this process, and nothing needs to be reachable from outside.
     """
     own = PrefixStore(name, store)
-    if not inside:
-        return dist.ProcessGroupGloo(own, rank, ranks, timeout)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Not lazy_init: then to post a message waits for the other end to have come that far.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(own, rank, ranks, options)
+    if inside:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        # Not lazy_init: then to post a message waits for the other end to have come that far.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(own, rank, ranks, options)
+    else:
+        group = dist.ProcessGroupGloo(own, rank, ranks, timeout)
+    group.barrier().wait(timeout)  # a rank that closes its end at once would fail one that still connects
+    return group
 
 
 class OpenGroups:
