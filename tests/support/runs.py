@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,9 +58,11 @@ def shared_captures() -> Iterator[None]:
     """
 
     shared = {real: partial(_remembered, real) for real in (capture, capture_evaluation)}
+    ours = [module for name, module in sys.modules.copy().items() if name.startswith("pipeloom.")]
+    front = [module for module in ours if module.__name__.count(".") == 1]
     with ExitStack() as stack:
         for real, once in {**shared, stage_functions: _traced_once}.items():
-            users = [m for name, m in sys.modules.copy().items() if re.fullmatch(r"pipeloom\.\w+", name)]
+            users = [*front]
             if real is not stage_functions:  # functions of `planning` and `train` import them when called
                 users.append(sys.modules[real.__module__])
             for module in users:
