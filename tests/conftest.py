@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-COMPOSITE = "CompositeImplicitAutograd"
-
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_exports() -> Iterator[None]:
-    """A fifth of each `torch.export` lists every operation that there is, and makes the annotations of a
-    function anew that it defines six thousand times. Both are kept here, until an operation is declared. And
-    what torch has imported is looked through for garbage ten times less often."""
-    import torch
-    from torch.export import exported_program
+    import quick_exports
 
-    gc.set_threshold(50_000, 20, 20)
-
-    listed = exported_program._collect_all_valid_cia_ops
-    kept = cache(lambda known: listed())
-    count = torch._C._dispatch_get_registrations_for_dispatch_key
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exported_program, "_collect_all_valid_cia_ops", lambda: kept(len(count(COMPOSITE))))
-        patch.setattr(torch._ops, "Callable", typing.Callable)
+        quick_exports.use(patch)
         yield
 
 
