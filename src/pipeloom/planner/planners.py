@@ -523,13 +523,15 @@ class JointPlanner:
 def make_room(
     request: Request, ledger: SearchLedger, *, explained: bool
 ) -> Iterator[tuple[str, Search, Cuts]]:
-    """Cuts that keep the caps: of ranks that take equally long, or by filling stage after stage. Raises: as
-    `make_plan`."""
+    """Cuts that keep the caps: of ranks that take equally long, by filling stage after stage, or with stages
+    side by side. Raises: as `make_plan`."""
     request = replace(request, options=replace(request.options, fastest=False))
     search, log = request.search(), SearchLog()
     fill = ByCuts(lambda search: search.problem.positions(filled(search.problem)))
     finder = finder_of(FREEING[0]) if request.copies else evened(searched(fill))
     kept = finder.find(request, search, log) if request.copies or fits(search) else []
+    if not kept and request.side_by_side:
+        kept = shallow_candidates(request, shallow_cuts, LOWERED)
     if not kept:
         raise _refusal(request, search, log, explained=explained)
     yield from (("filled", candidate.search, candidate.cuts) for candidate in kept)

@@ -20,7 +20,7 @@ from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, Estimate, climb, neighbours
 from .search import FAR, Axis, JointSearch, Judged, Point
 
-SIMULATED, BESIDE, EVERY = 3, 5, 40
+SIMULATED, BESIDE, EVERY = 3, 5, 130
 """Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all
 are."""
 

@@ -55,6 +55,9 @@ ROUNDS = 12
 LINES, CLOSE = 4, 0.08
 """Ways whose best candidates are moved, at most, and by which share of the step they may be slower."""
 
+TINY = 16
+"""Places for cuts up to which a cut moved by one is another model: then the best of each layout is moved."""
+
 FEW, EACH, FAR = 6, 2, 0.03
 """Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times
 are coarse, and by which share of the best step the estimates of others may be longer."""
@@ -407,11 +410,12 @@ class JointSearch:
         seen = Counter[Layout]()
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
-            seen[point.request.layout] += 1
-            if number >= FEW and seen[point.request.layout] > EACH and seconds > limit:
+            layout = point.request.layout
+            if number >= FEW and seen[layout] >= EACH and seconds > limit:
                 self.ledger.died["short step"] += 1
                 continue
-            self.judge(point, "schedules")
+            judged = self.judge(point, "schedules")
+            seen[layout] += judged is None or judged.fits
 
     def _make_room(self) -> None:
         """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
@@ -455,11 +459,15 @@ class JointSearch:
             self.ledger.note(self.ledger.planners, planner, "its cut passes the caps, or is slower for sure")
 
     def lines(self) -> list[Judged]:
-        """The best few, of different ways; and the closest of those that pass caps, if they are faster."""
+        """The best few, of different ways, and of a small model the best of each layout; and the closest of
+        those that pass caps, if they are faster."""
         ranked = sorted(self.best_of.values(), key=lambda judged: judged.key)
         best_s = inf if self.best is None else self.best.step_s
-        near = [judged for judged in ranked if judged.fits and judged.step_s <= best_s * (1 + CLOSE)]
-        return near[:LINES] + [j for j in ranked if not j.fits and j.step_s < best_s][:LINES]
+        near = [judged for judged in ranked if judged.fits and judged.step_s <= best_s * (1 + CLOSE)][:LINES]
+        if self.places <= TINY:
+            first = {judged.point.request.layout: judged for judged in reversed(ranked) if judged.fits}
+            near += [judged for judged in first.values() if judged not in near]
+        return near + [j for j in ranked if not j.fits and j.step_s < best_s][:LINES]
 
     def _improve(self) -> None:
         for _ in range(ROUNDS):
