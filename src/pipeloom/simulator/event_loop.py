@@ -17,6 +17,13 @@ Of the ranks that can go on, the one that was woken last goes first, whatever it
 over to each other while what they share is still in the processor's cache, and the others collect messages in
 the meantime for a long run of their own. In the order of waking, 1F1B would touch every rank for every
 micro-batch.
+
+The order in which ranks go first cannot change a time where no link is shared. A channel has one sender and
+one receiver, and every time is a maximum and a sum of times of what an entry waits for, in the order of rows:
+
+    begins to move  = max(sent, posted, message before it is through)
+    is through      = begins to move + seconds
+    RECV ends       = max(its rank comes to it, is through) + occupied
 """
 
 from __future__ import annotations
@@ -73,6 +80,7 @@ def run_sharing(p: ProgramLayout, s: SimulatorState) -> None:
 @kernel
 def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
     """Let all ranks go on until each ends or waits."""
+    # Most programs: an action begins where the one before it ended, so that its end is a sum of two numbers.
     at_once = not len(s.start) and not len(p.first_meet) and not len(p.entry_duration)
     while s.runnable_count[0]:
         s.runnable_count[0] -= 1
@@ -80,6 +88,7 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
         entry, clock, end = s.position[rank], s.clock[rank], p.offsets[rank + 1]
         while entry < end:
             step = p.code[entry]
+            # Bits 0 and 1 say what it is; the rest is a place in `flat_duration`, or the route of a message.
             what, number = step & 3, step >> 2
             if what == COMPUTES and at_once:
                 clock += p.flat_duration[number]
@@ -95,6 +104,7 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
                 s.transfer_start[message] = clock
                 s.counts[channel, SENT] += 1
                 _move(p, s, channel)
+                # The sender goes on: it does not wait until a receive is posted, or the message is through.
                 clock += p.occupied[number]
                 s.end[entry] = clock
             elif what == RECEIVES:
@@ -103,7 +113,7 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
                     p.first_message[channel] + s.counts[channel, RECEIVED] if p.in_order else p.message[entry]
                 )
                 if not _arrived(p, s, rank, channel, message, clock):
-                    break
+                    break  # here and below: once it is woken, the rank comes to the same entry again
                 if len(s.start):
                     s.start[entry] = clock
                 clock = max(clock, s.transfer_end[message]) + p.occupied[number]
@@ -125,6 +135,7 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
                 clock = _computed(p, s, rank, entry, clock)
             entry += 1
         s.position[rank] = entry
+        # A REDUCE that waits has stored its clock, which is behind all that ran beside the rank.
         if entry == end or p.kind[entry] != REDUCE_:
             s.clock[rank] = clock
 
@@ -193,11 +204,13 @@ def _computed(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock:
     if len(s.start):
         s.start[entry] = begin
     s.end[entry] = end
+    # Until an entry runs, its start holds the latest end of what blocks it. All of that stands in front of it
+    # in the same row, so that it is known by then; `copy_known` waits where a shared link decides.
     if len(p.blocks) and p.blocks[entry] >= 0:
         s.start[p.blocks[entry]] = max(s.start[p.blocks[entry]], end)
     if stream:
         s.stream_free[rank, stream] = end
-        end = clock
+        end = clock  # it runs beside the rank, which goes on at once
     return float(end)
 
 
@@ -212,6 +225,7 @@ def _move(p: ProgramLayout, s: SimulatorState, channel: int) -> None:
     pace = p.channel_seconds[channel]
     while moved < until:
         message = first + moved
+        # Until now its start held when it was sent, and its end when its receive was posted.
         begin = max(s.transfer_start[message], s.transfer_end[message], free)
         free = begin + (pace if pace >= 0 else p.seconds[p.route[message]])
         s.transfer_start[message] = begin
@@ -259,6 +273,7 @@ def _all_have_come(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, c
     low, high = p.first_meet[entry], p.first_meet[entry + 1]
     if low < high and s.meet_start[entry] < 0:
         s.meet_start[entry] = max(clock, s.start[entry])  # not before what holds it has ended
+        # A rank waits for one thing at a time, so one `next_waiter` per rank makes the lists of all things.
         waiter = s.meet_waiter[entry]
         while waiter >= 0:
             wake(s, waiter)
@@ -309,6 +324,8 @@ def _sums_end(p: ProgramLayout, s: SimulatorState, rank: int, low: int, high: in
     end = 0.0
     for at in range(low, high):
         number = p.sums[at]
+        # end = max(end of the sum before it, last rank has come) + seconds. A sum over shared links counts
+        # one arrival more: that it was served.
         if s.sum_arrived[number] < p.sum_ranks[number] + _uses_shared_links(p, number):
             s.next_waiter[rank] = s.sum_waiter[number]
             s.sum_waiter[number] = rank

@@ -328,6 +328,8 @@ def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
     groups = [(code, stage, others) for code, stage, kind in each if (others := meets(stage, kind, flow))]
     if not groups:
         return _NONE, _NONE
+    # Two passes make ragged rows without a list per entry: count what each entry meets, and remember for each
+    # meeting its place in the entry's row; then the counts give where rows begin.
     counts = np.zeros(len(columns), np.int32)
     meetings = []
     for code, stage, others in groups:

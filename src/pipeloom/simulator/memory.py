@@ -197,6 +197,8 @@ def _next_sent(step: Step, rank: int, gone: Longs) -> int:
     gone: of each channel, the messages before that."""
     p, s, b = step
     best, first = -1, np.inf
+    # Only the head of each channel is looked at: messages of a channel are through in the order sent. Whoever
+    # changes these times keeps them ascending, as `_noticed` does.
     for at in range(b.first_out[rank], b.first_out[rank + 1]):
         channel = b.channels_out[at]
         message = p.first_message[channel] + gone[channel]
@@ -221,6 +223,7 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
             entry = order[at_own]
         if channel >= 0:
             message = p.first_message[channel] + gone[channel]
+        # `<=`: else a peak would count a message together with what begins just when it is through.
         if channel >= 0 and (at_own == len(time) or s.transfer_end[message] <= time[entry]):
             now = s.transfer_end[message]
             boundary -= b.message_bytes[p.route[message]]
@@ -446,6 +449,13 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
         low, high = int(p.offsets[rank]), int(p.offsets[rank + 1])
         here = np.arange(low, high)
         sends = here[(p.kind[low:high] == SEND_F_) | (p.kind[low:high] == SEND_B_)]
+        # The rank looks between two actions: at the first of their ends from when the message is through.
+        #
+        #     rank      |  0F0  |s|   0F1   |   0F2   |
+        #     message             |---m0---|                through
+        #     noticed                       ^               the end of 0F1
+        #
+        # What is through while its own SEND runs is noticed there.
         ends = np.maximum.accumulate(s.end[low:high][own_clock[low:high]])
         if not len(sends):
             continue
@@ -456,6 +466,8 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
         seen = np.where(through <= s.end[sends], through, seen)
         gone[message] = np.where(size[message] <= small_bytes, max(ends[-1], through.max()), seen)
         sender[message] = rank
+    # A small message is held to the end of the step, and larger ones behind it are not. `_next_sent` wants
+    # times that ascend along a channel.
     for channel in range(len(p.target)):
         low, high = int(p.first_message[channel]), int(p.first_message[channel + 1])
         gone[low:high] = np.maximum.accumulate(gone[low:high])

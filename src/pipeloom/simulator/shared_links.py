@@ -11,6 +11,9 @@ message, a lane of a rank the link of its next copy, and a sum over ranks all of
 move or begin. Only when every rank waits or has ended is the earliest request served: all that is requested
 later follows from it, so it cannot be for an earlier time.
 
+That holds as a source has one request in the heap at a time, and its next one is for the end of this one, or
+later; and as ranks that wait go on no earlier than what they wait for.
+
     rank 0   F  SEND ---.                              link out of node 0
     rank 1   F  F  SEND -+-> heap of (time, entry) -->  |0's message|1's message|
                           served by time, then entry
@@ -252,7 +255,7 @@ def request_links(p: ProgramLayout, s: SimulatorState) -> None:
         number = s.requests.pending[s.requests.size[1]]
         s.requests.is_pending[number] = False
         if s.requests.requested[number]:
-            continue
+            continue  # its next one is looked at when this one has been served, which marks it again
         time, entry = 0.0, -1
         if number < channels:
             moved = s.counts[number, MOVED]
@@ -279,7 +282,7 @@ def serve_earliest(p: ProgramLayout, s: SimulatorState) -> None:
     """Give the earliest request its links, as soon as they are free."""
     time, entry = s.requests.time[0], s.requests.entry[0]
     pop(s.requests.time, s.requests.entry, s.requests.size)
-    if entry >= len(p.kind):
+    if entry >= len(p.kind):  # numbers behind all entries are those of sums
         _serve_sum(p, s, entry - len(p.kind), time)
         return
     code = p.kind[entry]

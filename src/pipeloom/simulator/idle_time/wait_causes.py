@@ -227,6 +227,8 @@ class LinkOccupancy:
         best: tuple[Key, float] | None = None
         for link in self._links.get(key[0], ()) if copy is None else (copy,):
             times, keys = self._served[link]
+            # A tuple of one number sorts before every pair that begins with it: the last one that began
+            # earlier, and not what began just then, such as the item itself.
             place = bisect_left(times, (start_s,)) - 1
             if place >= 0:
                 until_s = min(times[place][1], start_s)
@@ -470,6 +472,7 @@ class Causes:
         if holder is not None:
             yield holder
             latest_s = holder.end_s
+        # So far what surely held it up. What follows is likely, and asked for only where that leaves a gap.
         if latest_s < message.start_s:
             # Its receive was posted late, or it lay there until its rank came for it.
             if done := self._computed[message.to_rank].until(message.start_s, most=message.place):
@@ -542,6 +545,7 @@ class Causes:
                 root = cause
                 break
             now = cause
+        # All that was passed has the same root, so that each item is passed once, however many are asked for.
         self._roots.update(dict.fromkeys(passed, root))
         return root
 
