@@ -87,6 +87,8 @@ class RankItems(NamedTuple):
 def held_bytes(columns: Columns, lives: Lives, sizes: Sizes, copied: Bools) -> Floats:
     """Bytes that a rank holds while it runs each entry, if what is `copied` is on the host from the end of
     its forward until its backward begins."""
+    # A sum over all rows at once: what comes in a row also goes in it, so that it is 0 where the next begins.
+    # What begins with an entry is added at it, what ends with it behind it.
     change = np.zeros(len(columns) + 1)
     there = lives.back >= 0
     of_stage = np.broadcast_to(np.arange(len(sizes.residual))[:, None], there.shape)
@@ -111,6 +113,7 @@ def held_bytes(columns: Columns, lives: Lives, sizes: Sizes, copied: Bools) -> F
 def find_reloads(items: RankItems, wanted: Longs, limit: float, held: Floats, found: Longs) -> None:
     """The entry in front of which each RELOAD stands: the wanted one, or the first one behind it from which
     on there is room until the backward. What is reloaded is added to `held`."""
+    # In the order of backwards, and none in front of the one before it: a rank's copies use one lane.
     earliest = 0
     for j in range(len(items.back)):
         at = items.back[j]
@@ -330,6 +333,8 @@ def _chosen(base: _Base, short: float = SHORT, transit: int = IN_TRANSIT) -> Boo
     # Where only the limit says what leaves, a rank with room for all needs none for what comes and goes.
     roomy = (_needs(base, np.zeros_like(leaves)) <= base.most) & (base.copies.stages == 0)
     wanted = np.where(roomy, base.most, base.most - transit * base.largest)
+    # All ranks bisect at once, each for how many of its candidates must leave: what one lets go of does not
+    # change what another holds.
     low, high = np.zeros(base.shape.ranks, np.int64), np.array(candidates, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
@@ -432,6 +437,11 @@ def _slots(
     items: order, when due, ranks, uplinks.  seconds: of the copy, of the uplink.  free: until when each
     rank's lane and each uplink are free.
     """
+    # From the end of the step to its beginning, each as late as it can be:
+    #
+    #     lane      ...|<- copy ->|<- copy ->|.....|<- copy ->|  due     begin = min(due, lane free) - copy,
+    #     uplink    ...|<-->|.....|<-->|...........|<-->|                or uplink free - its part, if earlier
+    #
     order, due, ranks, uplinks = items
     copy_s, uplink_s = seconds
     own, shared = free

@@ -91,6 +91,11 @@ def _phases_of(own: Sequence[int], half: int, depth: int, microbatches: int) -> 
 
     half: ranks that a micro-batch passes before it meets those that came from the other end.
     """
+    # So many whole turns that each of the two stages runs m = `microbatches` forwards in all:
+    #
+    #     F0   2 left + (depth + 1) + whole           = m
+    #     F1   (depth + 1) + left + whole + left      = m
+    #
     left = half - 1 - depth
     whole = microbatches - 2 * half + depth + 1
     late = (depth + 1) // 2  # of the last backwards the later ones leave their W for the gaps

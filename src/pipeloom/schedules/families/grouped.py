@@ -130,7 +130,6 @@ def po_joined(s: Shape) -> Recipe:
 
 def po_held(s: Shape, offload: int) -> float:
     """The most that a rank is to hold with so many stages offloaded, in residuals of one micro-batch on one
-
     stage: p (v - n) (v - n + 1) / 2v, and 3 in transit; 4 with all of them.
 
     Source: arXiv 2503.01328, for a peak of p (v + 1) / 2 where stage c keeps p (v - c) / v.
@@ -144,6 +143,9 @@ def _uniform(s: Shape) -> Periodic:
     rank to rank and I two, W is next to its I. Where that would put chunks on top of each other, later
     ones move by 3."""
     p, v, half = s.depth, s.chunks, -(-s.depth // 2)
+    # Forwards stand at every third slot of a period of 3 v: that of chunk c at 3 half c mod 3 v. Two would
+    # meet where half (c - c') is a multiple of v, that is v / gcd(v, half) chunks apart: from there on all
+    # move by 3.
     apart = v // gcd(v, half)
 
     def begin(chunk: int) -> int:
@@ -154,6 +156,7 @@ def _uniform(s: Shape) -> Periodic:
         chunk = s.chunk[stage]
         # Ranks side by side have one place: how far they are from the end. In a loop it is their number.
         place = rank if p == s.ranks else p - 1 - min(last(s, rank), p - 1)
+        # From the last chunk's F on: a slot for it, one per rank on to the last rank, two per rank back.
         turn = begin(v - 1) + place + 3 * (p - 1 - place) + 1
         first[stage, F] = begin(chunk) + place
         first[stage, I] = turn + begin(v - 1 - chunk)

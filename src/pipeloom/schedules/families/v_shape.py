@@ -173,6 +173,15 @@ def one_f_one_b_v(s: Shape) -> list[Recipe]:
     )
 
 
+# A hop is how a micro-batch goes on from one rank to the next. Its wait is the time from the start of its
+# action on one rank to the start of the same action on the other: at least the action and its message, and
+# beyond that what is left up to the moment that the other rank's cyclic order has for it.
+#
+#     rank r      |Fd|..|..|..|..|..|Fd|          Fd: F down, at position 0 of its order
+#     rank r + 1    shift + |..|..|Fd|            wait = least + (position + shift - least) mod period
+#
+# So orders and shifts between neighbours decide all waits; whatever they are, no rank has a gap.
+
 ORDERS = np.array([(0, *rest) for rest in permutations(range(1, 6))])
 """All cyclic orders of the six actions: F down, F up, I down, I up, W of I down, W of I up. Down is from the
 first rank to the last; the first chunk is run down in the forward and up in the backward."""
@@ -241,6 +250,8 @@ def _hops(times: MeanTimes, position: Floats, weight: float) -> tuple[Floats, Fl
     share = np.array([weight, 2 - weight, 2 - weight, weight])
     cost = np.full(gap.shape[:2], np.inf)
     shift = np.zeros_like(cost)
+    # As a function of the shift the sum of waits is made of straight pieces with jumps, each jump where one
+    # hop waits no longer than it must. So it is least at one of these four shifts.
     for hop in range(4):
         move = sign[hop] * (least[hop] - gap[..., hop])
         hops = [share[h] * times.wait(gap[..., h] + sign[h] * move, float(least[h])) for h in range(4)]
@@ -254,6 +265,7 @@ def _path(times: MeanTimes, position: Floats, cost: Floats) -> list[int]:
     """The order of each rank, so that the sum of all hops and turns is least. A late W costs a little."""
     down, up, back_down, back_up, w_down, w_up = position.T
     late = 0.01 * (times.wait(w_down - back_down, times.back) + times.wait(w_up - back_up, times.back))
+    # total[o] = least sum of the ranks up to this one, if it has the order o; a step costs 120 x 120 sums.
     total = times.wait(back_down - up, times.forward) + late  # the turn on the first rank
     came: list[NDArray[np.int64]] = []
     for _ in range(times.ranks - 1):
@@ -292,6 +304,8 @@ def _unrolled(times: MeanTimes, at: Floats) -> Floats:
 
 def _peak(times: MeanTimes, start: Floats) -> float:
     """Most micro-batches that a rank holds: each chunk counts half, from F to the end of W."""
+    # Begun and not ended, one per period since the first F and since the end of the first W. The number rises
+    # only where an F begins, so that these moments are enough.
     peak = 0.0
     for own in start:
         for moment in own[:2]:

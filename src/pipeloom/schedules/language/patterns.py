@@ -97,6 +97,11 @@ def _row(queues: dict[str, Columns], warm_up: int, repeat: str, last: str) -> Co
     times = -(-(len(queues["F"]) - warm_up) // max(1, repeat.count("F")))
     left = max(0, len(queues[last]) - times * repeat.count(last))
     drain = last + ("W" if "W" in repeat else "")
+    # The row as a word, and for each letter the next action of its queue:
+    #
+    #     word    F  F  F  B  F  B  B  B         queues one after another   F0 F1 F2 F3 | B0 B1 B2 B3
+    #     order   0  1  2  4  3  5  6  7         place of each letter's action in that
+    #
     word = "F" * warm_up + repeat * times + drain * left
     letters = np.frombuffer(word.encode(), np.uint8)
     order = np.zeros(len(letters), np.int64)
@@ -130,9 +135,8 @@ _WORD = re.compile(r"(\d+)([A-Z][A-Z_]*)(?:-(\d+))?")
 def repeating(shape: Shape, turn: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     """Rows in which every rank runs its line of `turn` again and again, each time one micro-batch further.
 
-    turn: a line per rank: `0F` is the forward of stage 0 for the micro-batch of the turn, `0B-3` the
-    backward of
-        the micro-batch three turns before. What has no micro-batch yet, or no more, is left out.
+    turn: a line per rank: `0F` is the forward of stage 0 for the micro-batch of the turn, `0B-3` the backward
+        of the micro-batch three turns before. What has no micro-batch yet, or no more, is left out.
     Raises: ScheduleError if a word cannot be read, or there is not one line per rank.
 
     >>> from pipeloom.schedules.registry import shape_of

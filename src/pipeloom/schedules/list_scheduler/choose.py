@@ -4,6 +4,11 @@ Many micro-batches are ordered from few: the steady state is repeated, not order
 a micro-batch every so often leads to rows that repeat themselves in the middle. Where two periods in a row
 are the same on all ranks, up to the number of the micro-batch, another such period may stand between them:
 all that it needs has then run as long before it, and it holds as much.
+
+    few     | fill   | period 1 | period 2 | drain  |
+    many    | fill   | period 1 | period 2 | period 2 | period 2 | drain  |
+      later by   0          0          0        P         2 P       2 P       seconds, P those of a period
+                 0          0          0       size      2 size    2 size     micro-batches
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ def stretched(
     row = slice(*columns.offsets[rank : rank + 2])
     begins = few.starts[rank][(columns.stage[row] == stage) & (columns.kind[row] == F_)]
     for size in (size for size in range(1, LONGEST_PERIOD + 1) if more % size == 0):
+        # From the last forwards back to the middle of the step: further in front the fill may still be felt.
         for first in range(len(begins) - 2 * size - 1, len(begins) // 2, -1):
             middle, end = float(begins[first + size]), float(begins[first + 2 * size])
             period = end - middle
@@ -96,6 +102,7 @@ def _cut(
     low, here, high = np.searchsorted(starts, [middle + k * period - EPS for k in (-1, 0, 1)]).tolist()
     streams = columns.stage.astype(np.int64) * len(columns.kinds) + columns.kind
     kinds = len(np.unique(streams[begin : int(columns.offsets[rank + 1])]))
+    # A period has each of the rank's streams `size` times. If not, the rank falls behind, or catches up.
     if not high - here == here - low == size * kinds:
         return None
     one, two = slice(begin + low, begin + here), slice(begin + here, begin + high)

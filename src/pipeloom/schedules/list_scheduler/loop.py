@@ -1,6 +1,12 @@
 """The loop of the list scheduler: numbers and arrays only, so that it runs compiled where that pays.
 
 A place in a two-dimensional table of streams and micro-batches is `stream * size + micro-batch`.
+
+A filler (W) is run where its rank would else wait, if it sticks out of the gap by no more than its overlap:
+
+    now                  soon
+     |<------ gap ------->|               soon: when the next of the rank's own heads can begin
+     |<------ W ------------->|           W runs if  gap >= (1 - overlap) * seconds of W
 """
 
 from __future__ import annotations
@@ -40,13 +46,19 @@ def may_open(t: Tables, s: SchedulerState, index: int, b: int) -> bool:
         return False
     if not t.safe:
         return True
-    # The rest of the safe order must keep to the limit too.
+    # The rest of the safe order must keep to the limit too. An F that runs early may take the room of one in
+    # front of it, and all that frees any may stand behind that: then no rank could go on.
+    #
+    #     order    0F0 0F1 3F0 3B0 0B0 0F2 ...     stages 0 and 3, limit 3.  Done: 0F0 0F1.  0F2 now?
+    #     level    2, 0F2: 3, 3F0: 4               no, as 3F0 would find no room
+    #
     low = t.line_at[rank]
     mine = low + t.place[index * t.size + b]
     if t.early == NONE or (t.early == WARM and s.closed[rank]):
         for position in range(low + s.head[rank], mine):
             if not s.done[position] and not t.filler[t.line[position]]:
                 return False
+    # Fillers that could run now give back `owed` whenever room is short: they wait for nobody.
     level = s.used[rank] - s.owed[rank] + t.memory[index]
     for position in range(low + s.head[rank], mine):
         if not s.done[position]:
@@ -124,6 +136,7 @@ def choose(t: Tables, s: SchedulerState, rank: int, now: float, fill: bool) -> i
             soon, soon_key = arrival, key
     if best >= 0 and meet_key < best_key and now + t.seconds[best] > meet + EPS:
         best, soon = -1, min(soon, meet)
+    # Something could run. Wait all the same if a more urgent head arrives within `patience` of its time.
     if best >= 0:
         wait = t.patience * t.seconds[best]
         if not (wait > 0 and soon < now + wait - EPS and soon_key < best_key):
@@ -133,8 +146,10 @@ def choose(t: Tables, s: SchedulerState, rank: int, now: float, fill: bool) -> i
             push(s.event, s.event_rank, s.events, meet, rank)
         return NOTHING
     room = t.seconds[filler] * (1 - t.overlap[0 if s.unopened[rank] > 0 else 1])
+    # Where an F was at hand and the limit was full, only a filler makes room.
     if fill and (full or soon >= now + room - EPS):
         return filler
+    # Waiting until `soon` would make this the rank that was idle longest of all: rather stick out.
     if fill and t.level and s.idle[rank] + soon - s.free[rank] > s.idle[len(s.free)] + EPS:
         return filler
     if fill and meet < float("inf"):
@@ -146,7 +161,7 @@ def choose(t: Tables, s: SchedulerState, rank: int, now: float, fill: bool) -> i
 def begin(t: Tables, s: SchedulerState, index: int, now: float, end: float, free: float) -> None:
     """Run the next action of a stream: its results are there at `end`, its rank is free again at `free`."""
     rank, b = t.rank[index], s.batch[index]
-    s.left[rank] -= t.seconds[index]
+    s.left[rank] -= t.seconds[index]  # now + left is when the rank ends at the earliest, see `within`
     if s.written[rank] > 0:
         s.idle[rank] += now - s.free[rank]
         s.idle[len(s.free)] = max(s.idle[len(s.free)], s.idle[rank])
@@ -179,6 +194,7 @@ def begin(t: Tables, s: SchedulerState, index: int, now: float, end: float, free
     s.next[index] += 1
     look(t, s, index)
     push(s.event, s.event_rank, s.events, free, rank)
+    # Users learn of the end at the start. So a rank that looks around sees what will arrive during a filler.
     for at in range(t.feeds_at[index], t.feeds_at[index + 1]):
         user = t.feeds[at]
         fed = user * t.size + b
@@ -246,7 +262,9 @@ def order_all(t: Tables, s: SchedulerState, ranks: int) -> int:
         push(s.event, s.event_rank, s.events, 0.0, rank)
     while s.events[0] > 0:
         now, count = wake(s)
-        for fill in range(2):  # fillers only once all ranks have begun what they can
+        # Fillers only once all ranks have begun what they can: what begins at this moment announces its end,
+        # and then a gap may turn out to be too short.
+        for fill in range(2):
             waiting = 0
             for i in range(count):
                 rank = s.woken[i]

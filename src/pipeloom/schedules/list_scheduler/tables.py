@@ -3,6 +3,15 @@
 A stream is all actions of one kind on one stage, which run in a fixed order of micro-batches. The streams of
 a shape, with what they wait for, are made once (`streams_of`); a recipe adds its limits, and the places of
 actions in the order that it gives (`tables_of`).
+
+Lists of different lengths lie one after another: those of i are `x[x_at[i] : x_at[i + 1]]`. For two stages,
+two micro-batches and the kinds F and B:
+
+    stream        0      1      2      3            own   [0 1 | 2 3]        of ranks 0 and 1
+                  0F     0B     1F     1B           feeds [2 1 | - | 3 | 1]  0F is read by 1F and 0B
+    order        [0 1  | 0 1  | 0 1  | 0 1]         0B misses two things, 0F none
+    line, rank 0 [0 0 1 1]                          the order 0F0 0F1 0B0 0B1, by streams
+    place of 0B  [2 3]                              where 0B0 and 0B1 stand in it
 """
 
 from __future__ import annotations
@@ -27,6 +36,7 @@ EPS = 1e-9
 """Times and sizes this close (relative to 1 s, 1 unit) are equal."""
 
 NEVER = 1 << 40
+"""So many things are missing that an action never runs: its stage does not have it at that micro-batch."""
 
 ALL, WARM, NONE = range(3)
 EARLY = {"all": ALL, "warm": WARM, "none": NONE}
@@ -167,7 +177,9 @@ class RecipeTables:
     def new_state(self) -> SchedulerState:
         t, streams = self.tables, self.streams
         count, actions, ranks = len(t.rank), len(t.order), len(t.limit)
-        events = 2 * actions + ranks  # one when an action ends, one when its data are there
+        # One per rank at first; of each action one when it ends, and one when its data are there. A rank that
+        # waits for a unit adds one, but the one that woke it has just been taken out.
+        events = 2 * actions + ranks
         return SchedulerState(
             next=_zeros(count),
             batch=_zeros(count) - 1,
@@ -566,6 +578,7 @@ class _Places:
         rank = np.repeat(np.arange(rows.ranks), np.diff(rows.offsets))
         out = (rows.microbatch < 0) | (rows.microbatch >= size)
         runs = self.streams.missing.reshape(-1, size) != NEVER
+        # `unique` gives the first of equal actions: all others are there again.
         _, first = np.unique(line * size + rows.microbatch, return_index=True)
         again = np.ones(len(line), np.bool_)
         again[first] = False

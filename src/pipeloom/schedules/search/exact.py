@@ -219,9 +219,11 @@ def solve_periods(task: Round) -> Iterator[Found]:
         residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
         for r in range(problem.ranks)
     )
+    # Per period a rank does the work of one micro-batch, and has room for cap * period of bytes x seconds.
     least = max(1, busy, ceil(lie * asked.scale - 1e-6))
     for number in range(MOST_PERIODS):
         period = least + number * max(1, least // FINER)
+        # The last micro-batch begins m - 1 periods after the first, and takes `path` at least.
         if (m - 1) * period / asked.scale + path >= best:
             return
         first = solve_period(asked, period, effort=PERIOD_EFFORT * task.effort)
@@ -257,6 +259,7 @@ def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating 
         for u, needs in enumerate(problem.needs)
         for p in needs
     }
+    # Enough turns for any order worth a look: all units one after another, each with a wait of one period.
     turns = 2 + len(problem.units) + (sum(seconds) + sum(delays.values())) // period
     phase = [model.new_int_var(0, period - 1, "") for _ in seconds]
     turn = [model.new_int_var(0, turns, "") for _ in seconds]
@@ -270,6 +273,11 @@ def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating 
     for a, b in asked.pairs:
         one = ahead[a, b] = model.new_bool_var("")
         ahead[b, a] = 1 - one
+        # On the circle of one period neither may run into the other, the next turn included:
+        #
+        #     0       before         behind             period
+        #     |-------|=====|........|=======|..........|-------|=====|    the next turn of `before`
+        #
         for before, behind, when in ((a, b, one), (b, a, one.Not())):
             model.add(phase[behind] >= phase[before] + seconds[before]).only_enforce_if(when)
             model.add(phase[before] + period >= phase[behind] + seconds[behind]).only_enforce_if(when)

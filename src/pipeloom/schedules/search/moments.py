@@ -7,7 +7,11 @@
     0B     5.0       1        0.25
 
 So an order is sorted in the time that its units take to sort, and timed in one pass. Moments that never go
-back along what units need never block. Annealing moves the moments (Kirkpatrick et al., 1983).
+back along what units need never block: if u needs p, then (turn, phase, number) of p is less than that of u,
+and so p runs micro-batch b in an earlier turn than u does, or earlier in the same one. Moments say an order
+and no times: how long units take is not looked at before the order is run.
+
+Annealing moves the moments (Kirkpatrick et al., 1983).
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class ClockState(NamedTuple):
 def settle(t: Units, s: ClockState, period: float) -> None:
     """No unit before what it needs; and the units sorted by phase, equal ones by number."""
     count = len(t.seconds)
-    for u in range(count):
+    for u in range(count):  # one pass is enough: what a unit needs has a smaller number
         for at in range(t.need_at[u], t.need_at[u + 1]):
             s.first[u] = max(s.first[u], s.first[t.need[at]])
         s.turn[u] = floor(s.first[u] / period)
@@ -80,7 +84,7 @@ def run_turns(t: Units, c: TimingArrays, s: ClockState, m: int, within: float) -
                 place += 1
                 taken = run_entry(t, c, u, b, m)
                 cost = max(cost, taken)
-                if taken + t.tail[u] > within:
+                if taken + t.tail[u] > within:  # what must follow the unit cannot be done in time
                     return within + EPS
     return cost
 
@@ -121,7 +125,8 @@ def anneal_moments(t: Units, c: TimingArrays, s: ClockState, plan: Floats, seed:
             s.before[u] = s.first[u]
         move(t, s, period, seed)
         settle(t, s, period)
-        # Metropolis: worse by d is taken with probability exp(-d / heat), so the most it may cost is known.
+        # Metropolis: worse by d is taken with probability exp(-d / heat), that is if d <= -heat log(chance).
+        # The chance is drawn first: the most that the order may cost is then known, and it is given up early.
         within = s.cost[0]
         chance = draw(seed)
         if chance > exp(-20.0):
@@ -185,6 +190,11 @@ def repeating_of(problem: SearchProblem, candidate: OrderCandidate) -> OrderCand
     for period in sorted({max(problem.work), max(*problem.work, pace)}):
         period = max(period, 1e-9)
         for share in (0.5, 0.4, 0.6, 0.3, 0.7):
+            # Of each unit the micro-batch that begins nearest to that time; then back to micro-batch 0:
+            #
+            #     0F  |0|1|2|3|4|5|           at the mark 0F runs micro-batch 4, 0B micro-batch 1, so that
+            #     0B        |0 |1 |2 |        their moments are start(0F4) - 4 periods, start(0B1) - 1 period
+            #                  ^
             batch = np.argmin(np.abs(starts - share * candidate.step_s), axis=1)
             first = starts[np.arange(len(batch)), batch] - batch * period
             moments = Repeating(moments=tuple(map(float, first - first.min())), period=period)

@@ -63,6 +63,7 @@ def earliest(t: Units, c: TimingArrays, r: DispatchRules, u: int, m: int) -> flo
 @kernel
 def dispatch(t: Units, c: TimingArrays, r: DispatchRules, order: Longs) -> float:
     """Write an order. Returns: its seconds as `run_order` has them; infinite if the limits block it."""
+    # Time: entries x units, as each place looks at the heads of all units, and twice.
     reset(t, c)
     m, units, cost = t.microbatches, len(t.seconds), 0.0
     for u in range(units):
