@@ -148,6 +148,12 @@ class CutTimes:
         low, high = middle[front], middle[last - behind]
         wanted = np.searchsorted(middle, low + (high - low) * np.arange(1, inner) / inner)
         places = np.array([*range(front + 1), *wanted, *range(last - behind, last + 1)])
+        # Places must ascend strictly, and leave one piece to each stage behind them. Less their numbers they
+        # may be equal, so that a running maximum mends them:
+        #
+        #     places           0 4 4 5 9
+        #     less the number  0 3 2 2 5    maximum  0 3 3 3 5    and the number again  0 4 5 6 9
+        #
         index = np.arange(len(places))
         spread = np.maximum.accumulate(np.maximum(places, index) - index) + index
         room = last - (self.stages - index)
@@ -203,6 +209,9 @@ class ClosedForm:
         )
 
     def _sum(self, turns: Array) -> Array:
+        # The fill and the drain are paid in turns of the stages that they pass. With each turn weighed by
+        # itself their mean is sum t^2 / sum t: between the plain mean and the longest, and smooth, so that
+        # of two cuts with the same busiest rank the more even one is shorter.
         fits = np.isfinite(turns).all(axis=1)
         turns = np.where(np.isfinite(turns).all(axis=1, keepdims=True), turns, 0.0)
         filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
@@ -257,6 +266,8 @@ class InOrder:
         parts = np.where(np.isfinite(parts), parts, 0.0)
         seconds = {F_: parts[0], I_: parts[1], W_: parts[2], B_: parts[1] + parts[2]}
         own = {(k, s): np.ascontiguousarray(row[:, s]) for k, row in seconds.items() for s in range(stages)}
+        # The longest path through the order, for all cuts at once: `end[a]` has the end of action a of each.
+        # Time: actions x cuts, as one numpy call per action, which is why `ENTRIES` limits cuts.
         late: dict[tuple[int, int], Array | float] = {}
         end: list[Array] = []
         zero = np.zeros(len(places))

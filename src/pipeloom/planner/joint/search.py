@@ -518,6 +518,8 @@ class JointSearch:
         kinds = list({id(cost): cost for cost in costs}.values())
         seconds = {id(own): [own[name].forward_s + own[name].backward_s for name in ops] for own in kinds}
         directions = 2 if any(registry.entry(name).place == "both ways" for name in self.names) else 1
+        # Micro-batches per second of all ranks, if each ran whole ones by itself. No cut is faster if two
+        # devices differ by one factor in all ops; if the factor differs from op to op, one may be.
         rate = sum(1 / whole if (whole := sum(seconds[id(own)])) else inf for own in costs)
         least = [min(each) for each in zip(*seconds.values(), strict=True)]
         path: dict[str, float] = {}

@@ -4,6 +4,17 @@
 
 with value_s(i, j) = inf where stage s may not be ops i..j-1. Starts are visited in ascending order: when i
 comes, best[s][i] is final for every s, so each row of values is made once and used for all stages.
+
+    best[s][j]   j = 0   1   2   3   4   5
+    s = 0            x                          start i = 2: column 2 is final. One row of values, those of
+        1                x   x   x   x   x      [2, 3), [2, 4), [2, 5), improves the columns behind it:
+        2                    x  (x) (x) (x)     best[2] with best[1][2],
+        3                       (x) (x) (x)     best[3] with best[2][2], in one numpy call
+
+Time: places^2 x stages.
+
+`combine` must not shrink: a maximum, or a sum of what is not below 0. Then the best of the whole has the best
+in front of each cut, and what is above `below` once stays above it.
 """
 
 from __future__ import annotations
@@ -66,7 +77,7 @@ def best_cuts(
                 continue
             ends = ends[-1:]
         values = combine(best[ranks, start][:, None], row(int(start), ends, ranks))
-        cells = np.ix_(ranks + 1, ends)
+        cells = np.ix_(ranks + 1, ends)  # the rectangle of these rows and columns
         better = values < best[cells]
         best[cells] = np.where(better, values, best[cells])
         origin[cells] = np.where(better, start, origin[cells])
@@ -281,6 +292,7 @@ class Search:
         if fits.all():
             return np.asarray(fits)
         least = self._filled(without_transient(rough), ranks) <= 1
+        # `rough` is an upper bound and `least` a lower one: a sweep is needed only where they disagree.
         open_ends = np.nonzero((least & ~fits).any(axis=0))[0]
         if len(open_ends):
             exact, _ = self.model.row(start, ends[open_ends])

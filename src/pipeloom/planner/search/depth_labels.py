@@ -16,6 +16,9 @@ each join and each fork that is open. Stage [s, e) may stand in front of a label
 and fits with the micro-batches that its depth asks for. Of labels with as many stages those stay that no
 other one is at most as deep as everywhere.
 
+No depth is lost by that: depths in front only grow with those behind, and what fits at some depth fits at a
+smaller one. So a label that is covered ends no shallower than the one that covers it.
+
 Time: O(places x places in the longest stage x labels). Nothing is assumed of the graph: in a chain every
 place has one label per number of stages.
 """
@@ -30,7 +33,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 from .problem import Cuts
 
 MOST_LABELS = 32
-"""Labels of one place and one number of stages; the deepest go first. Beyond it the search is a heuristic."""
+"""Labels of one place and one number of stages; the deepest are dropped first. Beyond it the search is a
+heuristic."""
 
 
 class DepthLabel(NamedTuple):
@@ -141,7 +145,8 @@ class DepthLabels:
 
     def shallowest(self, bottleneck_s: float) -> Cuts:
         """Places of the cuts, both ends included, of the shallowest pipeline whose stages all fit and take at
-        most so long; () if there is none. Of equally shallow ones that of the least sum of depths."""
+        most so long; () if there is none. Of equally shallow ones that of the least sum of depths, of those
+        that are left: labels cover each other whatever their sums."""
         if bottleneck_s not in self._found:
             self._found[bottleneck_s] = self._shallowest(bottleneck_s)
         return self._found[bottleneck_s]
@@ -157,6 +162,8 @@ class DepthLabels:
                 if times.least_s(start, end) > limit:
                     break
                 for used, here in enumerate(labels[end][:stages]):
+                    # What stands in front needs a piece for each stage that is left, takes at most the limit
+                    # in each, and is empty when none is left.
                     left = stages - used - 1
                     enough = left <= start and in_front <= limit * left
                     if here and enough and (left > 0) == (start > 0):

@@ -5,6 +5,12 @@ not is a convex set, so a chain of stages is a chain of down-sets. An antichain,
 on another, says the same as the down-set that it ends: there are as many of one as of the other.
 
 Of k towers of n layers side by side there are (n + 1)^k: 6,561 for 4 towers of 8, 78,125 for 7 of 4.
+
+    a1 -- a2 --.          down-sets    {}    {a1}    {a1 b1}    {a1 b1 b2}    all
+                join      stages          a1      b1         b2           a2 join
+    b1 -- b2 --'
+
+A down-set is an int whose bit p says whether it has piece p: x & ~y == 0 says that x lies within y.
 """
 
 from __future__ import annotations
@@ -68,6 +74,7 @@ def count_down_sets(pieces: int, edges: Iterable[tuple[int, int]]) -> int:
                 for part in parts:
                     total *= count(part)
             else:
+                # N(G) = N(G without the piece and all behind it) + N(G without it and all before it).
                 near = [(before[p] & left).bit_count() + (behind[p] & left).bit_count() for p in _bits(left)]
                 piece = _bits(left)[int(np.argmax(near))]
                 own = 1 << piece
@@ -106,6 +113,7 @@ class DownSets:
         self.sizes = np.array([held.bit_count() for held in self.masks])
         self.members = np.array([[held >> p & 1 for p in range(pieces)] for held in self.masks], np.float64)
         words = -(-pieces // 64)
+        # The same bits in columns of 64, so that numpy compares one down-set with all smaller ones at once.
         self._words = np.array(
             [[held >> 64 * w & (1 << 64) - 1 for w in range(words)] for held in self.masks], np.uint64
         )
@@ -161,6 +169,8 @@ def best_chain(sets: DownSets, stages: int, row: Row) -> tuple[float, tuple[int,
     Time: pairs of down-sets, one within the other, x stages.  Returns: the value and stages + 1 numbers of
     down-sets; (inf, ()) if there is none.
     """
+    # best[s + 1][Y] = min over X within Y of  max(best[s][X], value_s(Y - X)), for all s in one go. Down-sets
+    # are sorted by size, so that all within one come before it.
     best = np.full((stages + 1, len(sets)), np.inf)
     best[0, 0] = -np.inf
     origin = np.zeros((stages + 1, len(sets)), np.int64)
@@ -196,7 +206,7 @@ def _bits(mask: int) -> list[int]:
 def _parts(left: int, before: Sequence[int], behind: Sequence[int]) -> list[int]:
     parts = []
     while left:
-        part, fresh = 0, left & -left
+        part, fresh = 0, left & -left  # the lowest bit
         while fresh:
             part |= fresh
             near = 0

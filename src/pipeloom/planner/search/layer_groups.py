@@ -94,6 +94,7 @@ def _side_by_side(ops: Sequence[Op], entries: Mapping[str, list[str]]) -> set[st
         before = 0
         for name in op.inputs:
             before |= through.get(name, 0)
+        # It reads, over whatever ops, what another entry of its container made: they are in series.
         for entry in entries[op.module]:
             if before & among[container_of(entry)] & ~(1 << number[entry]):
                 serial.add(container_of(entry))

@@ -7,6 +7,11 @@ stretch is long is outside of it, however far. So two stretches with the same ro
 A row of tokens is known by a hash, made of those of its two ends:
 
     hash(start, end) = h[end] - h[start] x base^(end - start)      modulo a prime
+
+    h[end] = t[0] x base^(end - 1) + ... + t[end - 1]: what stands in front of `start` is in it with the power
+    that h[start] lacks, which is what the product takes away. So any of n^2 stretches is hashed in two steps.
+
+Two different stretches with one hash would be weighed as one, and nobody would notice: hence 61 bits.
 """
 
 from __future__ import annotations
@@ -52,6 +57,8 @@ class EqualStretches:
         last, grad_last = f.last, b.grad_last
         made, grad_made = f.made, b.grad_made
 
+        # A token has distances to the op, and no positions: a block must look the same wherever it stands.
+        # Distances beyond the reach lead out of every stretch that is compared, so all count as one.
         def near(distance: int) -> int:
             return max(-reach, min(int(distance), reach))
 

@@ -6,6 +6,15 @@ adds its weight to every interval [i, j) with `after` < i <= `until` and j > `at
 positions 3 and 8 that is one term (-1, 3, 3) and one term (3, 8, 8): an interval that starts at or before 3
 finds it at 3, one that starts at 4 to 8 finds it at 8. A row, all intervals with one start, is then one
 cumulative sum.
+
+    end j      1  2  3  4  5  6  7  8  9 10
+    start 0    .  .  .  A  A  A  A  A  A  A      A: term (-1, 3, 3).  B: term (3, 8, 8).
+          3             A  A  A  A  A  A  A
+          4                .  .  .  .  B  B      An interval is in one of these rectangles at most: the
+          8                            B  B      parameter counts once.
+
+A term is the rectangle of all intervals in which the thing counts, with its left edge at `at` + 1. A negative
+weight takes away again: a value leaves an interval as soon as that also holds its last reader.
 """
 
 from __future__ import annotations
@@ -59,6 +68,7 @@ class IntervalSums:
         window = slice(self.begin[start], self.begin[stop])
         valid = (self.after[window] < start) & (start <= self.until[window])
         width = stop - start
+        # Write each weight where it begins to count, and let the sum along the ends do the rest.
         cell = self.column[window][valid] * width + self.at[window][valid] - start
         sums = np.bincount(cell, self.weight[window][valid], minlength=self.columns * width)
         return np.cumsum(sums.reshape(self.columns, width), axis=1, dtype=np.float64)

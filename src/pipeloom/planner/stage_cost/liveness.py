@@ -93,6 +93,8 @@ def _owners(start: int, end: int, work: SweepArrays) -> tuple[float, float]:
 
     Returns: (residual bytes, bytes of what the stage has before its first op: that of cheap ops).
     """
+    # Entries are left as the sweep before has set them, and reset only for what this stage touches: else the
+    # time of each sweep would grow with the whole graph.
     last_in, saver = work.last_in, work.saver
     (reads_first, reads), (makes_first, makes), (saves_first, saves), extra, size, made, _, _ = work.forward
     for p in range(start, end):
@@ -285,6 +287,15 @@ def _in_backward(
                 given[k - first] = GIVEN
         levels[3, p] = level
         for k in range(first, behind if learns else first):
+            # A gradient that comes from two ops is added up in a tensor that only it holds, if one of the two
+            # is such. `shared` is held by another gradient too, or by another stage.
+            #
+            #     current  given     after                bytes
+            #     -        any       given                counted when it was given
+            #     own      any       own (+= given)       those of given, if this was its last holder, go
+            #     shared   own       own (+= shared)      those of shared, likewise
+            #     shared   shared    a new tensor         all three are alive while it is made
+            #
             g = gives[k]
             if of_grad[k] != now:
                 continue
@@ -444,6 +455,8 @@ class LivenessSweep:
             (1, first, np.minimum(b.grad_last, ops - 1), b.grad_size),
         )
         for row, begin, last, size in spans:
+            # A sweep line: bytes come where a span begins and go behind its end; the running sum is what is
+            # alive at each op in the largest stage of all, and so no less than in any.
             alive = last >= begin
             np.add.at(change[row], begin[alive], size[alive])
             np.add.at(change[row], last[alive] + 1, -size[alive])

@@ -64,6 +64,8 @@ def _chains(
     (reads_first, reads), made = forward.reads, forward.made
     saver, fixed = owned
     wanted, state, first, ops = found
+    # A depth-first search per residual. `seen` holds the number of the last search that came by, so that it
+    # need not be cleared between two: else time would grow with residuals x ops.
     seen, pending = marks
     length = 0
     for index in range(len(wanted)):
@@ -308,6 +310,8 @@ def _first_needs(stage: StageArrays) -> None:
                 if marks[LAST_AT, s] < 0 or p <= marks[LAST_AT, s]:
                     marks[LAST_AT, s] = p
                     marks[LAST_OP, s] = c
+    # Linked lists in rows of the marks: in front of the backward of p run again HEAD[p], FOLLOWING[HEAD[p]],
+    # and so on. Each op is put in front of its list, from the last to the first: so lists ascend.
     for c in range(end - 1, start - 1, -1):
         if marks[AT, c] >= 0:
             marks[FOLLOWING, c] = marks[HEAD, marks[AT, c]]
@@ -325,6 +329,7 @@ def _forward_levels(stage: StageArrays) -> None:
         s = marks[TOUCHED, k]
         if marks[DROPPED, s] > 0 and marks[GOES, s] >= 0:
             levels[FORWARD, marks[GOES, s]] += size[s]
+    # The row holds what goes behind each op until the op is passed, and its level from then on.
     for p in range(start, end):
         goes = levels[FORWARD, p]
         levels[FORWARD, p] = levels[KEPT_FORWARD, p] - gone

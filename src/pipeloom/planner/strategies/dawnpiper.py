@@ -155,6 +155,8 @@ class _Halving:
         return self.rough[key]
 
     def _share(self, start: int, end: int, stages: range) -> float:
+        # Stage s would fill a share f_s of its cap with all of it, and fills a_s f_s with a part a_s. If all
+        # fill the same share x, the parts are x / f_s and add up to 1: x = 1 / sum of 1 / f_s.
         filled = self.problem.filled(start, end)[stages.start : stages.stop]
         return 1 / sum(1 / f for f in filled) if all(f > 0 for f in filled) else 0.0
 

@@ -92,6 +92,7 @@ def _least_bottleneck(labels: DepthLabels, times: IntervalTimes, below: float) -
         low = slowest
     if not best:
         return (), inf
+    # Bisection: something fits in `slowest`, nothing in `low`, unless `low` is still the first bound.
     while slowest > low * (1 + TOLERANCE):
         middle = (low + slowest) / 2
         if places := labels.shallowest(middle):
@@ -207,6 +208,7 @@ class KeptTimes(IntervalTimes):
         if close.any():
             exact, _ = model.row(self.points[start], ends[close])
             peaks[:, close] = model.peaks(exact, counts)
+        # The product is 1 as long as all depths so far fit: its sum is how many do, the deepest that fits.
         deepest = {cap: (peaks <= cap).cumprod(axis=0).sum(axis=0).tolist() for cap in set(search.caps)}
         turns: Array = model.turns(rough, seconds, np.arange(self.stages))
         return _Row(len(ends), turns.tolist(), [deepest[cap] for cap in search.caps])

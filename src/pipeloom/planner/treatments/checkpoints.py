@@ -62,7 +62,7 @@ def _best_places(
         least[j] = np.inf
         for i in range(j - 1, -1, -1):
             again = dropped[j] - kept[j] - dropped[i]
-            if again > limit:
+            if again > limit:  # it only grows from here on to the left
                 break
             if least[i] < least[j] and least[i] + max(again, 0.0) <= limit:
                 least[j] = least[i]
@@ -84,6 +84,8 @@ def choose_checkpoints(moments: RecomputeLiveness, may: Indices) -> Iterator[Ind
     places = np.unique(np.concatenate([made[inside] + 1, [end]]))
     places = places[places <= end]
     free = np.where(may > 0, residuals.size, 0.0)
+    # A checkpoint keeps what is made in front of it and needed behind: for each residual an interval of
+    # places. So one running sum of what begins and ends gives the bytes of all places.
     crossing = [_up_to(weight, made, places, start, until) for weight in (free, residuals.size)]
     kept, held = (np.concatenate([[0.0], own[:-1], [0.0]]) for own in crossing)
     in_front = np.concatenate([[0.0], _up_to(np.where(inside, free, 0.0), made, places, start)])

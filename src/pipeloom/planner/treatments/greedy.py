@@ -150,6 +150,9 @@ def _freed(k: int, row: int, op: int, stage: StageArrays, plan: GreedyState) -> 
         return freed
     if max(numbers[TOP, k], marks[FIRST_AT, s]) < op:
         return freed + float(figures[SIZE, k])
+    # Some backward needs it at this op, or earlier: it is there all the same. Its chain then runs so early as
+    # well. Dropped residuals that it makes, and that so far are made later, are then there too: these bytes
+    # are taken off.
     count = 0
     marks[SEARCHED, -1] += 1
     if made[s] >= 0 and marks[AT, made[s]] < op:
@@ -195,6 +198,8 @@ def treat(k: int, stage: StageArrays, plan: GreedyState) -> None:
     """Treat residual k as its option says; what was done to it becomes the option."""
     (first, ops, _, users), numbers, figures, sums, limits = plan
     size, now, treatment = figures[SIZE, k], numbers[CHOICE, k], numbers[OPTION, k]
+    # An op that several chains share runs once: it costs with the first that wants it, and no more with the
+    # last gone. So `_again_s` is asked while this chain is not counted among the users.
     if now == RECOMPUTE:
         for i in range(first[k], first[k + 1]):
             users[ops[i]] -= 1
@@ -305,6 +310,8 @@ def least_peaks(stage: StageArrays, plan: GreedyState) -> None:
     start, end, forward, marks, levels, ahead = stage
     made, last = forward.made, forward.last
     _, numbers, figures, sums, limits = plan
+    # Running maxima from behind answer "the most from op p on" for all residuals in one pass. A bound above
+    # the allowance saves the sweep that would show it.
     others, own = of_others(sums), sums[HELD] - sums[AGAIN]
     for side in range(2):
         most = -np.inf
@@ -340,7 +347,8 @@ def _relieve(stage: StageArrays, plan: GreedyState) -> bool:
     pick, lowest = -1, limits[PEAK] * (1 - 1e-9)
     while True:
         k, least = -1, np.inf
-        for other in range(figures.shape[1]):  # the likeliest first
+        # Least bound first: once that is above the lowest peak found, no other residual can give a lower one.
+        for other in range(figures.shape[1]):
             if numbers[CHOICE, other] == RECOMPUTE and figures[LEAST, other] < least:
                 k, least = other, figures[LEAST, other]
         if k < 0 or least > lowest or (pick < 0 and least == lowest):
