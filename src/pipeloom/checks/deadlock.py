@@ -86,9 +86,8 @@ def prove_progress(
         next_need=np.full(ranks, -1),
         next_waiter=np.full(ranks, -1),
         state=np.full(len(needs.first) - 1, _FREE, np.int32),
-        stack=np.arange(ranks)[
-            ::-1
-        ].copy(),  # woken last goes first, as in the simulator, to stay in the cache
+        # What is woken last goes first, as in the simulator, to stay in the cache.
+        stack=np.arange(ranks)[::-1].copy(),
     )
     _walk(needs, walk)
     at, lacking = walk.at.tolist(), walk.lacking.tolist()
@@ -128,13 +127,15 @@ def _walk(needs: Needs, walk: _Walk) -> None:
         rank = stack[ready]
         walk.lacking[rank] = -1
         entry, end = walk.at[rank], needs.offsets[rank + 1]
-        need = walk.next_need[rank]
+        need = walk.next_need[rank]  # those in front of it are passed: they are not looked at again
         while entry < end:
             if need < 0:
                 need = needs.first[entry]
             while need < needs.first[entry + 1] and walk.state[needs.entries[need]] == _PASSED:
                 need += 1
             if need < needs.first[entry + 1]:
+                # Put the rank in front of those that wait for this entry. It waits for one entry at a time,
+                # so that it is in one list; `_FREE` ends it.
                 lacking = needs.entries[need]
                 walk.lacking[rank] = lacking
                 walk.next_waiter[rank] = walk.state[lacking]

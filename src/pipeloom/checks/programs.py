@@ -221,6 +221,8 @@ def _meeting_actions(program: Program, flow: Flow) -> dict[int, list[int]]:
                 table = program.action_index.of(code)
                 for microbatch, entry in enumerate(table[stage].tolist()):
                     if entry >= 0:
+                        # Another rank has come to its entry once it has passed the one in front, and at the
+                        # beginning of its row it has.
                         ends = [int(table[other, microbatch]) for other in others]
                         meeting[entry] = [end - 1 for end in ends if end not in starts]
     return meeting

@@ -217,7 +217,7 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
             raise programs.repeated(schedule.rows)
     f, b, i, w = (index.of(code) >= 0 for code in (F_, B_, I_, W_))
     wrong = ~f
-    if columns.trains:
+    if columns.trains:  # with B neither I nor W; without it both
         wrong |= np.where(b, i | w, ~(i & w))
     cell = first_true(wrong.reshape(-1))
     if cell is None:

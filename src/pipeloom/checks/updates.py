@@ -113,6 +113,11 @@ def _micro_batches_once(program: Program) -> None:
         low, high = columns.offsets[rank : rank + 2].tolist()
         kind = columns.kind[low:high]
         taken = _taken(program, rank)
+        # An entry adds to the update that has as many takings in front of it:
+        #
+        #     row    B0 B1 REDUCE0 B2 B3 REDUCE1 B4        taken   [2, 5]
+        #     adds    0  1          3  4          6        found   0 0 1 1 2
+        #
         adds = low + np.flatnonzero((kind == B_) | (kind == W_))
         wanted = columns.microbatch[adds] // every
         found = np.searchsorted(taken, adds)

@@ -159,6 +159,7 @@ class _Weights:
     def _done(self, microbatch: int) -> None:
         update = microbatch // self.updates.every
         self.group[update] = self.group.get(update, 0) + 1
+        # Updates are made in order: one whose gradients are complete early waits for those before it.
         while self.group.get(self.newest) == self.updates.every:
             del self.group[self.newest]
             first = self.newest * self.updates.every

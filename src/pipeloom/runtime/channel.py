@@ -175,6 +175,8 @@ class Channel:
         self.watch.check()
         self._free_finished_sends()
         self._post_receives()
+        # The transport pairs a send with the receive of the same index: so both ends count all messages since
+        # the start, in the order of the sender, and those without bytes too.
         index = self._sent_to.get(message.target, 0)
         self._sent_to[message.target] = index + 1
         if not message.bytes:
@@ -208,6 +210,7 @@ class Channel:
                 hint="name every message of the step in begin(), and receive it once",
             )
         self._free_finished_sends()
+        # A program may receive in another order than the source sends: all in front of it are posted then.
         self._take_buffers(source, index + 1)
         self._post_receives()
         buffer, transfer = self._receives[message.key]

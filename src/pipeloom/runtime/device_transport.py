@@ -120,7 +120,13 @@ def device_group(
 
 
 def connecting_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """
+    """The order in which all ranks connect pairs, each of which blocks both of its ranks.
+
+    As it is one order, nobody waits for ever: both ranks of the first pair that is still to be connected come
+    to it next. Pairs of a chain go in four rounds, in each of which no two have a rank in common:
+
+        0 -> 1   2 -> 3   ...      1 -> 0   3 -> 2   ...      1 -> 2   3 -> 4   ...      2 -> 1   4 -> 3   ...
+
     >>> connecting_order([(0, 1), (1, 0), (1, 2), (2, 3)])
     [(0, 1), (2, 3), (1, 0), (1, 2)]
     """

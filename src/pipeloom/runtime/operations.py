@@ -144,7 +144,7 @@ class Operations:
 
     def wait_before(self, work: RankWork) -> None:
         """Wait for what an instruction needs: an anchor for its own, the end of the row for everything."""
-        needed = [begun for begun in self.begun if _needs(work, begun.work)]
+        needed = [begun for begun in self.begun if _waits_for(work, begun.work)]
         for begun in needed:
             with self._rank.recorder.record("recv", begun.work.text):
                 begun.wait()
@@ -193,8 +193,7 @@ class _Begun(NamedTuple):
     wait: Callable[[], None]
 
 
-def _needs(work: RankWork, begun: RankWork) -> bool:
-    """Whether an instruction waits for an operation."""
+def _waits_for(work: RankWork, begun: RankWork) -> bool:
     if work.instruction.is_stage_wide:
         return True
     operation = OPERATIONS.get(begun.kind)

@@ -74,6 +74,14 @@ def make_checked(
     the name of the whole; the other parts join the group that this one has got.
     Raises: PlanError with the optimizer's own words if it refuses them, or if two optimizers step one.
     """
+    # A job's function puts parameters into groups by the names that the model has. So it is called once per
+    # number of a part, and what it does with A is done with each part of A:
+    #
+    #     number      A in three parts     B whole
+    #     0           A[0]                 B           the optimizer that is returned
+    #     1           A[1]                 B           A[1] joins the group of A[0]; B is known
+    #     2           A[2]                 B           likewise
+    #
     numbers = _numbers(params, rows)
     try:
         optimizer, *others = (
@@ -391,6 +399,8 @@ class _Storages(_NumbersAreOne):  # type: ignore[no-untyped-call]
     def __init__(self, known: Iterable[Any]) -> None:
         super().__init__()
         self.peak_bytes = self._live_bytes = 0
+        # An id says which storage it is only while that lives. Known ones are held here, so that no new one
+        # gets their ids; what ops make must be able to go, and takes its id with it.
         self._seen: dict[int, torch.UntypedStorage | None] = {id(s): s for s in _storages(known)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

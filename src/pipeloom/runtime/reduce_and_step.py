@@ -112,9 +112,12 @@ class ReduceAndStep:
             self._wait(self._begin_sums(weights.grads))
 
     def _begin_sums(self, gradients: Gradients) -> list[PendingSum]:
+        # All are begun before one is awaited. Else ranks of several groups could wait in a circle, each in
+        # another group than the next.
         begun = []
         for shared in self._shared:
             for name in shared.names:
+                # Sums lie in one piece with others: what nothing was added to would else be of the last step.
                 if name in gradients.sums:
                     gradients.total(name)
             group = gradient_group(shared.ranks)
@@ -138,6 +141,8 @@ class ReduceAndStep:
             self._begin_norm(pending)
 
     def _begin_norm(self, pending: _PendingUpdate) -> None:
+        # When depends on how fast messages are: ranks come to this at different instructions. So the norm has
+        # a group of its own, in which its place among other sums does not matter.
         self._wait(pending.gradients)
         pending.gradients = []
         if self.clip_norm is not None:

@@ -309,6 +309,8 @@ class _SendWaiter:
     """The large sends to one rank, and the thread that waits for them one after the other."""
 
     def __init__(self, name: str) -> None:
+        # Sends to one rank are waited for in the order in which they were posted, so that a count says which
+        # have ended. One thread writes it and others read it: no lock is needed.
         self.completed = 0
         self.error = ""
         self._posted = 0

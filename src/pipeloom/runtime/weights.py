@@ -67,6 +67,7 @@ class Gradients(Sink):
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter."""
+        # The first one overwrites, so that nobody has to write zeros: a step's sums go by emptying `touched`.
         if name in self.touched:
             self.sums[name].add_(grad)
         else:
@@ -277,7 +278,7 @@ class Weights:
             for name, param in self.params.items():
                 param.grad = summed.sums[name] if name in summed.touched else None
             self.optimizer.step()
-        if self.updates is not None:
+        if self.updates is not None:  # V + c (V - W(b)): beyond V, away from W(b)
             for name, tensor in before.items():
                 self.params[name].data.lerp_(tensor, -self.updates.correction)
         for param in self.params.values():
@@ -303,6 +304,8 @@ class Weights:
             return {}
         previous = self.previous if updates.correction and self.newest >= updates.flushed else {}
         for version in sorted(self._versions):
+            # With version newest + 1, which this update makes, `limit` are kept; others while someone uses
+            # them.
             kept = version == self.newest or (limit is not None and version > self.newest + 1 - limit)
             if not kept and not self._users[version]:
                 self._spare.append(self._trained(self._versions.pop(version)))
@@ -311,7 +314,9 @@ class Weights:
         old = {}
         for name, tensor in copy.items():
             param = self.params[name]
-            if previous:  # which may lie in the buffer itself
+            # Y = (W(b) + c W(b - 1)) / (1 + c), see `ir.weights`. Of two versions W(b - 1) lies in the very
+            # buffer that takes Y, which does no harm as each entry is read before it is written.
+            if previous:
                 torch.lerp(previous[name], param.data, 1 / (1 + updates.correction), out=tensor)
             else:
                 tensor.copy_(param.data)

@@ -267,6 +267,8 @@ class _Rewrite:
         parts. What no part has stays out of bounds, and the kernel refuses it."""
         start, stop = parts.bounds[part]
         row = self.call(part, _aten.sub.Tensor, labels, start)
+        # The first part does not clamp below, nor the last one above: a label that is no word at all reaches
+        # the kernel of one of them as it is.
         above = self.call(part, _aten.ge.Scalar, row, 0)
         below = self.call(part, _aten.lt.Scalar, row, stop - start)
         inside = self.call(part, _aten.logical_and.default, above, below)
@@ -399,6 +401,8 @@ def _new_place(node: fx.Node, parts: WordParts) -> int | None:
     rank, dim = len(parts.shape), parts.dim
     dims: list[int] = [d % rank for d in arguments.get("dims") or ()]
     if name in _RESHAPES:
+        # Entries in front of the dimension, its own size, and entries behind: a reshape keeps a dimension if
+        # these three are as they were. (2, 3, words) -> (6, words): (6, words, 1) twice.
         before, after = parts.shape, _shape(node)
         around = prod(before[:dim]), before[dim], prod(before[dim + 1 :])
         places = [(prod(after[:d]), size, prod(after[d + 1 :])) for d, size in enumerate(after)]
@@ -494,7 +498,9 @@ def _cross_entropy(rewrite: _Rewrite, node: fx.Node) -> Result:
     target = call(None, _aten.where.ScalarOther, counted, target, 0)
     label = rewrite.picked(logits, call(None, _aten.unsqueeze.default, target, parts.dim))
     loss = call(None, _aten.sub.Tensor, log_sum, call(None, _aten.squeeze.dim, label, parts.dim))
-    if smoothing:  # for a share of it, all words are the label alike
+    # With a share e of smoothing all words are the label alike:
+    #     loss = (1 - e) (log sum - x[label]) + e (log sum - mean of x)
+    if smoothing:
         mean = call(None, _aten.div.Tensor, rewrite.summed(logits), parts.words)
         of_all = call(None, _aten.sub.Tensor, log_sum, mean)
         loss = call(None, _aten.mul.Tensor, loss, 1 - smoothing)
@@ -614,6 +620,8 @@ def _part_after_part(graph: fx.Graph) -> None:
         read = (joins[n] + (own is None and n.meta.get("part") is not None) for n in node.all_input_nodes)
         joins[node] = max(read, default=0)
 
+    # No node moves in front of one that it reads. Within a level of joins a part reads itself and what is of
+    # no part, which comes first; what reads parts and is of none is a level further on.
     def place(node: fx.Node) -> tuple[int, int]:
         part = node.meta.get("part")
         return joins[node], -1 if part is None else part

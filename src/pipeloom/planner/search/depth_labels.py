@@ -88,16 +88,16 @@ class Frontier:
     def _at(self, place: int) -> tuple[list[tuple[int, ...]], dict[int, int]]:
         """The classes at a place, by the pieces that read them, and the class of each piece in front."""
         number: dict[tuple[int, ...], int] = {}
-        of: dict[int, int] = {}
+        class_of: dict[int, int] = {}
         for piece, readers in enumerate(self._readers[:place]):
-            if rest := readers[bisect_left(readers, place) :]:
-                of[piece] = number.setdefault(rest, len(number))
-        return list(number), of
+            if rest := readers[bisect_left(readers, place) :]:  # those behind the place
+                class_of[piece] = number.setdefault(rest, len(number))
+        return list(number), class_of
 
     def crossing(self, start: int, end: int) -> LabelCrossing:
         """What a stage between two places does to the classes."""
-        behind, of = self._classes[end]
-        own = {of[piece] for piece in range(start, end) if piece in of}
+        behind, class_of = self._classes[end]
+        own = {class_of[piece] for piece in range(start, end) if piece in class_of}
         number = {readers: index for index, readers in enumerate(behind)}
         passed = []
         for readers in self._classes[start][0]:

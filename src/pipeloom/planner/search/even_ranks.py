@@ -67,6 +67,11 @@ class _Climb:
         self.turns_of = np.zeros((self.stages, max(placement) + 1))
         for index, rank in enumerate(placement):
             self.turns_of[index % self.stages, rank] += microbatches * self.stages / len(placement)
+        # Time moves from stage a to stage b with all cuts in between, so that the stages there keep theirs:
+        #
+        #     stages      0 | 1  |   2   |  3           from 3 to 1: the cuts 2 and 3 move up
+        #              -> 0 | 1    |   2   |  3         1 is longer, 3 shorter, 2 as long as before
+        #
         ends = np.array([(a, b) for a in range(self.stages) for b in range(self.stages) if a != b])
         cuts = np.arange(self.stages + 1)
         between = (cuts > ends.min(axis=1)[:, None]) & (cuts <= ends.max(axis=1)[:, None])

@@ -49,6 +49,13 @@ def add_in_place(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
     What comes from outside, is read again, or is handed out stays as it is, and so does what is only a
     part of its storage.
     """
+    # By storage: the last node that reads it, and all results that lie in it. A sum may be made in place
+    # where it is itself the last reader of one of its terms:
+    #
+    #     a ──┐                     a += b: whatever lay in the sum's storage now lies in that of a, and a's
+    #         + ── s ── ...         last reader is that of s: so s may in turn take a further sum
+    #     b ──┘
+    #
     foreign: set[int] = set()
     last: dict[int, fx.Node] = {}
     inside: dict[int, list[fx.Node]] = {}
@@ -76,7 +83,7 @@ def add_in_place(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
 
 
 def _fits(target: fx.Node, other: fx.Node, result: fx.Node) -> bool:
-    """Whether the sum of `own` and `other` can lie where `own` does."""
+    """Whether the sum of `target` and `other` can lie where `target` does."""
     a, b, c = target.meta.get("val"), other.meta.get("val"), result.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not isinstance(c, Tensor):
         return False
@@ -186,6 +193,8 @@ class Splitter:
         """What the outputs need, and what only the backward needs but must run now: random calls and
         the other results of a forward call."""
         needed = ancestors(self.joint.outputs.values(), lambda n: n.op == "placeholder")
+        # In the graph's order, in which a node stands behind all that it reads. All results of one call are
+        # taken where it runs, also those that only the backward reads, as what attention keeps.
         after_tangent = set(self.joint.tangents)
         for node in self.nodes:
             if after_tangent.intersection(node.all_input_nodes):
