@@ -125,6 +125,9 @@ def _separators(ops: Sequence[int], edges: Sequence[Edge]) -> list[bool]:
     count = len(ops)
     change = [0] * (count + 1)
 
+    # A sweep line over the ops: an edge covers those strictly between its ends. What nothing reads is taken
+    # to be read behind all, and what reads nothing to read in front of all: so a branch without an end
+    # covers, too.
     def jump(source: int, target: int) -> None:
         if target - source > 1:
             change[source + 1] += 1
@@ -145,6 +148,7 @@ def _components(ops: Sequence[int], edges: Sequence[Edge]) -> list[tuple[list[in
     """The weakly connected components with the edges inside, each ascending, in the order of first ops."""
     parent = {op: op for op in ops}
 
+    # Union-find; each look-up halves the path to the root, so that it stays short.
     def root(op: int) -> int:
         while parent[op] != op:
             parent[op] = op = parent[parent[op]]

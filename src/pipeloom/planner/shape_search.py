@@ -81,6 +81,13 @@ def wide_links(cluster: Cluster) -> WideLinks:
     tables = [np.zeros((count + 1, count + 1)) for _ in range(4)]
     for width in range(1, count + 1):
         depth = count // width
+        # Row s has the replicas of stage s. A pipeline of fewer stages has the first rows, so that the
+        # slowest link of any depth is a running maximum over the rows:
+        #
+        #     width 2    0 1            across: 0-2, 1-3, then 2-4, 3-5        around: 0-1, then 2-3, then 4-5
+        #     depth 3    2 3
+        #                4 5
+        #
         ranks = np.arange(width * depth).reshape(depth, width)
         if depth > 1:
             flows = min(width, pace.most_in_a_node)

@@ -135,10 +135,10 @@ def replay(step: Step, ranks: tuple[int, int], out: ReplayOutput) -> int:
 @kernel
 def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     """Note the changes by a rank's own row: how many there are."""
-    p, s, b = step
-    count, begin = 0, b.begin_s[rank]
-    for at in range(b.first_in[rank], b.first_in[rank + 1]):
-        count = _note_buffers(step, (b.channels_in[at], p.receive_ahead), begin, row, count)
+    p, s, changes = step
+    count, begin = 0, changes.begin_s[rank]
+    for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
+        count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead), begin, row, count)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code, end = p.kind[entry], s.end[entry]
         if len(s.start):
@@ -153,10 +153,10 @@ def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
         elif code != SEND_F_ and code != SEND_B_:
             stage = p.stage[entry]
             before = count
-            count += _note_change((b.begin, stage, code), begin, row, count)
-            if count > before and len(b.drops) and b.drops[entry]:
-                row.change[before, RESIDUALS] -= b.dropped[stage]
-            count += _note_change((b.finish, stage, code), end, row, count)
+            count += _note_change((changes.begin, stage, code), begin, row, count)
+            if count > before and len(changes.drops) and changes.drops[entry]:
+                row.change[before, RESIDUALS] -= changes.dropped[stage]
+            count += _note_change((changes.finish, stage, code), end, row, count)
         begin = end
     return count
 
@@ -176,7 +176,7 @@ def _note_change(change: tuple[Longs, int, int], time: float, row: RowChanges, c
 @kernel
 def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChanges, count: int) -> int:
     """A buffer for each receive that is posted; goal: a channel, and how many messages then have one."""
-    p, _, b = step
+    p, _, changes = step
     channel, upto = goal
     until = min(upto, p.first_message[channel + 1] - p.first_message[channel])
     while row.posted[channel] < until:
@@ -184,7 +184,7 @@ def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChange
         row.change[count, RESIDUALS] = 0
         row.change[count, TRANSIENT] = 0
         route = p.route[p.first_message[channel] + row.posted[channel]]
-        row.change[count, BOUNDARY] = b.message_bytes[route]
+        row.change[count, BOUNDARY] = changes.message_bytes[route]
         row.posted[channel] += 1
         count += 1
     return count
@@ -195,12 +195,12 @@ def _next_sent(step: Step, rank: int, gone: Longs) -> int:
     """The channel of a rank whose message is through next, -1 for none; of several the first.
 
     gone: of each channel, the messages before that."""
-    p, s, b = step
+    p, s, changes = step
     best, first = -1, np.inf
     # Only the head of each channel is looked at: messages of a channel are through in the order sent. Whoever
     # changes these times keeps them ascending, as `_noticed` does.
-    for at in range(b.first_out[rank], b.first_out[rank + 1]):
-        channel = b.channels_out[at]
+    for at in range(changes.first_out[rank], changes.first_out[rank + 1]):
+        channel = changes.channels_out[at]
         message = p.first_message[channel] + gone[channel]
         if message < p.first_message[channel + 1] and (best < 0 or s.transfer_end[message] < first):
             best, first = channel, s.transfer_end[message]
@@ -213,7 +213,7 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
 
     own: times and bytes of its row's changes, and their order by time; empty if they are in order.
     """
-    p, s, b = step
+    p, s, changes = step
     time, change, order = own
     at_own, channel, message = 0, _next_sent(step, rank, gone), 0
     residuals, boundary, transient, peak, count = 0, 0, 0, 0, 0
@@ -226,7 +226,7 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
         # `<=`: else a peak would count a message together with what begins just when it is through.
         if channel >= 0 and (at_own == len(time) or s.transfer_end[message] <= time[entry]):
             now = s.transfer_end[message]
-            boundary -= b.message_bytes[p.route[message]]
+            boundary -= changes.message_bytes[p.route[message]]
             gone[channel] += 1
             channel = _next_sent(step, rank, gone)
         else:

@@ -73,12 +73,18 @@ def _awaited(schedule: Schedule, row: slice, comes: Longs, goes: Longs) -> tuple
     columns = schedule.columns
     stage, microbatch, kind = columns.stage[row], columns.microbatch[row], columns.kind[row]
     away, awaited = (schedule.action_index.of(code)[stage, microbatch] for code in (OFFLOAD_, AWAIT_))
-    freed = np.where((kind == AWAIT_) & (away >= 0), -1, 0)
-    size = np.zeros(len(kind), np.int64)
+    # By entry, what the OFFLOAD of its stage and micro-batch frees, as a number below 0:
+    #
+    #     row      F0  OFFLOAD0  F1  AWAIT0 ...
+    #     goes      0     -10     0      0          as it ends
+    #     instead   0       0     0    -10          as it is awaited
+    #
+    copied = np.zeros(len(kind), np.int64)
     here = away >= row.start
-    size[here] = goes[away[here] - row.start]
+    copied[here] = goes[away[here] - row.start]
+    # What nobody awaits is taken to be there all the time: its RELOAD brings nothing.
     comes = np.where((kind == RELOAD_) & (awaited < 0), 0, comes)
-    return comes, np.where(kind == OFFLOAD_, 0, goes) - freed * size
+    return comes, np.where(kind == OFFLOAD_, 0, np.where(kind == AWAIT_, goes + copied, goes))
 
 
 def _remedy(

@@ -124,6 +124,7 @@ class SimulatedEvents(Sequence[Event]):
             entries = low + np.flatnonzero(computes[low:high])
             begin, end = start[entries], self._end[entries]
             kinds = columns.stage[entries].astype(np.int64) * len(columns.kinds) + columns.kind[entries]
+            # One key for each stage, kind and whether it took time: the first entry of each.
             firsts = np.unique(2 * kinds + (end > begin), return_index=True)[1]
             found.append(Lane(begin, end, _Texts(columns, entries), np.sort(firsts).tolist()))
         return found

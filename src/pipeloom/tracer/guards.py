@@ -287,6 +287,7 @@ class Snapshot:
         return self._picture_once(value, self._look_inside)
 
     def _picture_once(self, value: Any, look: Callable[[Any], str]) -> str:
+        # The value is held beside its picture: once it is gone, another one could get its id.
         if id(value) not in self._seen:
             self._seen[id(value)] = value, "itself"  # where it holds itself
             self._seen[id(value)] = value, look(value)
@@ -364,6 +365,7 @@ def _flat(items: Any) -> Iterator[Any]:
 
 
 def _digest(*parts: object) -> str:
+    # A hash and not the text: a part would else be spelled out in the picture of everything that holds it.
     return sha256(repr(parts).encode()).hexdigest()
 
 

@@ -174,6 +174,7 @@ class CutTimes:
             for ranks in (by_load[:BUSIEST], by_load[-IDLEST:])
         )
         cuts = np.arange(self.stages + 1)
+        # Time goes from one stage to another with all cuts in between: the picture is in `even_ranks.py`.
         for giver in giving.tolist():
             for side, takers in ((1, taking[taking < giver]), (-1, taking[taking > giver])):
                 first, last = (np.minimum(takers, giver), np.maximum(takers, giver))

@@ -292,7 +292,8 @@ class Search:
         if fits.all():
             return np.asarray(fits)
         least = self._filled(without_transient(rough), ranks) <= 1
-        # `rough` is an upper bound and `least` a lower one: a sweep is needed only where they disagree.
+        # `rough` is an upper bound, as far as `LivenessSweep.bounds` is, and `least` a lower one: a sweep is
+        # needed only where they disagree.
         open_ends = np.nonzero((least & ~fits).any(axis=0))[0]
         if len(open_ends):
             exact, _ = self.model.row(start, ends[open_ends])

@@ -220,6 +220,8 @@ class Tensors(NamedTuple):
         """The same with these ops at positions 0, 1, ..., and all others behind them."""
         f, b, count = self.forward, self.backward, len(self.fixed)
         order = np.array([*positions, *np.setdiff1d(np.arange(count), positions)], dtype=np.int64)
+        # Old position -> new one. Two entries more: makers may be `EVERYWHERE` (-1) or `STATE` (-2), which
+        # index the last two, and these say that they stay what they are.
         place = np.empty(count + 2, dtype=np.int64)
         place[order] = np.arange(count)
         place[[EVERYWHERE, STATE]] = EVERYWHERE, STATE

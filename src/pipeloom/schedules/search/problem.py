@@ -80,6 +80,7 @@ def reset(t: Units, c: TimingArrays) -> None:
 def run_entry(t: Units, c: TimingArrays, u: int, b: int, m: int) -> float:
     """Run unit u of micro-batch b after all that came before. Returns: when it ends; or how long its ranks
     have then been at it, where spans count."""
+    # end = max(its ranks are free, what it needs is there) + seconds
     begin = 0.0
     for at in range(t.on_at[u], t.on_at[u + 1]):
         begin = max(begin, c.free[t.on[at]])
@@ -132,7 +133,7 @@ def rest(c: TimingArrays) -> float:
 @kernel
 def draw(seed: Longs) -> float:
     """A number from 0 to 1, the same sequence compiled or not. Source: MINSTD, Park and Miller, 1988."""
-    seed[0] = seed[0] * 48271 % 2147483647
+    seed[0] = seed[0] * 48271 % 2147483647  # below 2^47 in between: it fits compiled, too
     drawn: float = seed[0] / 2147483647
     return drawn
 

@@ -367,6 +367,7 @@ class Levels:
         """The next size that is so many times as large; infinite above the top."""
         if size >= self.top:
             return inf
+        # Up to the next multiple of the grain; one that is reached but for a rounding is not passed.
         return min(self.top, ceil(size * ratio / self.grain * (1 - SAME)) * self.grain)
 
     @property

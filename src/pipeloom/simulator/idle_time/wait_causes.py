@@ -483,8 +483,8 @@ class Causes:
                 latest_s = max(latest_s, other.end_s)
         if self._occupancy is not None and latest_s < message.start_s:
             key = message.action, message.repeat
-            if moved and (e := self._occupancy.summing(key, message.start_s)):
-                yield replace(self._summed(e, message.place, message.start_s), waiting=message.action)
+            if moved and (total := self._occupancy.summing(key, message.start_s)):
+                yield replace(self._summed(total, message.place, message.start_s), waiting=message.action)
 
     def _holder(self, item: TimedSpan, since_s: float) -> TimedSpan | None:
         """What held a shared link that a message or a copy waited for from `since_s` on."""
@@ -503,19 +503,20 @@ class Causes:
         """The sum over ranks before a STEP: from when the last of its ranks came to it."""
         previous = self.before(item)
         begin_s = previous.end_s if previous else 0.0
-        for e in reversed(self._sums[item.rank]):
-            if begin_s <= e.start_s and e.end_s <= item.start_s:
-                yield self._summed(e, item.place, e.end_s)
+        for total in reversed(self._sums[item.rank]):
+            if begin_s <= total.start_s and total.end_s <= item.start_s:
+                yield self._summed(total, item.place, total.end_s)
                 return
 
-    def _summed(self, e: TimedSpan, place: int, end_s: float) -> TimedSpan:
+    def _summed(self, total: TimedSpan, place: int, end_s: float) -> TimedSpan:
         """A sum over ranks up to `end_s`, from when the last of its ranks came to it."""
-        came = [i.end_s for r in self._peers(e) if (i := self._computed[r].until(end_s))]
-        return replace(e, place=place, start_s=min(max(came, default=e.start_s), end_s), end_s=end_s)
+        came = [i.end_s for r in self._peers(total) if (i := self._computed[r].until(end_s))]
+        start_s = min(max(came, default=total.start_s), end_s)
+        return replace(total, place=place, start_s=start_s, end_s=end_s)
 
-    def _peers(self, sum_up: TimedSpan) -> Sequence[int]:
+    def _peers(self, total: TimedSpan) -> Sequence[int]:
         """The ranks of a REDUCE; all of them for any other sum, such as that of the gradients' norm."""
-        return self._partners[sum_up.rank] if REDUCE in sum_up.action else range(len(self.rows))
+        return self._partners[total.rank] if REDUCE in total.action else range(len(self.rows))
 
     def data(self, item: TimedSpan, earlier: TimedSpan) -> bool:
         """Whether an action, or a copy, needs what an earlier one of its rank made."""
