@@ -100,3 +100,15 @@ def test_orders_of_plans_without_a_flush_are_left_as_they_are() -> None:
     how = request_for(graph, profile, 2)
     plan = plan_of(replace(how, options=replace(how.options, weights="2bw")), "exact")
     assert with_searched_order(plan, PlanCosts(graph, profile, how.cluster)) is None
+
+
+def test_the_bound_holds_for_devices_that_differ_in_other_ways_from_op_to_op() -> None:
+    graph, profile = random_graph(4, 6, "chain")
+    slow = {op.name: 4.0 if index < 3 else 0.25 for index, op in enumerate(graph.ops)}
+    costs = {name: cost.scaled(slow[name], slow[name]) for name, cost in profile.costs.items()}
+    cluster = cluster_of(2)
+    devices = tuple(replace(d, name=name) for d, name in zip(cluster.devices, ("d", "other"), strict=True))
+    profiles = {"d": profile, "other": replace(profile, costs=costs, device="other")}
+    made = planned(graph, profiles, replace(cluster, devices=devices), "auto", "1f1b")
+    told = searched_for(made) if made is not None else None
+    assert told is not None and 0 < told["bound_s"] <= step_s(made)

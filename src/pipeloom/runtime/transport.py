@@ -157,7 +157,8 @@ def gloo_group(
         group = dist.ProcessGroupGloo(own, rank, ranks, options)
     else:
         group = dist.ProcessGroupGloo(own, rank, ranks, timeout)
-    group.barrier().wait(timeout)  # a rank that closes its end at once would fail one that still connects
+    # A rank that closes its end at once would fail one that still connects.
+    group.barrier().wait(timeout)  # type: ignore[attr-defined]
     return group
 
 
@@ -310,7 +311,8 @@ class _SendWaiter:
 
     def __init__(self, name: str) -> None:
         # Sends to one rank are waited for in the order in which they were posted, so that a count says which
-        # have ended. One thread writes it and others read it: no lock is needed.
+        # have ended. One thread writes it and others read it: no lock is needed. After one that failed none
+        # counts: the connection is gone.
         self.completed = 0
         self.error = ""
         self._posted = 0
@@ -340,9 +342,9 @@ class _SendWaiter:
                 continue
             try:
                 item.wait(NO_LIMIT)
-                self.completed += 1
+                self.completed += not self.error
             except RuntimeError as error:
-                self.error = _first_line(error)
+                self.error = self.error or _first_line(error)
             del item  # or it would keep what it has sent until the next one
 
 

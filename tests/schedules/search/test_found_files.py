@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ from click.testing import CliRunner
 from pipeloom import search_schedule
 from pipeloom.cli import main
 from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.schedules.language.patterns import repeating
+from pipeloom.schedules.search.moments import written
+from pipeloom.schedules.search.orders import Repeating
+from pipeloom.schedules.search.problem import SearchProblem, SearchStage
+from pipeloom.schedules.search.search_schedule import turn_of
 
 STAGE = "[[stage]]\nF = 1\nB = 3\nbytes = 1\n"
 
@@ -201,3 +207,19 @@ def test_too_little_memory_names_the_rank() -> None:
 def test_a_file_has_to_end_in_what_can_be_written(tmp_path: Path) -> None:
     wrong = run("schedule", "search", chain(tmp_path, STAGE, 2), "-o", tmp_path / "found.json", code=2)
     assert "end the name in .py or .txt" in wrong
+
+
+def test_a_written_turn_has_the_rows_that_were_measured() -> None:
+    """Moments at whole tenths of a period, where `//` and a division differ."""
+    seconds = {"forward_s": 0.1, "input_grad_s": 0.1, "weight_grad_s": 0.1}
+    stages = tuple(
+        SearchStage(name=str(s), **seconds, split=True, after=(s - 1,) if s else (), ranks=(s % 2,))
+        for s in range(4)
+    )
+    problem = SearchProblem(stages=stages, microbatches=8)
+    dice = random.Random(3)
+    for _ in range(60):
+        moments = tuple(dice.randint(0, 40) / 10 for _ in problem.units)
+        found = written(problem, Repeating(moments=moments, period=dice.randint(3, 9) / 10), "x")
+        rows = repeating(problem.shape, turn_of(problem, found))
+        assert rows == problem.rows([int(entry) for entry in found.order])

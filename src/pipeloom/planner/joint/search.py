@@ -518,9 +518,17 @@ class JointSearch:
         kinds = list({id(cost): cost for cost in costs}.values())
         seconds = {id(own): [own[name].forward_s + own[name].backward_s for name in ops] for own in kinds}
         directions = 2 if any(registry.entry(name).place == "both ways" for name in self.names) else 1
-        # Micro-batches per second of all ranks, if each ran whole ones by itself. No cut is faster if two
-        # devices differ by one factor in all ops; if the factor differs from op to op, one may be.
-        rate = sum(1 / whole if (whole := sum(seconds[id(own)])) else inf for own in costs)
+        # Rank r needs W(r) for a whole micro-batch and t(o, r) for op o. Of op o in all n = `microbatches`
+        # of a step of T seconds it does the share x(o, r); the shares of an op add up to 1:
+        #
+        #     T >= n sum_o x(o, r) t(o, r);   over W(r), and summed over the ranks:
+        #     T sum_r 1 / W(r) >= n sum_o sum_r x(o, r) t(o, r) / W(r) >= n sum_o min_r t(o, r) / W(r)
+        #
+        # The sum on the right is 1 if devices differ by one factor in all ops.
+        whole = {key: sum(own) for key, own in seconds.items()}
+        rate = sum(1 / whole[id(own)] if whole[id(own)] else inf for own in costs)
+        shares = [[s / whole[key] for s in own] for key, own in seconds.items() if whole[key]]
+        work = sum(map(min, zip(*shares, strict=True)))
         least = [min(each) for each in zip(*seconds.values(), strict=True)]
         path: dict[str, float] = {}
         for name in ops:
@@ -529,7 +537,7 @@ class JointSearch:
                 own[name].forward_s + own[name].input_grad_s for own in kinds
             )
         most, count = max(least, default=0.0), request.microbatches
-        return max(count / rate if rate < inf else 0.0, most * count / directions, *path.values())
+        return max(count * work / rate if rate < inf else 0.0, most * count / directions, *path.values())
 
 
 def key_of(found: Candidate) -> tuple[int, float]:

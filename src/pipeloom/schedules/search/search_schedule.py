@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf, isfinite
+from math import floor, inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def turn_of(problem: SearchProblem, candidate: OrderCandidate) -> list[str]:
     settled = list(first)
     for unit, needs in enumerate(problem.needs):
         settled[unit] = max([settled[unit], *(settled[p] for p in needs)])
-    turns = [int(moment // period) for moment in settled]
+    turns = [floor(moment / period) for moment in settled]  # not `//`: 1.0 // 0.1 is 9
     phases = [moment - turn * period for moment, turn in zip(settled, turns, strict=True)]
     base = min(turns)
     lines: list[list[str]] = [[] for _ in range(problem.ranks)]
