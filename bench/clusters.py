@@ -4,7 +4,7 @@
 
 steps     auto against the best of 1F1B and interleaved 1F1B with as many layers in each stage as in any other
           and any number of chunks that divides the layers; auto with whole words, too
-planners  every other planner, for 1F1B, each within --seconds; on the first of the clusters
+planners  auto and every other planner, for 1F1B, each within --seconds; on the first of the clusters
 paced     plans of CLIP and T5 on eight ranks that sleep as long as their stages take (`bench/pacing.py`)
 unequal   a GPT on two A100 and two V100 in one pipeline: auto, and by brute force all orders of the devices
           with all schedules of the library by `exact`
@@ -25,16 +25,14 @@ seeing     a small image encoder (12 layers of width 768) before a language mode
 
 from __future__ import annotations
 
-import signal
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import permutations, product
 from statistics import geometric_mean
-from types import FrameType
 from typing import Any
 
 import torch
@@ -328,22 +326,26 @@ def megatron(model: str, cluster: str) -> Plan:
     return min(plans, key=lambda plan: plan.predicted_step_s)
 
 
-class TooSlow(Exception):
-    """A planner's time is up."""
+FORKED = multiprocessing.get_context("fork")
 
 
-@contextmanager
-def within(seconds: int) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooSlow
+def step_within(seconds: int, plan: Callable[[], Plan]) -> float | str:
+    """The step of a plan; "late", or the class of its error. In a process of its own, which is ended when the
+    time is up: what a signal raises is lost in a callback."""
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, as what a callback raises is lost
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    def answer() -> None:
+        try:
+            sender.send(plan().predicted_step_s)
+        except PipeloomError as error:
+            sender.send(type(error).__name__)
+
+    receiver, sender = FORKED.Pipe(duplex=False)
+    process = FORKED.Process(target=answer)
+    process.start()
+    found: float | str = receiver.recv() if receiver.poll(seconds) else "late"
+    process.kill()
+    process.join()
+    return found
 
 
 def steps(cases: Iterable[tuple[str, str]], seconds: int) -> Table:
@@ -380,23 +382,16 @@ def steps(cases: Iterable[tuple[str, str]], seconds: int) -> Table:
     return rows
 
 
-def by_planners(cases: Iterable[tuple[str, str]], seconds: int) -> Table:
-    """Steps of every planner that plans for one schedule, for 1F1B."""
+def by_planners(cases: Iterable[tuple[str, str]], seconds: int, auto_s: int) -> Table:
+    """Steps of every planner that plans for one schedule, for 1F1B; and auto's, with whole words too."""
     rows: Table = []
     for model, cluster in cases:
-        row: dict[str, Any] = {"model": model, "devices": cluster}
+        auto = planned(model, cluster, split_words="off", time_limit=auto_s)  # captures here, for all
+        row: dict[str, Any] = {"model": model, "devices": cluster, "auto": auto.predicted_step_s}
         for name, planner in PLANNERS.items():
-            if isinstance(planner.plan, JointPlanner):
-                continue
-            try:
-                with within(seconds):
-                    row[name] = planned(
-                        model, cluster, planner=name, schedule="1f1b", split_words="off"
-                    ).predicted_step_s
-            except TooSlow:
-                row[name] = "late"
-            except PipeloomError as error:
-                row[name] = type(error).__name__
+            if not isinstance(planner.plan, JointPlanner):
+                plan = partial(planned, model, cluster, planner=name, schedule="1f1b", split_words="off")
+                row[name] = step_within(seconds, plan)
         rows.append(row)
         print_table([row])
     return rows
@@ -438,19 +433,16 @@ def unequal(seconds: int) -> Table:
     rows: Table = [{"devices": "auto", "schedule": own.schedule, "step ms": 1e3 * own.predicted_step_s}]
     rows[0] |= {"plans": 1, "auto over it": 1.0, "processor s": took}
     for order in orders(cluster):
-        found, begin = list[tuple[float, str]](), time.process_time()
+        found, begin = list[tuple[float, str]](), time.monotonic()
         for schedule in SCHEDULES:
-            try:
-                with within(seconds):
-                    made = plan(cluster=order, planner="exact", schedule=schedule)
-                    found.append((made.predicted_step_s, schedule))
-            except (PipeloomError, TooSlow):
-                continue
+            step_s = step_within(seconds, partial(plan, cluster=order, planner="exact", schedule=schedule))
+            if not isinstance(step_s, str):
+                found.append((step_s, schedule))
         step_s, schedule = min(found)
         kinds = " ".join(device.name.split("-")[0] for device in order.devices)
         row = {"devices": kinds, "schedule": schedule, "step ms": 1e3 * step_s, "plans": len(found)}
         row |= {"auto over it": own.predicted_step_s / step_s}
-        rows.append(row | {"processor s": time.process_time() - begin})
+        rows.append(row | {"s": time.monotonic() - begin})
         print_table(rows[-1:])
     return rows
 
@@ -469,7 +461,9 @@ def orders(cluster: Cluster) -> list[Cluster]:
 def main() -> int:
     run: dict[str, Callable[[], Table]] = {
         "steps": lambda: steps(product(given.models, given.clusters), given.time_limit),
-        "planners": lambda: by_planners(product(given.models, given.clusters[:1]), given.seconds),
+        "planners": lambda: by_planners(
+            product(given.models, given.clusters[:1]), given.seconds, given.time_limit
+        ),
         "paced": lambda: paced(given.time_limit),
         "unequal": lambda: unequal(given.seconds),
     }
@@ -479,6 +473,7 @@ def main() -> int:
     parser.add_argument("--time-limit", type=int, default=20, help="of a search by auto, in seconds")
     parser.add_argument("--seconds", type=int, default=10, help="of any other planner")
     given = parser.parse_args()
+    each_on_first = product(given.models, given.clusters[:1])
     return run_parts(given.parts, run)
 
 
