@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from math import inf
 from typing import Any, Self, get_args
 
 from .clusters.names import find_cluster
 from .ir.cluster import MOST_DEVICES, Cluster
-from .ir.errors import ConfigError, shown
+from .ir.errors import ConfigError, did_you_mean, shown
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.text import parse_bytes
 from .ir.weights import WEIGHT_POLICIES
@@ -180,10 +179,9 @@ class PlanSettings:
         known = [one.name for one in fields(self)]
         for name in changes:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
                 raise ConfigError(
                     f"there is no setting {name} of a plan",
-                    hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
+                    hint=did_you_mean(name, known, f"there are {', '.join(known)}"),
                 )
         by_cluster = {} if vars(self)["_ranks_said"] else {"ranks": None}
         return replace(self, **by_cluster | changes)
@@ -268,8 +266,7 @@ def _refuse_value(
     if below is not None and not (isinstance(value, int | float) and 0 <= value < below):
         raise ConfigError(f"{name} is {shown(value)}", hint=f"use a number from 0 to below {below}")
     if words and isinstance(value, str) and value not in words:
-        near = get_close_matches(value, words, n=1)
         raise ConfigError(
             f"{name} is {shown(value)}",
-            hint=f"did you mean {near[0]}?" if near else f"use one of {', '.join(words)}",
+            hint=did_you_mean(value, words, f"use one of {', '.join(words)}"),
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, did_you_mean, shown
 from .text import LARGEST
 
 GiB = 1024**3
@@ -240,8 +239,7 @@ def _amount(value: float) -> bool:
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:
     for name in names:
         if name is not None and name not in links:
-            near = get_close_matches(name, links, n=1)
             raise ConfigError(
                 f"a device names the {what} {name!r}, which the cluster does not have",
-                hint=f"did you mean {near[0]}?" if near else f"give that {what} a link",
+                hint=did_you_mean(name, links, f"give that {what} a link"),
             )

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, did_you_mean, shown
 
 UNITS = {
     "": 1,
@@ -249,8 +248,7 @@ def refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -
     """Raises: ConfigError that says where a table has a key that is not known, with the nearest that is."""
     for key in table:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+            hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
             raise ConfigError(f"{where} has the unknown key {shown(key)}", hint=hint)
 
 
@@ -327,10 +325,9 @@ def _refuse_unknown_keys(given: Any, known: Any, where: str) -> None:
     if isinstance(given, dict) and isinstance(known, dict):
         for key, value in given.items():
             if key not in known:
-                near = get_close_matches(key, known, n=1)
                 raise ConfigError(
                     f"{where} has a key that is not known: {shortened(repr(key), most=80)}",
-                    hint=f"did you mean {near[0]}?" if near else f"the keys there are {', '.join(known)}",
+                    hint=did_you_mean(key, known, f"the keys there are {', '.join(known)}"),
                 )
             _refuse_unknown_keys(value, known[key], f"{where}: {key}")
     elif isinstance(given, list) and isinstance(known, list | tuple):
