@@ -24,11 +24,11 @@ from .rules import RULES, base_name
 
 
 class GradientOrder(NamedTuple):
-    """As `ir.profile.OpCost` has them: lets_go, grad_first_bytes and grad_rest_bytes, and adds."""
+    """These fields of `ir.profile.OpCost`."""
 
     lets_go: str = ""
-    first: int = 0
-    rest: int = 0
+    grad_first_bytes: int = 0
+    grad_rest_bytes: int = 0
     adds: tuple[str, ...] = ()
 
 

@@ -29,7 +29,7 @@ from ..tracer.stage.functions import DiscardSink, Tensors, activation_bytes
 from ..tracer.stage.trace import stage_functions
 from .measure_op import LEAST_REPEATS, Timer, each_once, measured_profile, torch_threads
 from .roofline import kernel_seconds, require_rates
-from .rules import RULES, UNKNOWN, base_name
+from .rules import UNKNOWN, rule_of
 
 
 def measure_modules(
@@ -86,7 +86,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        rule = RULES.get(base_name(str(func)), UNKNOWN)
+        rule = rule_of(str(func))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if func.is_view or rule.kind == "free" or not made:
             return out

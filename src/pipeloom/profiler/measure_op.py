@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import getitem
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -192,7 +192,7 @@ def measure_op(
     )
     if not ends or not (values or weights):
         return forward_only
-    gradients = _measure_backward(
+    of_values_s, of_all_s, scratch, passed = _measure_backward(
         ends, values, weights, timer=timer, overhead_s=overhead_s, budget_s=budget_s
     )
     learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
@@ -201,20 +201,11 @@ def measure_op(
         saved_args=saved_args,
         saved_outputs=saved_outputs,
         extra_saved_bytes=extra,
-        input_grad_s=gradients.of_values_s,
-        weight_grad_s=gradients.of_all_s - gradients.of_values_s,
-        grad_transient_bytes=gradients.scratch_bytes,
-        passed_args=tuple(i for i, passed in zip(learning, gradients.passed, strict=True) if passed),
+        input_grad_s=of_values_s,
+        weight_grad_s=of_all_s - of_values_s,
+        grad_transient_bytes=scratch,
+        passed_args=tuple(i for i, own in zip(learning, passed, strict=True) if own),
     )
-
-
-class _Gradients(NamedTuple):
-    """passed: of each value, then of each weight, whether its gradient is the output's own."""
-
-    of_values_s: float
-    of_all_s: float
-    scratch_bytes: int
-    passed: tuple[bool, ...]
 
 
 def _measure_backward(
@@ -225,7 +216,9 @@ def _measure_backward(
     timer: Timer,
     overhead_s: float,
     budget_s: float,
-) -> _Gradients:
+) -> tuple[float, float, int, list[bool]]:
+    """Seconds of the gradients of values alone and of all, bytes of scratch, and of each value, then of each
+    weight, whether its gradient is the output's own."""
     grads = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in ends]
 
     def backward(targets: list[Tensor]) -> Callable[[], Any]:
@@ -240,7 +233,7 @@ def _measure_backward(
     computed = [t for t in tensors_of(gradients) if not _shares_storage([t], grads)]
     of_values = seconds(values, 0.0 if weights else took_s) if computed else 0.0
     of_all = max(of_values, seconds([*values, *weights], took_s)) if weights and computed else of_values
-    return _Gradients(of_values, of_all, scratch, tuple(_shares_storage(t, grads) for t in gradients))
+    return of_values, of_all, scratch, [_shares_storage(t, grads) for t in gradients]
 
 
 def _storage(tensor: Tensor) -> int:

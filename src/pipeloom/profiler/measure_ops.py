@@ -134,8 +134,5 @@ def _cost(
         transient_bytes=measurement.transient_bytes,
         grad_transient_bytes=measurement.grad_transient_bytes,
         passes=tuple(arguments.name(sources[i]) for i in measurement.passed_args),
-        adds=order.adds,
-        lets_go=order.lets_go,
-        grad_first_bytes=order.first,
-        grad_rest_bytes=order.rest,
+        **order._asdict(),
     )
