@@ -266,7 +266,6 @@ class Pipeline:
             rounds=options.accumulate,
             seed=options.seed,
             training=self.training,
-            evaluation=self.evaluation,
             tensors=self._form.tensors if self._first is None else dict,
         )
         self.record = StepRecord(
@@ -411,9 +410,7 @@ class Pipeline:
         with self._run.call("an evaluation", refuses_batches=True):
             batch = given if self._first is None else self._first.take(given, whole=True) or {}
             agree = partial(agree_on_shapes, self.channel)
-            part, size = self.batches.take(
-                batch, step=self.steps_done, training=False, variants=variants, agree=agree
-            )
+            part, size = self.batches.take(batch, step=self.steps_done, variants=variants, agree=agree)
             self.ledger.set("batch", size)
         with self._run.call("an evaluation"):
             losses = self.worker.run(part, program=variants.evaluation_program, training=False)

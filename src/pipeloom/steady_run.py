@@ -98,7 +98,7 @@ class SteadyRun(Run):
 
     def feed(self, number: int, batch: Any) -> None:
         with self.call(f"step {number + 1}", refuses_batches=True):
-            microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
+            microbatches, size = self.batches.take(batch, step=number, agree=self._agree)
         with self.call(f"step {number + 1}"):
             self.run_row(number, microbatches, size)
         if number < self.rows.updates.flushed:

@@ -255,7 +255,7 @@ def pipelined_step(
             initial = _copies(pipeline.weights.params) if may_stand_for_module else {}
             # Of another size than the plan's, the stages are captured and traced now: nothing can be
             # captured while draws are recorded, and what it draws would be counted as the step's.
-            pipeline.batches.take(batch, step=0, training=True)
+            pipeline.batches.take(batch, step=0)
             recorder = DrawRecorder() if may_stand_for_module and ranks == 1 else None
             with recorder or nullcontext():
                 loss = pipeline.step(batch)
@@ -406,13 +406,6 @@ LONG_S = 5.0
 """A comparison that took longer is mentioned: the first step was late for it."""
 
 
-@dataclass(frozen=True)
-class NotCompared:
-    """Why the first comparison of a model was not made."""
-
-    reason: str
-
-
 def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> None:
     """Compare with plain PyTorch before a model's first run here, and remember that the numbers were equal.
 
@@ -427,8 +420,8 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
         return
     start = time.perf_counter()
     result = compare_what_fits(job, plan, captured, options)
-    if isinstance(result, NotCompared):
-        _warn(job, result.reason)
+    if isinstance(result, str):
+        _warn(job, result)
         return
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
@@ -445,11 +438,10 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
     keep(marker, f"equal within {result.tolerance:g}: {result.worst:.3g}\n")
 
 
-def compare_what_fits(
-    job: Job, plan: Plan, captured: Captured, options: Options
-) -> Verification | NotCompared:
+def compare_what_fits(job: Job, plan: Plan, captured: Captured, options: Options) -> Verification | str:
     """With as many rows as are quick; if the job has no batch so small, as many as memory allows.
 
+    Returns: the comparison, or why none was made.
     Raises: BatchError if the job makes no batch of the plan's size.
     """
     whole, limit = plan.microbatch_size, limit_bytes(plan)
@@ -459,7 +451,7 @@ def compare_what_fits(
     allowed = f"{format_bytes(limit)} may be used for it"
     if not most:
         need = needed_bytes(captured.graph, 1 / whole)
-        return NotCompared(f"that needs about {format_bytes(need)}, and {allowed}")
+        return f"that needs about {format_bytes(need)}, and {allowed}"
     reason = ""
     for rows in sorted({min(most, quick_rows(plan)), most}):
         try:
@@ -482,7 +474,7 @@ def compare_what_fits(
                 else f"would take more than {MOST_S:.0f} s",
             )
         return result
-    return NotCompared(reason)
+    return reason
 
 
 def compare_first(
