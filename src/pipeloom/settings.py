@@ -147,7 +147,8 @@ class PlanSettings:
         said: int | None = self.ranks
         vars(self)["_ranks_said"] = said is not None  # so that another cluster brings its own
         if said is None:
-            vars(self)["ranks"] = self._devices_of_each_replica()
+            cluster = self.described
+            vars(self)["ranks"] = RANKS if cluster is None else max(1, len(cluster.devices) // self.replicas)
         if self.devices > MOST_DEVICES:
             raise ConfigError(
                 f"{shown(self.replicas)} replicas of {self.ranks} ranks",
@@ -186,11 +187,12 @@ class PlanSettings:
         by_cluster = {} if vars(self)["_ranks_said"] else {"ranks": None}
         return replace(self, **by_cluster | changes)
 
-    def _devices_of_each_replica(self) -> int:
-        if self.cluster is None:
-            return RANKS
-        cluster = find_cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
-        return max(1, len(cluster.devices) // self.replicas)
+    @property
+    def described(self) -> Cluster | None:
+        """The cluster, also if it is named; None for processes of this machine."""
+        if self.cluster is None or isinstance(self.cluster, Cluster):
+            return self.cluster
+        return find_cluster(str(self.cluster))
 
     @property
     def named_schedule(self) -> str:

@@ -90,9 +90,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except PipeloomError as error:
-            click.echo(f"error: {error.message}", err=True)
-            if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
+            click.echo(f"error: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except KeyboardInterrupt:
             if self._is_process:
@@ -214,8 +212,8 @@ def job_of(model: str | None) -> Job:
     return workload.job_of(Config())
 
 
-def cluster_of(given: Cluster | str | None) -> Cluster | None:
-    return find_cluster(given) if isinstance(given, str) else given
+def cluster_of(text: str | None) -> Cluster | None:
+    return None if text is None else find_cluster(text)
 
 
 def load_profile(path: Path | None) -> Profile | None:

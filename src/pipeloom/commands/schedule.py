@@ -428,7 +428,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
     emit(figures | errors, screen(), as_json=as_json)
     for why in refused.values():
-        click.echo(f"error: {why.message}" + (f"\nhint: {why.hint}" if why.hint else ""), err=True)
+        click.echo(f"error: {why}", err=True)
     if refused:
         click.get_current_context().exit(1)
 

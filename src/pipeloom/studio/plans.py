@@ -10,7 +10,6 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import planning, reports
-from ..caches import beside_ranks
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, PipeloomError, PlanError
@@ -64,11 +63,14 @@ class PlanModel:
         split = planning.capture(job, size, split=plan.split_words)
         compiled = cluster is None and COMPILED in plan.notes
         captured = planning.captured_model(
-            job, size, cluster, captured=split, compiled=compiled, master_weights=plan.master_weights
+            job,
+            size,
+            cluster,
+            captured=split,
+            compiled=compiled,
+            master_weights=plan.master_weights,
+            ranks=ranks if cluster is None else 1,
         )
-        if cluster is None:
-            beside = {n: beside_ranks(each, captured.graph, ranks) for n, each in captured.profiles.items()}
-            captured = replace(captured, profiles=beside)
         return cls(job, captured, ranks, cluster)
 
 
@@ -175,7 +177,6 @@ class PlanDesk:
         said = "the planner failed, which is no fault of yours: see where the studio was started"
         try:
             request = planning.make_request(
-                model.job,
                 watch=self,
                 **settings_of(old) | names_to_plan_by(old),
                 cluster=model.described,

@@ -157,6 +157,11 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
+    @property
+    def plan_settings(self) -> PlanSettings:
+        """Those of the pipeline, which clips if the optimizer's gradients are to be."""
+        return self.pipeline.changed(clips=self.pipeline.clips or bool(self.optimizer.clip_norm))
+
 
 Override: TypeAlias = str | tuple[str, Any]
 """A setting that is changed: as text, "key=value", or its dotted key and its value."""

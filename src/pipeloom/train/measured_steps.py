@@ -97,9 +97,7 @@ def _measure(
 
 
 def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
-    """Why the ranks of a plan do not rehearse it; empty if they do."""
-    if not request.local:
-        return "it is for devices that are described by figures"
+    """Why the ranks of a plan for this machine do not rehearse it; empty if they do."""
     if "RANK" in os.environ:
         return "this process is one of several ranks itself"
     cores = os.cpu_count() or 1

@@ -193,9 +193,9 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     if settings.plan is not None:
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
-        job, device, clips = workload.job, device_of(config), bool(config.optimizer.clip_norm)
+        job, device = workload.job, device_of(config)
         captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
-        plan = plan_here(job, settings, captured, device=device, clips=clips)
+        plan = plan_here(job, config.plan_settings, captured, device=device)
     for sentence in times_of(plan):
         console.print(sentence, highlight=False, soft_wrap=True)
     return plan, captured
