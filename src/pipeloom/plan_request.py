@@ -21,6 +21,7 @@ from .planner.planners import chooses, first_way, make_plan, ways_of
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
+from .runnable import refuse_master_weights
 from .schedules import registry
 from .schedules.language.names import parse_name
 from .settings import PlanSettings
@@ -58,12 +59,8 @@ def refuse_by_delay(settings: PlanSettings) -> None:
     """Raises: ConfigError if something is asked for that softens a delay, and there is none; or that does not
     go with one."""
     policy = settings.weights or registry.entry(settings.named_schedule).weights
-    if settings.master_weights and not WEIGHT_POLICIES[policy].flushes:
-        raise ConfigError(
-            f"master weights are kept of one version of the parameters, and with weights {policy} there are "
-            "several",
-            hint="leave out master_weights, or plan with weights=flush",
-        )
+    if settings.master_weights:
+        refuse_master_weights(policy)
     asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
     if asked and WEIGHT_POLICIES[policy].flushes:
         raise ConfigError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
-from .ir.errors import BatchError, CaptureError, ConfigError, CutError, PlanError
+from .ir.errors import BatchError, CaptureError, CutError, PlanError
 from .ir.graph import LOWER_PRECISION
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
@@ -22,6 +22,7 @@ from .ir.weights import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
 from .options import Options
 from .profiler.roofline import product_flops
+from .runnable import refuse_master_weights
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
 from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
@@ -80,12 +81,7 @@ class RankStages:
         trainable = {name: graph.parameter[name].trainable for name in params}
         lower: dict[str, torch.dtype] = {}
         if options.master_weights:
-            if self.plan.updates is not None:
-                raise ConfigError(
-                    f"master weights are kept of one version of the parameters, and with weights "
-                    f"{self.plan.weights} there are several",
-                    hint="leave out master_weights, or plan with weights=flush",
-                )
+            refuse_master_weights(self.plan.weights)
             low = [n for n in params if trainable[n] and graph.parameter[n].dtype in LOWER_PRECISION]
             lower = {name: tensors[name].dtype for name in low}
             tensors |= {name: tensors[name].float() for name in lower}

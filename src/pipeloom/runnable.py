@@ -6,8 +6,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .checks.schedules import forwards_in_order
-from .ir.errors import PlanError, ScheduleError, shown
+from .ir.errors import ConfigError, PlanError, ScheduleError, shown
 from .ir.plan import Plan
+from .ir.weights import WEIGHT_POLICIES
 from .planner.planners import planner
 from .schedules import registry
 from .schedules.language.names import parse_name
@@ -80,6 +81,16 @@ def require_training(plan: Plan) -> None:
         raise ScheduleError(
             f"schedule {plan.schedule} has no backwards: it cannot train",
             hint="evaluate with it (Pipeline.evaluate), or plan for another schedule",
+        )
+
+
+def refuse_master_weights(policy: str) -> None:
+    """Raises: ConfigError if parameters have versions under this policy for their updates."""
+    if not WEIGHT_POLICIES[policy].flushes:
+        raise ConfigError(
+            f"master weights are kept of one version of the parameters, and with weights {policy} there are "
+            "several",
+            hint="leave out master_weights, or plan with weights=flush",
         )
 
 

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import logging
 import math
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .caches import cache_folder, cache_key, keep
+from .clusters.names import machine_memory
 from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
 from .ir.graph import OpGraph, PartRows, storages
@@ -517,8 +517,7 @@ def needed_bytes(graph: OpGraph, share: float = 1.0) -> int:
 
 def limit_bytes(plan: Plan) -> int:
     """What it may hold: no more than a rank of the plan, and no large share of the machine's memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * memory), *plan.caps)
+    return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * machine_memory()), *plan.caps)
 
 
 def _warn(job: Job, why: str) -> None:

@@ -29,7 +29,7 @@ from ..options import Options
 from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
 from ..runtime.connect import connect
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
+from .as_one_process import load_optimizer_states, mapped, optimizer_states, random_kept, repeated
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "validation_step neither returns nor logs a number",
                 hint="log what it computes, or leave it out",
             )
-        parts = _repeated(batch, rows, pipe.plan.microbatches) if pipe.rank == 0 else None
+        parts = repeated(batch, rows, pipe.plan.microbatches) if pipe.rank == 0 else None
         with torch.inference_mode(False), torch.enable_grad():
             loss, outputs = pipe.outputs(parts)
         logged = {}
@@ -507,21 +507,8 @@ def _rows(batch: Any) -> int:
     return len(tensors[0])
 
 
-def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {n: change(value) if isinstance(value, Tensor) else value for n, value in batch.items()}
-    return type(batch)([change(value) if isinstance(value, Tensor) else value for value in batch])
-
-
 def _sliced(batch: Any, start: int, stop: int) -> Any:
-    return _mapped(batch, lambda tensor: tensor[start:stop])
-
-
-def _repeated(batch: Any, rows: int, parts: int) -> Any:
-    """A batch over and over until it can be split evenly: its means stay."""
-    return _mapped(batch, lambda tensor: repeated(tensor, rows, parts))
+    return mapped(batch, lambda tensor: tensor[start:stop])
 
 
 def _refuse(trainer: Any, module: LightningModule) -> None:

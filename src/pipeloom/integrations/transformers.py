@@ -133,7 +133,7 @@ class PipelineTrainer(Trainer):
             self._open_pipeline([inputs], 1)
         assert self.pipe is not None
         rows = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
-        batch = _repeated(inputs, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
+        batch = repeated(inputs, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
         if prediction_loss_only:
             return torch.tensor(self.pipe.evaluate(batch)), None, None
         loss, outputs = self.pipe.outputs(batch)
@@ -357,11 +357,6 @@ def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
             f"the batches of one update cannot be joined: {error}",
             hint="let the collator pad them all to one length, or use gradient_accumulation_steps=1",
         ) from None
-
-
-def _repeated(batch: Mapping[str, Any], rows: int, parts: int) -> dict[str, Any]:
-    """A batch over and over until it can be split evenly: its mean loss stays."""
-    return {n: repeated(v, rows, parts) if isinstance(v, Tensor) else v for n, v in batch.items()}
 
 
 def _alone(tensors: tuple[Any, ...]) -> Any:

@@ -244,6 +244,19 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} is nested too deeply", hint="no key takes lists in lists") from None
 
 
+def dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of tables in tables by their dotted keys. An empty table counts as a value.
+
+    >>> list(dotted({"model": {"width": 256}, "steps": 10}))
+    [('model.width', 256), ('steps', 10)]
+    """
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """Raises: ConfigError that says where a table has a key that is not known, with the nearest that is."""
     for key in table:

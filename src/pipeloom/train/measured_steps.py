@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
+from ..clusters.names import machine_memory
 from ..ir.errors import PipeloomError
 from ..ir.plan import Plan
 from ..ir.text import format_bytes, load_noun, save_noun
@@ -105,7 +106,7 @@ def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
         return f"it is for {ranks} ranks, this machine has {cores} cores"
     if plan.predicted_step_s > LONG_STEP_S:
         return f"that takes as long as a few steps, and of over {LONG_STEP_S:.0f} s each"
-    memory = int(SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    memory = int(SHARE_OF_MEMORY * machine_memory())
     if (need := sum(plan.peaks)) > memory:
         return f"its ranks need {format_bytes(need)} together, {format_bytes(memory)} may be used for it"
     try:
