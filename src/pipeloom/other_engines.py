@@ -126,7 +126,7 @@ def left_out(plan: Plan) -> list[str]:
     return said
 
 
-def refuse_other_than_chain(stages: StageGraph, graph: OpGraph, engine: str, *, ties: bool = False) -> None:
+def refuse_other_than_chain(stages: StageGraph, graph: OpGraph, engine: str, *, ties: bool) -> None:
     """Raises: PlanError if a value skips a stage, stages do not read their neighbours, or a parameter that is
     trained is in several. ties: one may be in the first and the last stage."""
     for crossing in stages.crossings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class PipelineRequest:
     """options: how it runs.  plan_settings: fields of `PlanSettings` that were given."""
 
     options: Options
-    plan_settings: dict[str, Any] = field(default_factory=dict)
+    plan_settings: dict[str, Any]
 
     def refuse_for_plan(self) -> None:
         """Raises: ConfigError if a plan was given, and a setting that it decides."""

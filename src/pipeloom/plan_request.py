@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
@@ -306,23 +307,18 @@ class PlanRequest:
                 return self._search(costs, cluster, microbatches, explained)
             return self._plan_wide(costs, cluster, microbatches, explained)
 
-        if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
-            captured = model.captured
-
-            def peaks(plan: Plan) -> tuple[int, ...]:
-                return traced_peaks(plan, captured, costs, compiled=options.compile)
-
+        known = model if isinstance(model, CapturedModel) else None
+        if known is not None and self._runs_as_traced(known.captured):
+            peaks = partial(traced_peaks, captured=known.captured, costs=costs, compiled=options.compile)
             plan = plan_within_caps(search, self.cluster, peaks)
         else:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
-        split = model.captured.split_words if isinstance(model, CapturedModel) else {}
+        split = {} if known is None else known.captured.split_words
         caps = plan.caps if self.capped else ()
         plan = replace(plan, microbatch_size=model.size, caps=caps, notes=notes, split_words=split)
-        if isinstance(model, CapturedModel) and model.by_length:
-            return self._mean_step(plan, model.by_length)
-        return plan
+        return self._mean_step(plan, known.by_length) if known is not None and known.by_length else plan
 
     def _mean_step(self, plan: Plan, by_length: Mapping[int, tuple[float, CapturedModel]]) -> Plan:
         """The same plan with the mean of its steps at each length. That is more than the step of the mean

@@ -100,8 +100,8 @@ def join_ranks(
     device: torch.device,
     options: Options,
     *,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    channel: Channel | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    channel: Channel | None,
 ) -> tuple[Watch, Callable[[Program], Channel]]:
     """Meet the other ranks. A plan for one rank needs no others, unless the caller has a group.
 

@@ -44,7 +44,7 @@ class StepBatches:
     rounds: int
     seed: int
     training: StageVariants
-    tensors: Callable[[Any], dict[str, Tensor]] = dict
+    tensors: Callable[[Any], dict[str, Tensor]]
 
     def take(
         self,

@@ -131,7 +131,7 @@ def test_equal_ops_are_measured_once(captured, monkeypatch):
 
 def test_threads_are_put_back(captured):
     before = torch.get_num_threads()
-    measure(captured, budget_s=0.01, threads=1)
+    measure(captured, budget_s=0.01)
     assert torch.get_num_threads() == before
 
 

@@ -32,17 +32,14 @@ from .roofline import kernel_seconds, require_rates
 from .rules import UNKNOWN, rule_of
 
 
-def measure_modules(
-    captured: Captured, device: str = "cpu", *, budget_s: float = 3.0, threads: int = 1
-) -> Profile:
-    """Measure every op of a captured model whose `graph.fallback` is set.
+def measure_modules(captured: Captured, device: str) -> Profile:
+    """Measure every op of a captured model whose `graph.fallback` is set, with one CPU thread.
 
-    device: where to run, "cpu" or "cuda".  budget_s: time to spend in all; slow ops get three runs all the
-    same.  threads: CPU threads, as many as each rank will have.
+    device: where to run, "cpu" or "cuda".
     """
     timer = Timer(torch.device(device))
-    with torch_threads(threads):
-        costs = _costs(captured, timer, budget_s)
+    with torch_threads(1):
+        costs = _costs(captured, timer, budget_s=3.0)  # in all; slow ops get three runs all the same
     return measured_profile(captured.graph, timer.device, costs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
 from statistics import median
@@ -43,13 +43,13 @@ class OpMeasurement:
     """
 
     forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    saved_args: tuple[int, ...]
-    saved_outputs: tuple[tuple[int, int], ...]
-    """(position, bytes)"""
-    extra_saved_bytes: int
     transient_bytes: int
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    saved_args: tuple[int, ...] = ()
+    saved_outputs: tuple[tuple[int, int], ...] = ()
+    """(position, bytes)"""
+    extra_saved_bytes: int = 0
     grad_transient_bytes: int = 0
     passed_args: tuple[int, ...] = ()
     """Positions of the arguments whose gradient is the output's own."""
@@ -181,29 +181,21 @@ def measure_op(
     values = [t for t, role in zip(tensors, roles, strict=True) if role == "value"]
     weights = [t for t, role in zip(tensors, roles, strict=True) if role == "weight"]
     ends = [t for t in outputs if t.requires_grad]
-    forward_only = OpMeasurement(
-        forward_s=forward,
-        input_grad_s=0.0,
-        weight_grad_s=0.0,
-        saved_args=(),
-        saved_outputs=(),
-        extra_saved_bytes=0,
-        transient_bytes=scratch,
-    )
     if not ends or not (values or weights):
-        return forward_only
-    of_values_s, of_all_s, scratch, passed = _measure_backward(
+        return OpMeasurement(forward_s=forward, transient_bytes=scratch)
+    of_values_s, of_all_s, grad_scratch, passed = _measure_backward(
         ends, values, weights, timer=timer, overhead_s=overhead_s, budget_s=budget_s
     )
     learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
-    return replace(
-        forward_only,
+    return OpMeasurement(
+        forward_s=forward,
+        transient_bytes=scratch,
         saved_args=saved_args,
         saved_outputs=saved_outputs,
         extra_saved_bytes=extra,
         input_grad_s=of_values_s,
         weight_grad_s=of_all_s - of_values_s,
-        grad_transient_bytes=scratch,
+        grad_transient_bytes=grad_scratch,
         passed_args=tuple(i for i, own in zip(learning, passed, strict=True) if own),
     )
 

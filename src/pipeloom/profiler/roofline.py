@@ -192,7 +192,7 @@ class _Operands:
         """A table that is looked up is not read whole: its rows are as long as the result."""
         looked_up = base_name(self.op.target) in ("embedding", "index", "index_select", "gather")
         written = self.op.output_bytes
-        read = written if looked_up else sum(v.bytes for v in (*self.values, *self.params))
+        read = written if looked_up else sum(v.bytes for v in self.values) + sum(p.bytes for p in self.params)
         return _Work(self.flops, read + written, share=self._product_share)
 
     def backward(self) -> tuple[list[_Work], list[_Work]]:
@@ -216,7 +216,7 @@ class _Operands:
         """Of a product the lengths of rows that do not lie as a GPU's matrix units read them."""
         if self.rule.kind != "matmul" or self.on_cpu:
             return set()
-        tensors = (*self.values, *self.op.outputs, *self.params)
+        tensors: tuple[Value | Parameter, ...] = (*self.values, *self.op.outputs, *self.params)
         halves = [t.shape for t in tensors if t.dtype in ("bfloat16", "float16")]
         return {shape[-1] for shape in halves if len(shape) > 1 and shape[-1] % 8}
 

@@ -84,9 +84,7 @@ class Replans:
     cost_s: of going on with another plan, in seconds.  last: what was found before, of the pipeline's plan.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, config: Config, *, cost_s: float, last: Replanned | None = None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, config: Config, *, cost_s: float, last: Replanned | None) -> None:
         self._pipeline, self._config, self._cost_s, self.last = pipeline, config, cost_s, last
         self._latest: deque[StepReport] = deque(maxlen=LATEST)
 
