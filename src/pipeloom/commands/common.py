@@ -42,6 +42,12 @@ MODEL_HELP = (
 )
 
 
+def _discard(descriptor: int) -> None:
+    """What is written to a file descriptor from now on is lost."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
+
+
 class _UnheardFile(io.FileIO):
     """A file descriptor to which one may go on writing when nobody reads any more."""
 
@@ -49,8 +55,7 @@ class _UnheardFile(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())
+            _discard(self.fileno())
             return len(data)
 
 
@@ -101,9 +106,7 @@ class Commands(click.Group):
             if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
             click.echo(f"error: cannot write the output: {error.strerror}", err=True)
-            # What is still in the buffer would be tried again when Python ends.
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            _discard(sys.stdout.fileno())  # what is still in the buffer would be tried again at the end
             ctx.exit(1)
 
 

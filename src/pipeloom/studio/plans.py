@@ -113,8 +113,8 @@ class PlanDesk:
     def plan(self, asked: Json) -> Json:
         """The plan, or that of other cuts: `asked["cuts"]`, before which piece each stage but the first
         begins."""
-        planned = self._planned
-        plan = planned.cut(asked.get("cuts"))
+        planned, cuts = self._planned, asked.get("cuts")
+        plan = planned.cut(cuts)
         used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
@@ -126,7 +126,6 @@ class PlanDesk:
         }
         if planned.model is None:
             return answer | {"said": _sentence(plan, plan.predicted_step_s, plan.peaks)}
-        cuts = asked.get("cuts")
         cuts = cuts_of(planned.pieces) if cuts is None else cuts
         parts = [
             [piece.layer, len(piece.ops), stage]

@@ -272,23 +272,20 @@ def _train_rank(prepared: PreparedRun) -> None:
     require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
     captured = take_over(prepared.model, workload.job)
-    replanned = _train_by(prepared.plan, prepared, workload, captured, None)
+    replanned = _train_by(prepared, workload, captured, None)
     while replanned is not None and replanned.plan is not None:
-        replanned = _train_by(replanned.plan, prepared, workload, captured, replanned)
+        prepared = replace(prepared, plan=replanned.plan)
+        replanned = _train_by(prepared, workload, captured, replanned)
 
 
 def _train_by(
-    plan: Plan,
-    prepared: PreparedRun,
-    workload: Workload,
-    captured: Captured | None,
-    replanned: Replanned | None,
+    prepared: PreparedRun, workload: Workload, captured: Captured | None, replanned: Replanned | None
 ) -> Replanned | None:
     """Train by one plan, to the end or until another is better, which is returned. replanned: what gave this
     plan in the middle of the run, which goes on from its newest checkpoint."""
     resumes = prepared.request.resume or replanned is not None
     begin_s = time.monotonic()
-    config, out, request = prepared.config, prepared.out, prepared.request
+    config, out, plan, request = prepared.config, prepared.out, prepared.plan, prepared.request
     console = request.console
     options = Options(
         device=config.pipeline.device,
