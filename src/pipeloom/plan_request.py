@@ -124,9 +124,8 @@ def plan_within_caps(
     lowered = list(caps)
     first: tuple[int, ...] = ()
     for _ in range(TRIES):
-        devices = [replace(d, memory_bytes=cap) for d, cap in zip(cluster.devices, lowered, strict=True)]
         try:
-            plan = search(replace(cluster, devices=tuple(devices)))
+            plan = search(cluster.with_memory(lowered))
         except InfeasibleError:
             if not first:
                 raise

@@ -282,8 +282,7 @@ def _devices(settings: PlanSettings) -> Cluster:
     if cluster is None:
         cluster = cpu_cluster(settings.devices, memory=memory)
     elif memory is not None:
-        size = parse_bytes(memory)
-        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
+        cluster = cluster.with_memory([parse_bytes(memory)] * len(cluster.devices))
     return cluster if settings.offload_dir is None else with_files(cluster, Path(settings.offload_dir))[0]
 
 

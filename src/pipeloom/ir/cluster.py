@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from .errors import ConfigError, did_you_mean, shown
 from .text import LARGEST
@@ -221,6 +221,20 @@ class Cluster:
         if one.node == other.node or self.between_nodes is None:
             return self.within_node
         return self.between_nodes
+
+    def with_memory(self, sizes: Sequence[int]) -> Cluster:
+        """The same devices with other memory.
+
+        sizes: of the first devices, in bytes; the others keep theirs.
+
+        >>> card = Device(name="card", memory_bytes=GiB)
+        >>> cluster = Cluster(devices=(card,) * 3, within_node=Link(bandwidth_bytes_per_s=1e9))
+        >>> [device.memory_bytes // GiB for device in cluster.with_memory([4 * GiB, 2 * GiB]).devices]
+        [4, 2, 1]
+        """
+        pairs = zip(self.devices, sizes, strict=False)
+        first = tuple(replace(device, memory_bytes=size) for device, size in pairs)
+        return replace(self, devices=first + self.devices[len(first) :])
 
 
 def refuse_too_many(devices: int) -> None:

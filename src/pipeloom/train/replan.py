@@ -122,9 +122,7 @@ def request_for(config: Config, plan: Plan) -> PlanRequest:
     request = make_request(config.plan_settings)
     if not plan.caps:
         return request
-    pairs = zip(request.cluster.devices, plan.caps, strict=True)
-    devices = tuple(replace(device, memory_bytes=cap) for device, cap in pairs)
-    return replace(request, cluster=replace(request.cluster, devices=devices), capped=True)
+    return replace(request, cluster=request.cluster.with_memory(plan.caps), capped=True)
 
 
 def plan_again(
