@@ -96,8 +96,8 @@ def pieces_of(graph: OpGraph) -> StageGraph:
 
 
 def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
-    """Those of the last day on this machine's CPU, and the others measured now. What could not be
-    compiled, or not in time, is tried the next time."""
+    """One ratio per piece: those of the last day on this machine's CPU, and the others measured now. What
+    could not be compiled, or not in time, is tried the next time."""
     import torch
 
     from .profiler.compiled_pieces import CompiledRatio, measure_ratios, piece_signatures

@@ -98,7 +98,6 @@ def disk_speed(cluster: Cluster) -> str:
 
 
 def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
-    """The median of each figure."""
     units = dict(bandwidth_bytes_per_s="B/s", latency_s="s", overhead_s="s", overhead_s_per_byte="s/B")
     rows = {
         key: summarise_runs(f"within_node.{key}", [getattr(link, key) for link in links], unit)

@@ -244,7 +244,7 @@ def _placing_schedule(order: Schedule, *, from_file: bool) -> str:
 
 
 def _is_loop(order: Schedule) -> bool:
-    """Whether stages go round the ranks, as many on each."""
+    """Whether stages go round the ranks, the same number on each."""
     return order.stages % order.ranks == 0 and all(
         home == stage % order.ranks for stage, home in enumerate(order.placement)
     )
@@ -289,7 +289,6 @@ def _megatron(plan: Plan, modules: Modules, order: Schedule) -> Export:
 
 
 def _letters(names: Sequence[str]) -> dict[str, str]:
-    """The letter of each module."""
     entry = {name: name.rpartition(".")[0] for name in names if name.rpartition(".")[2].isdigit()}
     lists = sorted(set(entry.values()))
     layers = [at for at, name in enumerate(names) if name in entry]

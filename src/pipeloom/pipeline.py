@@ -297,7 +297,7 @@ class Pipeline:
         return run
 
     def _peak_flops_per_s(self) -> float | None:
-        """Of all ranks' devices together, as far as they are built in."""
+        """The sum over all ranks' devices; None if one of them is not built in."""
         rounded = torch.get_float32_matmul_precision() != "highest"  # to TF32 or less, whose peak is another
         if self.device.type == "cpu" or (rounded and self.options.autocast is None):
             return None
@@ -370,7 +370,7 @@ class Pipeline:
 
     @contextmanager
     def _call(self, what: str, *, heals: bool = False) -> Iterator[None]:
-        """Do what is not a step: nothing is in flight then."""
+        """Do something that is not a step, once nothing is in flight."""
         self._run.drain()
         with self._run.call(what, heals=heals):
             yield

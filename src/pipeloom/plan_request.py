@@ -320,8 +320,8 @@ class PlanRequest:
         return self._mean_step(plan, known.by_length) if known is not None and known.by_length else plan
 
     def _mean_step(self, plan: Plan, by_length: Mapping[int, tuple[float, CapturedModel]]) -> Plan:
-        """The same plan with the mean of its steps at each length. That is more than the step of the mean
-        times, as the slowest stage need not be the same."""
+        """The same plan with the mean of its steps at each length. The step with mean times would be shorter,
+        because the slowest stage need not be the same at each length."""
         mean_s, said = 0.0, []
         for length, (share, model) in by_length.items():
             step_s = PlanCosts(model.graph, model.profiles, self.cluster).simulate(plan).step_s
@@ -330,8 +330,8 @@ class PlanRequest:
         return replace(plan, predicted_step_s=mean_s, notes={**plan.notes, LENGTHS: ", ".join(said)})
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
-        """The fastest plan for all replicas. What the sums of their gradients take is seen only here, so that
-        beside a planner of a DAG of stages others are asked. microbatches: of each pipeline."""
+        """The fastest plan for all replicas. Only here it is known what summing their gradients takes, so
+        others are tried beside a planner of a DAG of stages. microbatches: of each pipeline."""
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
         replicas, refused = self.options.replicas, list[InfeasibleError]()

@@ -277,7 +277,7 @@ def make_request(
 
 
 def _devices(settings: PlanSettings) -> Cluster:
-    """Those of a cluster, or processes of this machine."""
+    """The devices of a cluster, or processes of this machine."""
     cluster, memory = settings.described, settings.memory
     if cluster is None:
         cluster = cpu_cluster(settings.devices, memory=memory)
@@ -333,9 +333,9 @@ def plan_here(job: Job, settings: PlanSettings, captured: Captured, *, device: s
 def _model_of_lengths(
     request: PlanRequest, job: Job, size: int, *, captured: Captured | None, profiled: Profile | None
 ) -> CapturedModel:
-    """That of the longest sequence length, with the mean of the times of all.
+    """The model of the longest sequence length, with times that are means over all lengths.
 
-    captured: is used for the length that it has.
+    captured: used for the length that it has.
     """
     from .tracer.job_calls import at_length, sample_batch
 

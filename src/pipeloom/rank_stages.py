@@ -102,7 +102,6 @@ class RankStages:
         )
 
     def _shares(self) -> tuple[OptimizerShares, ...]:
-        """How replicas share out the optimizer's state, if they do."""
         if not self.plan.shard_optimizer:
             return ()
         sizes = {p.name: p.bytes for p in self.captured.graph.parameters if p.trainable}
@@ -110,7 +109,7 @@ class RankStages:
         return optimizer_shares(stages, self.plan.placement, sizes)
 
     def _updates(self) -> Updates | None:
-        """With as many versions as this rank's stages keep at once.
+        """The plan's updates, with as many versions of weights as this rank's stages keep at once.
 
         Raises: ScheduleError if the plan's rows break the rule of weight versions.
         """
@@ -166,7 +165,7 @@ class StageVariants:
         return self._variants[signature]
 
     def _evaluated(self, part: Mapping[str, Tensor], training: StageVariants) -> Variant:
-        """In evaluation mode; a model that was cut between its modules runs in either."""
+        """The stages in evaluation mode. Of a model that was cut between its modules they run in either."""
         rank, plan = self._rank, self._rank.plan
         if rank.captured.cut is not None and self._with_outputs:
             raise CaptureError(
@@ -253,7 +252,7 @@ class StageVariants:
         return replace(stages, params=rank.stages.params, buffers=buffers)
 
     def _policy(self, captured: Captured, stages: StageGraph) -> MemoryPolicy:
-        """The plan's policy for those residuals that there are; others, of a graph that lacks some, stay."""
+        """The plan's policy for the residuals of this capture, which may lack some of the planned ones."""
         rank, policy = self._rank, self._rank.plan.memory
         if captured.graph.fingerprint == rank.plan.graph:
             return policy

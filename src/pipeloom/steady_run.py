@@ -110,7 +110,7 @@ class SteadyRun(Run):
                 self._drain()
 
     def _abandon(self) -> bool:
-        """Its rows go over from step to step: none can be taken back alone."""
+        """Rows go over from step to step, so that none can be taken back alone."""
         self.fed, self.last = 0, -1
         for left in (self._open, self._under_way, self._told, self._digests, self._batch_bytes):
             left.clear()

@@ -96,7 +96,7 @@ class StepBatches:
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """From memory that is not pinned the host would wait for the device, at every tensor."""
+    """Copy from pinned memory: from any other the host would wait for the device at every tensor."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -366,15 +366,15 @@ def differences(pipelined: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In a type whose differences are exact enough. That of two float32 has float32's digits, far below any
-    tolerance, and float64 would take ten times as long."""
+    """A tensor in a type whose differences are exact enough. Those of float32 have float32's digits, which is
+    far below any tolerance; float64 would take ten times as long."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor if tensor.dtype == torch.float32 else tensor.double()
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest size of an entry; not a number if any entry is none."""
+    """The largest absolute value of an entry; NaN if any entry is NaN."""
     low, high = tensor.aminmax()
     return float(torch.maximum(-low.double(), high.double()).abs())  # no -0.0
 
@@ -384,7 +384,6 @@ def _relative(difference: float, size: float) -> float:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies without graph."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

@@ -43,7 +43,7 @@ MODEL_HELP = (
 
 
 def _discard(descriptor: int) -> None:
-    """What is written to a file descriptor from now on is lost."""
+    """Drop what is written to this file descriptor from now on."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), descriptor)
 

@@ -138,7 +138,7 @@ def reported(
 
 
 def _of_the_step(report: Mapping[str, Any]) -> str:
-    """What the step holds, as the end of a sentence."""
+    """The end of a sentence that says what the predicted step counts."""
     if report["predicted_by"] == "rehearsal":
         return (
             "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
@@ -240,7 +240,7 @@ def _plan(
 
 
 class _Line:
-    """A line on standard error, on a terminal, that says how a search goes on."""
+    """Shows how a search goes on, in one line on standard error if that is a terminal."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress

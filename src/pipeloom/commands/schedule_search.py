@@ -100,7 +100,7 @@ def search(
 
 
 def _progress_line() -> Callable[[SearchProgress], None]:
-    """Writes one line on standard error again and again, where that is a terminal."""
+    """Rewrites one line on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         return lambda progress: None
 

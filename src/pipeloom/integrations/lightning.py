@@ -243,7 +243,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         return pipe
 
     def _make_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Of the class and with the groups of that of `configure_optimizers`."""
+        """Of the class of the optimizer of `configure_optimizers`, and with its groups."""
         optimizer, params = self.optimizers[0], dict(named_parameters)
         kind = type(optimizer)
         groups = [
@@ -316,7 +316,7 @@ _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 
 class _StepsAsForward:
-    """Before the module's own class. What a captured step cannot know is refused."""
+    """Mixed in before the module's own class. Refuses to read what a captured step cannot know."""
 
     training: bool
     batch_kind: type
@@ -386,7 +386,7 @@ for _name in ("trainer", "current_epoch", "global_step", "logger", "loggers", "o
 
 
 class _NoIndex:
-    """In the place of the number of a batch."""
+    """Stands for the number of a batch."""
 
 
 def _refuse_index(*args: Any) -> Any:

@@ -85,7 +85,7 @@ def attention_scores(op: Op, graph: OpGraph) -> Value:
 
 
 def _attention(op: Op, graph: OpGraph) -> GradientOrder:
-    """In separate products: it saves copies only, which are its own."""
+    """Attention in separate products, which saves only copies of its own."""
     operands = [graph.value[name] for name in op.inputs[:3]]
     if len(operands) < 3 or not all(v.needs_grad for v in operands):
         return AT_ONCE

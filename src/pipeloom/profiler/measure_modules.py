@@ -56,7 +56,7 @@ def estimate_modules(captured: Captured, device: Device) -> Profile:
 
 
 class _Roofline(Timer):
-    """What a function's kernels take on a device that is not there."""
+    """Adds up what a function's kernels take on a device that is not there."""
 
     def __init__(self, described: Device) -> None:
         super().__init__(torch.device("cpu"))
@@ -73,7 +73,7 @@ class _Roofline(Timer):
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums up by roofline what the kernels that run take. Views run none."""
+    """Adds up the roofline times of the kernels that run. Views run none."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counted_as(func: Any) -> Any:
-    """PyTorch counts attention of GPUs only; that of CPUs has the same products."""
+    """PyTorch counts the attention of GPUs only. The one of CPUs has the same products."""
     packet = func.overloadpacket
     return getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), packet)
 

@@ -89,8 +89,6 @@ def op_signatures(captured: Captured) -> dict[str, Hashable]:
 
 
 class _Position(str):
-    """The position of a tensor among an op's arguments."""
-
     def __new__(cls, index: int) -> _Position:
         return super().__new__(cls, f"%{index}")
 

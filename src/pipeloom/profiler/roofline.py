@@ -158,8 +158,6 @@ class _Estimate:
 
 @dataclass(frozen=True)
 class _Operands:
-    """One op's reads and writes."""
-
     of: _Estimate
     op: Op
     rule: Rule

@@ -160,7 +160,7 @@ def train(
 
 
 def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
-    """How many steps are done when something else is due."""
+    """After how many steps something else is due."""
     for done in range(step + 1, config.steps):
         every = (config.validate_every, config.checkpoint_every, config.replan or config.steps)
         due = any(done % each == 0 for each in every)

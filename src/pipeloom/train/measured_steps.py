@@ -77,7 +77,7 @@ def _measure(
     rehearses: bool,
     file: Path,
 ) -> None:
-    """In each rank; rank 0 writes the file."""
+    """What each rank runs; rank 0 writes the file."""
     require_runnable(settings.named_schedule)  # which loads the operations of a user's own
     job = job_of(config)
     options = Options(

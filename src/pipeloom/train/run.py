@@ -147,14 +147,14 @@ def _planned_from(config: Config) -> tuple[object, ...]:
 
 
 def _named(config: Config) -> Config:
-    """A job of one's own names the run, unless the config does."""
+    """The config with the name of the user's job, unless it has a name itself."""
     if config.job is None or config.name != Config().name:
         return config
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
 
 
 def _has_ended(config: Config, out: Path, request: TrainRequest) -> bool:
-    """Whether a run that is resumed has nothing left to do, which is printed then."""
+    """Whether a resumed run has nothing left to do; if so, that is printed."""
     steps = checkpoint_step(out / "checkpoint")
     if steps < config.steps or not has_report(out, steps):
         return False
