@@ -184,9 +184,9 @@ class Pipeline:
         """Capture the model and cut it as planned, and open the channel to the other ranks."""
         job, plan, options = self.job, self.plan, self.options
         require_same_plan(self.watch, plan, options.timeout_s)
-        if len(set(plan.placement)) != self.ranks:
+        if plan.ranks != self.ranks:
             raise PlanError(
-                f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
+                f"the plan is for {plan.ranks} ranks, but {self.ranks} were started",
                 hint="start as many ranks as the plan has, or plan again",
             )
         if self.device.type == "cpu":

@@ -231,7 +231,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """The settings that a plan was made with, as far as it says them, to plan again by. Of its planner and
     schedule, which need not be any that is known here, ask `runnable.names_to_plan_by`."""
     settings: dict[str, Any] = {
-        "ranks": len(set(plan.placement)) // plan.width,
+        "ranks": plan.ranks // plan.width,
         "replicas": plan.width,
         "shard_optimizer": plan.shard_optimizer,
         "weights": plan.weights,

@@ -107,7 +107,7 @@ def join_ranks(
 
     Returns: also what opens this rank's channel to the others for the messages of a program.
     """
-    if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
+    if channel is None and group is None and plan.ranks == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
         close_at_exit(channel.watch)

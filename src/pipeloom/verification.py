@@ -244,8 +244,6 @@ def pipelined_step(
     """
     from .pipeline import Pipeline  # which is compared by this module before its first step
 
-    ranks = len(set(plan.placement))
-
     def run(rank: int, channel: Channel) -> StepNumbers:
         with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
             graph = pipeline.captured.graph
@@ -256,7 +254,7 @@ def pipelined_step(
             # Of another size than the plan's, the stages are captured and traced now: nothing can be
             # captured while draws are recorded, and what it draws would be counted as the step's.
             pipeline.batches.take(batch, step=0)
-            recorder = DrawRecorder() if may_stand_for_module and ranks == 1 else None
+            recorder = DrawRecorder() if may_stand_for_module and plan.ranks == 1 else None
             with recorder or nullcontext():
                 loss = pipeline.step(batch)
             return StepNumbers(
@@ -272,7 +270,7 @@ def pipelined_step(
                 rows=graph.rows,
             )
 
-    steps = run_threads(ranks, run, timeout_s=options.timeout_s)
+    steps = run_threads(plan.ranks, run, timeout_s=options.timeout_s)
     rows = steps[0].rows
     return replace(
         steps[0],
@@ -294,7 +292,7 @@ def _reference(
     if not pipelined.random and not pipelined.python_random:
         return plain_step(job, plan, options, batch, pipelined.autocast), EAGER
     uncut = pipelined
-    if len(set(plan.placement)) > 1:
+    if plan.ranks > 1:
         ops = tuple(op for stage in plan.stages for op in stage.ops)
         row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
         one_stage = _in_one_rank(plan, (StagePlan(ops=ops),), row)

@@ -88,7 +88,7 @@ def simulate(
     elif costs is None:
         assert captured is not None, "a saved graph comes with a profile or a cluster"
         costs = planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned
-    devices = described or cpu_cluster(len(set(plan.placement)))
+    devices = described or cpu_cluster(plan.ranks)
     timeline = planning.simulate(plan, graph, costs, devices)
     if html is not None:
         write_report(

@@ -167,6 +167,11 @@ class Plan:
             )
         return times
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks it is for, those of all replicas together."""
+        return len(set(self.placement))
+
     def microbatches_on(self, rank: int) -> int:
         """How many micro-batches of a step run through the stages of `rank`, which needs the inputs of these
         only. Raises: PlanError as `replicas`."""

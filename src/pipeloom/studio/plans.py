@@ -59,7 +59,7 @@ class PlanModel:
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
         """cluster: None for processes of this machine, whose op times are measured within the last day."""
-        size, ranks = plan.microbatch_size, len(set(plan.placement))
+        size, ranks = plan.microbatch_size, plan.ranks
         split = planning.capture(job, size, split=plan.split_words)
         compiled = cluster is None and COMPILED in plan.notes
         captured = planning.captured_model(

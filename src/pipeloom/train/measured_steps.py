@@ -28,7 +28,7 @@ from ..step_reports import StepReport
 from ..tracer.job import Job
 from .config import Config
 from .loop import LONG_STEP_S
-from .rank_processes import HandedModel, RankProcesses, ranks_of, take_over
+from .rank_processes import HandedModel, RankProcesses, take_over
 from .workload import job_of
 
 SHARE_OF_MEMORY = 0.5
@@ -65,7 +65,7 @@ def measure_steps(
     with tempfile.TemporaryDirectory(prefix="pipeloom-steps-") as folder:
         file = Path(folder) / "steps.json"
         work = (config, plan, handed, settings, steps, rehearses, file)
-        return processes.run(_measure, ranks_of(plan), *work) or load_noun(file, MeasuredSteps)
+        return processes.run(_measure, plan.ranks, *work) or load_noun(file, MeasuredSteps)
 
 
 def _measure(

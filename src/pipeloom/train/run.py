@@ -37,7 +37,7 @@ from ..tracer.job import load_job
 from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
-from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, ranks_of, run_rank, take_over
+from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, run_rank, take_over
 from .replan import Replanned, Replans
 from .report import RunReport
 from .run_directory import has_report, run_directory
@@ -87,7 +87,7 @@ def run(request: TrainRequest, processes: RankProcesses) -> int:
         if prepared is None:
             return 0
         try:
-            return processes.run(_train_rank, ranks_of(prepared.plan), prepared)
+            return processes.run(_train_rank, prepared.plan.ranks, prepared)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
             end_undisturbed()
             print(interrupted(out), file=sys.stderr)
@@ -230,7 +230,7 @@ def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     if memory is None:
         return plan
     size = parse_bytes(memory)
-    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * ranks_of(plan)))
+    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * plan.ranks))
 
 
 def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> Config:
@@ -251,7 +251,7 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
             settings.plan,
         )
     if settings.chunks is not None:
-        fixed["chunks"] = len(plan.stages) * plan.width // ranks_of(plan)
+        fixed["chunks"] = len(plan.stages) * plan.width // plan.ranks
     if settings.global_batch is not None:
         fixed["global_batch"] = plan.microbatches * plan.microbatch_size
     overridden = set(map(key_of, overrides))
