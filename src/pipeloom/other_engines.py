@@ -49,7 +49,7 @@ def stage_modules(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """
     if not plan.modules:
         raise PlanError("this plan does not say which modules its ops are in", hint=MODULES_HINT)
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    stage_of = plan.stage_of
     missing = next((op for ends in plan.modules.values() for op in ends if op not in stage_of), None)
     if missing is not None:
         raise PlanError(f"op {missing} has no stage in this plan", hint=MODULES_HINT)

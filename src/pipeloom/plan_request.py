@@ -95,14 +95,13 @@ def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster
     wide = widened(plan, width)
     caps = tuple(device.memory_bytes for device in cluster.devices[: len(wide.schedule_rows)])
     step = costs.simulate(replace(wide, caps=caps))
-    peaks = tuple(step.peak_bytes(rank) for rank in range(len(caps)))
-    for rank, (peak, cap) in enumerate(zip(peaks, caps, strict=True)):
+    for rank, (peak, cap) in enumerate(zip(step.rank_peaks, caps, strict=True)):
         if peak > cap:
             raise InfeasibleError(
                 f"rank {rank} needs {format_bytes(peak)} as one of {width} replicas, its cap is "
                 f"{format_bytes(cap)}"
             )
-    return replace(wide, caps=caps, peaks=peaks, predicted_step_s=step.step_s)
+    return replace(wide, caps=caps, peaks=step.rank_peaks, predicted_step_s=step.step_s)
 
 
 TRIES = 7
@@ -174,7 +173,7 @@ def traced_peaks(
         )
         for graphs, planned in zip(traced, costs.stages(plan), strict=True)
     ]
-    step = simulate(
+    return simulate(
         lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
         variant.stages,
         tuple(completed),
@@ -184,8 +183,7 @@ def traced_peaks(
         ),
         caps=plan.caps,
         small_bytes=SMALL_BYTES,
-    )
-    return tuple(step.peak_bytes(rank) for rank in range(len(plan.caps)))
+    ).rank_peaks
 
 
 T = TypeVar("T")

@@ -102,6 +102,7 @@ def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
             f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
             hint="choose a schedule of one direction",
         )
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
-    forwards_in_order(plan.as_schedule, {stage_of[op]: name for op, name in users if op in stage_of})
+    forwards_in_order(
+        plan.as_schedule, {plan.stage_of[op]: name for op, name in users if op in plan.stage_of}
+    )

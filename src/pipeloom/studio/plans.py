@@ -141,8 +141,7 @@ class PlanDesk:
         plan = planned.cut(asked.get("cuts"))
         if planned.model is not None:
             timeline = planned.model.costs.simulate(plan)
-            peaks = tuple(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
-            plan = replace(plan, predicted_step_s=timeline.step_s, peaks=peaks)
+            plan = replace(plan, predicted_step_s=timeline.step_s, peaks=timeline.rank_peaks)
         return {"file": "plan.json", "json": as_plain(plan)}
 
     def cap(self, asked: Json) -> Json:
@@ -206,7 +205,7 @@ def _simulated(plan: Plan, model: PlanModel) -> Json:
     rows = reports.stage_rows(graph, plan)
     times = stage_figures(rows, (timeline, None))
     texts = {s: [f"F {forward.value}", f"B {back.value}"] for s, (forward, back) in times.items()}
-    peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
+    peaks = timeline.rank_peaks
     over = [rank for rank, cap in enumerate(plan.caps) if peaks[rank] > cap]
     drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), texts)
     return {
@@ -226,12 +225,11 @@ def pieces(plan: Plan, graph: OpGraph) -> list[LayerPiece]:
     """The model's layers in the order of its ops, where a stage cuts one, in parts; empty where a stage is no
     run of ops, as in a graph of branches."""
     layer_of = layer_names(graph.ops)
-    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.ops}
     runs = [
         LayerPiece(layer, tuple(op.name for op in ops), stage)
         for (layer, stage), ops in groupby(
-            (op for op in graph.ops if op.name in stage_of),
-            key=lambda op: (layer_of[op.module] or op.module, stage_of[op.name]),
+            (op for op in graph.ops if op.name in plan.stage_of),
+            key=lambda op: (layer_of[op.module] or op.module, plan.stage_of[op.name]),
         )
     ]
     order = [stage for stage, _ in groupby(run.stage for run in runs)]
