@@ -35,7 +35,7 @@ class StepProgress(Progress):
             self.update(self._task, completed=step, figures=step_text(figures))
         elif step % LINE_EVERY == 0 or step in (1, self._steps):
             line = f"step {step}/{self._steps}  {step_text(figures)}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
 
 
 def step_text(figures: Mapping[str, Any]) -> str:

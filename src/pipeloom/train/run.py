@@ -119,7 +119,7 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
     if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
-        console.print(advice, highlight=False, soft_wrap=True)
+        console.print(advice, soft_wrap=True)
     with console.status("capturing"):
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
     return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
@@ -161,7 +161,6 @@ def _has_ended(config: Config, out: Path, request: TrainRequest) -> bool:
     request.console.print(
         f"{out} is finished: {steps} of {config.steps} steps are done. "
         f"To train longer: --resume --steps N, with N above {steps}",
-        highlight=False,
         soft_wrap=True,
     )
     if request.as_json:
@@ -197,7 +196,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
         captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
         plan = plan_here(job, config.plan_settings, captured, device=device)
     for sentence in times_of(plan):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
     return plan, captured
 
 
@@ -306,7 +305,7 @@ def _train_by(
         at_once = why_at_once(forecast.step_s)
         if pipeline.rank == 0:
             told = at_once or what_runs_first(config.rehearsals, validates=not resumes)
-            console.print(told, highlight=False, soft_wrap=True)
+            console.print(told, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
         if resumes:
