@@ -121,7 +121,7 @@ def wide() -> dict[str, Any]:
 
     devices, job = "64 nodes of 8 x h100", llama_70b()
     settings = PlanSettings(ranks=1, cluster=devices, global_batch=1024)
-    request = planning.make_request(job, settings)
+    request = planning.make_request(settings)
     begin = time.process_time()
     with patch.object(shapes, "captured_model", captured_model):
         found, model = shapes.plan_shape(request, job)

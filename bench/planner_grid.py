@@ -147,7 +147,6 @@ def by_planners(
     found = {}
     for planner in planners:
         request = planning.make_request(
-            job,
             ranks=ranks_of(cell),
             replicas=cell.width,
             microbatches=MICROBATCHES,

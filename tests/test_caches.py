@@ -198,7 +198,7 @@ def test_plans_for_ranks_of_this_machine_take_it_into_account(asked: list[int], 
     captured = planning.capture(job, 2)
     alone = planning.profile(captured)
     how = {"captured": captured, "profiled": alone}
-    _, model = plan_size(make_request(job, ranks=2, microbatch_size=2), job, **how)
+    _, model = plan_size(make_request(ranks=2, microbatch_size=2), job, **how)
     assert asked == [2]
     beside = model.profiles["cpu"]
     assert beside.notes == ("beside 1 more: products x2, others x1.5",)

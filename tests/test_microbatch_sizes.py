@@ -146,7 +146,7 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
     job, how = normalised(number), {"ranks": 2, "microbatches": 2}
     few = plan(job, microbatch_size=number, cluster="2 x cpu", **how)
     how["cluster"] = f"2 x cpu with {3 * max(few.peaks)}B"
-    found, model = largest(job, make_request(job, microbatch_size=number, **how))
+    found, model = largest(job, make_request(microbatch_size=number, **how))
     assert found.microbatch_size == model.size > number
     for size in (4 * model.size, model.size + number):
         with pytest.raises(InfeasibleError) as caught:
@@ -158,7 +158,7 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
 @pytest.mark.parametrize("start", [1, 3, 7])
 def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
     job = normalised(2)
-    how = make_request(job, ranks=2, cluster="2 x cpu with 64KiB")
+    how = make_request(ranks=2, cluster="2 x cpu with 64KiB")
     sizes = {largest(job, how.changed(microbatch_size=n))[0].microbatch_size for n in (start, 2)}
     assert len(sizes) == 1
 
@@ -166,7 +166,7 @@ def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
 @pytest.mark.parametrize("search", [largest_plan, best_plan])
 def test_a_batch_that_never_can_be_says_so_itself(search: Callable) -> None:
     job = normalised(0)
-    how = make_request(job, ranks=2, cluster="2 x cpu", global_batch=8)
+    how = make_request(ranks=2, cluster="2 x cpu", global_batch=8)
     with pytest.raises(LookupError, match="no data"):
         plan_at_size(how, job, search)
 
@@ -178,13 +178,13 @@ def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole:
         batch=rows_of,
         loss=lambda outputs, _: outputs.square().mean(),
     )
-    how = make_request(small, ranks=2, cluster="2 x cpu with 1GiB", schedule=schedule, global_batch=whole)
+    how = make_request(ranks=2, cluster="2 x cpu with 1GiB", schedule=schedule, global_batch=whole)
     found, _ = largest(small, how)
     assert (found.microbatch_size, found.microbatches) == (whole // 2, 2)
 
 
 def test_global_batches_that_are_large_or_cannot_be_divided() -> None:
-    how = make_request(normalised(), ranks=2, cluster="2 x cpu", global_batch=10**15)
+    how = make_request(ranks=2, cluster="2 x cpu", global_batch=10**15)
     assert how.microbatches_of(1000) == 10**12
     with pytest.raises(ConfigError, match="no multiple of 7 rows"):
         how.microbatches_of(7)
@@ -198,7 +198,7 @@ def test_treatments_allow_larger_ones() -> None:
     how = {"ranks": 2, "microbatches": 2, "microbatch_size": 2, "memory": "6MiB", "cluster": "2 x a100-40"}
     job = zoo.job("gpt2")
     kept, treated = (
-        largest(job, make_request(job, treatments=each, **how))[0].microbatch_size
+        largest(job, make_request(treatments=each, **how))[0].microbatch_size
         for each in ((), ("recompute", "offload"))
     )
     assert kept < treated

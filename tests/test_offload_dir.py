@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, disk: Disk) -> Non
 
 def test_by_default_residuals_may_be_made_again_or_offloaded(tmp_path: Path, disk: Disk) -> None:
     disk(1e12)
-    request = partial(make_request, TANH, ranks=2, offload_dir=tmp_path)
+    request = partial(make_request, ranks=2, offload_dir=tmp_path)
     assert request().options.treatments == ("recompute", "offload")
     assert request(planner="equal").options.allowed is None
     assert request(treatments=()).options.treatments == ()

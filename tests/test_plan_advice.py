@@ -25,7 +25,7 @@ SIZE = 4
 
 def request_for(cluster: str, **more: object) -> tuple[PlanRequest, CapturedModel]:
     job = zoo.job("gpt2")
-    how = make_request(job, **{"ranks": 2, "microbatches": 4, "cluster": cluster} | more)
+    how = make_request(**{"ranks": 2, "microbatches": 4, "cluster": cluster} | more)
     return how, captured_model(job, SIZE, how.cluster, captured=capture_of(job, SIZE))
 
 
@@ -182,12 +182,12 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
 
 def test_more_processes_of_this_machine_have_less_memory_each() -> None:
     """Without a cap, each has its share of the machine's; more stages were tried with as much each."""
-    here = make_request(zoo.job("gpt2"), ranks=2)
+    here = make_request(ranks=2)
     there = replace(here, local=False)
     whole, of_eight, elsewhere = (
         sum(device.memory_bytes for device in devices)
         for devices in (here.cluster.devices, plan_advice._as_many(here, 8), plan_advice._as_many(there, 8))
     )
     assert of_eight <= whole and elsewhere == 4 * whole
-    capped = make_request(zoo.job("gpt2"), ranks=2, memory="1GiB")
+    capped = make_request(ranks=2, memory="1GiB")
     assert [device.memory_bytes for device in plan_advice._as_many(capped, 3)] == [1 << 30] * 3

@@ -72,7 +72,7 @@ def captured() -> CapturedModel:
 
 def request_for(memory: int, **how: Any) -> PlanRequest:
     how = {"planner": "dawnpiper", "treatments": ["recompute"], "microbatches": COUNT} | how
-    return make_request(JOB, ranks=2, cluster=cpu_cluster(2, memory=memory), **how)
+    return make_request(ranks=2, cluster=cpu_cluster(2, memory=memory), **how)
 
 
 def planned(memory: int) -> Plan:
@@ -141,7 +141,7 @@ def test_it_is_what_ranks_expect(
     how = {"planner": "dawnpiper", "treatments": treatments, "schedule": schedule}
 
     def made(memory: int) -> Plan:
-        request = make_request(job, ranks=2, microbatches=8, cluster=cluster, memory=memory, **how)
+        request = make_request(ranks=2, microbatches=8, cluster=cluster, memory=memory, **how)
         return request.plan(profiled(job))
 
     plan = made(round(share * max(made(1 << 40).peaks)) if share < 1 else 1 << 40)
@@ -213,7 +213,7 @@ def test_replicas_of_a_stage_are_neighbours_and_share_the_micro_batches() -> Non
     assert wide.predicted_step_s > one.predicted_step_s, "replicas sum their gradients"
     several = side_by_side(schedule="interleaved_1f1b")
     assert (len(several.stages), several.width, len(several.schedule_rows)) == (4, 2, 4)
-    request = make_request(GPT, ranks=2, replicas=2, global_batch=12)
+    request = make_request(ranks=2, replicas=2, global_batch=12)
     assert list(request.sizes()) == [1, 2, 3, 6]
 
 

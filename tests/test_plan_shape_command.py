@@ -25,7 +25,7 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     shape = PipelineShape(**{name: best[name] for name in ("width", "depth", "microbatch_size", "recompute")})
     job = load_job("mine.py:blocks")
     how = {"ranks": 1, "weights": "2bw", "cluster": find_cluster(CLUSTER), "global_batch": 32}
-    asked = shapes.shape_request(planning.make_request(job, **how), job)
+    asked = shapes.shape_request(planning.make_request(**how), job)
     assert best["rows_per_s"] == pytest.approx(throughput(asked, shape))
     assert best["peak_bytes"] == round(memory(asked, shape)) <= asked.cap_bytes
     assert best["microbatches"] == 32 // (shape.width * shape.microbatch_size) >= shape.depth

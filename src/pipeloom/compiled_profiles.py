@@ -96,11 +96,11 @@ def pieces_of(graph: OpGraph) -> StageGraph:
 
 
 def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
-    """Those of the last day on this machine's CPU, and the others measured now. What could not be
-    compiled, or not in time, is tried the next time."""
+    """One ratio per piece: those of the last day on this machine's CPU, and the others measured now. What
+    could not be compiled, or not in time, is tried the next time."""
     import torch
 
-    from .profiler.compiled_pieces import CompiledRatio, measure_piece, measure_ratios, piece_signatures
+    from .profiler.compiled_pieces import CompiledRatio, measure_ratios, piece_signatures
     from .profiler.measure_op import Timer
 
     signatures = piece_signatures(captured, pieces)
@@ -125,7 +125,6 @@ def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str)
             {name: cost.forward_s + cost.backward_s for name, cost in eager.costs.items()},
             timer=Timer(torch.device(device), time.thread_time),
             budget_s=BUDGET_S,
-            measure=measure_piece,
             known=known,
         )
         layer_of = layer_names(captured.graph.ops)

@@ -109,7 +109,7 @@ class Forecast:
     def _step(
         self, costs: Mapping[int, StageCost], cluster: Cluster, action_s: ActionTimes | None = None
     ) -> Timeline:
-        """All rounds, each rank going on to the next as it ends one; the last one updates."""
+        """Simulate all rounds. Each rank starts the next one when it ends one; the last one updates."""
         events: list[Event] = []
         begin_s = [0.0] * self.channel.ranks
         for left in range(self.rounds - 1, -1, -1):
@@ -229,8 +229,8 @@ class Rehearsals:
         return self._rehearsal.time_actions(microbatches)
 
     def _simulated(self, walk: ActionTimes) -> Timeline:
-        """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks
-        again and again, so with mean times it would look shorter."""
+        """Simulate a step of all ranks. Each action takes as long as in the walk, because a step waits for
+        the slower of two ranks again and again: with mean times it would look shorter."""
         pace = sum(walk.values()) / self._walk_s if self._walk_s else 1.0
         update_s = self._update_s * pace / len(self._memory)
         timed = {index: with_times(cost, index, walk, update_s) for index, cost in self._memory.items()}

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """However the parent ends, that closes the pipe."""
+    """End this process when the parent has ended, which closes the pipe in any case."""
     os.read(0, 1)
     os._exit(PARENT_ENDED)
 

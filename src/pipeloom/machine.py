@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,22 +19,14 @@ ALIKE = 1.5
 """Pairs of devices whose links differ by less than this factor count as joined alike."""
 
 
-@dataclass(frozen=True)
-class Detected:
-    """measured: each figure with its spread."""
-
-    cluster: Cluster
-    measured: tuple[Measurement, ...]
-
-
 def detect(
     kind: str = "cpu",
     *,
     devices: int | None = None,
     directory: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Detected:
-    """Measure this machine's devices.
+) -> tuple[Cluster, list[Measurement]]:
+    """Measure this machine's devices. Returns: the cluster, and each figure with its spread.
 
     kind: "cpu", a type of accelerator such as "cuda", or "auto".
     devices: so many processes of one thread each, by default one per core; of the
@@ -51,7 +43,9 @@ def detect(
     return _processes(devices or usable_cores(), directory, progress)
 
 
-def _processes(count: int, directory: Path | None, progress: Callable[[str], None]) -> Detected:
+def _processes(
+    count: int, directory: Path | None, progress: Callable[[str], None]
+) -> tuple[Cluster, list[Measurement]]:
     import torch
 
     from .profiler.detect import detect_device
@@ -69,7 +63,7 @@ def _processes(count: int, directory: Path | None, progress: Callable[[str], Non
     if directory is not None:
         progress(f"files in {directory}")
         cluster, tier = with_files(cluster, directory)
-    return Detected(cluster, (*rows, *tier, *sent))
+    return cluster, [*rows, *tier, *sent]
 
 
 def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measurement]]:
@@ -104,7 +98,6 @@ def disk_speed(cluster: Cluster) -> str:
 
 
 def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
-    """The median of each figure."""
     units = dict(bandwidth_bytes_per_s="B/s", latency_s="s", overhead_s="s", overhead_s_per_byte="s/B")
     rows = {
         key: summarise_runs(f"within_node.{key}", [getattr(link, key) for link in links], unit)
@@ -113,7 +106,9 @@ def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
     return Link(**{key: row.value for key, row in rows.items()}), list(rows.values())
 
 
-def _gpus(kind: str, count: int | None, directory: Path | None, progress: Callable[[str], None]) -> Detected:
+def _gpus(
+    kind: str, count: int | None, directory: Path | None, progress: Callable[[str], None]
+) -> tuple[Cluster, list[Measurement]]:
     import torch
 
     from .profiler.host_copies import gpu_links, shared_uplinks
@@ -144,7 +139,7 @@ def _gpus(kind: str, count: int | None, directory: Path | None, progress: Callab
     through_host = Link(bandwidth_bytes_per_s=first.bandwidth_bytes_per_s / 2, latency_s=2 * first.latency_s)
     joined = within or through_host
     cluster = Cluster(devices=tuple(devices), within_node=joined, groups=groups, switches=switches)
-    return Detected(cluster, (*rows, *between))
+    return cluster, [*rows, *between]
 
 
 def _distinct(

@@ -49,7 +49,7 @@ def stage_modules(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """
     if not plan.modules:
         raise PlanError("this plan does not say which modules its ops are in", hint=MODULES_HINT)
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    stage_of = plan.stage_of
     missing = next((op for ends in plan.modules.values() for op in ends if op not in stage_of), None)
     if missing is not None:
         raise PlanError(f"op {missing} has no stage in this plan", hint=MODULES_HINT)
@@ -126,7 +126,7 @@ def left_out(plan: Plan) -> list[str]:
     return said
 
 
-def refuse_other_than_chain(stages: StageGraph, graph: OpGraph, engine: str, *, ties: bool = False) -> None:
+def refuse_other_than_chain(stages: StageGraph, graph: OpGraph, engine: str, *, ties: bool) -> None:
     """Raises: PlanError if a value skips a stage, stages do not read their neighbours, or a parameter that is
     trained is in several. ties: one may be in the first and the last stage."""
     for crossing in stages.crossings:
@@ -244,7 +244,7 @@ def _placing_schedule(order: Schedule, *, from_file: bool) -> str:
 
 
 def _is_loop(order: Schedule) -> bool:
-    """Whether stages go round the ranks, as many on each."""
+    """Whether stages go round the ranks, the same number on each."""
     return order.stages % order.ranks == 0 and all(
         home == stage % order.ranks for stage, home in enumerate(order.placement)
     )
@@ -289,7 +289,6 @@ def _megatron(plan: Plan, modules: Modules, order: Schedule) -> Export:
 
 
 def _letters(names: Sequence[str]) -> dict[str, str]:
-    """The letter of each module."""
     entry = {name: name.rpartition(".")[0] for name in names if name.rpartition(".")[2].isdigit()}
     lists = sorted(set(entry.values()))
     layers = [at for at, name in enumerate(names) if name in entry]

@@ -184,9 +184,9 @@ class Pipeline:
         """Capture the model and cut it as planned, and open the channel to the other ranks."""
         job, plan, options = self.job, self.plan, self.options
         require_same_plan(self.watch, plan, options.timeout_s)
-        if len(set(plan.placement)) != self.ranks:
+        if plan.ranks != self.ranks:
             raise PlanError(
-                f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
+                f"the plan is for {plan.ranks} ranks, but {self.ranks} were started",
                 hint="start as many ranks as the plan has, or plan again",
             )
         if self.device.type == "cpu":
@@ -266,7 +266,6 @@ class Pipeline:
             rounds=options.accumulate,
             seed=options.seed,
             training=self.training,
-            evaluation=self.evaluation,
             tensors=self._form.tensors if self._first is None else dict,
         )
         self.record = StepRecord(
@@ -298,7 +297,7 @@ class Pipeline:
         return run
 
     def _peak_flops_per_s(self) -> float | None:
-        """Of all ranks' devices together, as far as they are built in."""
+        """The sum over all ranks' devices; None if one of them is not built in."""
         rounded = torch.get_float32_matmul_precision() != "highest"  # to TF32 or less, whose peak is another
         if self.device.type == "cpu" or (rounded and self.options.autocast is None):
             return None
@@ -371,7 +370,7 @@ class Pipeline:
 
     @contextmanager
     def _call(self, what: str, *, heals: bool = False) -> Iterator[None]:
-        """Do what is not a step: nothing is in flight then."""
+        """Do something that is not a step, once nothing is in flight."""
         self._run.drain()
         with self._run.call(what, heals=heals):
             yield
@@ -411,9 +410,7 @@ class Pipeline:
         with self._run.call("an evaluation", refuses_batches=True):
             batch = given if self._first is None else self._first.take(given, whole=True) or {}
             agree = partial(agree_on_shapes, self.channel)
-            part, size = self.batches.take(
-                batch, step=self.steps_done, training=False, variants=variants, agree=agree
-            )
+            part, size = self.batches.take(batch, step=self.steps_done, variants=variants, agree=agree)
             self.ledger.set("batch", size)
         with self._run.call("an evaluation"):
             losses = self.worker.run(part, program=variants.evaluation_program, training=False)

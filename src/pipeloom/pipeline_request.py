@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .ir.errors import ConfigError
+from .ir.errors import ConfigError, did_you_mean
 from .ir.plan import Plan
 from .options import Options
 from .planning import capture, plan_here
@@ -37,7 +36,7 @@ class PipelineRequest:
     """options: how it runs.  plan_settings: fields of `PlanSettings` that were given."""
 
     options: Options
-    plan_settings: dict[str, Any] = field(default_factory=dict)
+    plan_settings: dict[str, Any]
 
     def refuse_for_plan(self) -> None:
         """Raises: ConfigError if a plan was given, and a setting that it decides."""
@@ -88,10 +87,9 @@ def pipeline_settings(options: Options, given: dict[str, Any]) -> PipelineReques
     """
     for name in given:
         if name not in OF_PLAN | OF_RUN:
-            near = get_close_matches(name, OF_PLAN | OF_RUN, n=1)
             raise ConfigError(
                 f"there is no setting {name} of a pipeline",
-                hint=f"did you mean {near[0]}?" if near else "see PlanSettings and Options",
+                hint=did_you_mean(name, OF_PLAN | OF_RUN, "see PlanSettings and Options"),
             )
     run = {name: value for name, value in given.items() if name in OF_RUN}
     plan = {name: value for name, value in given.items() if name in OF_PLAN}

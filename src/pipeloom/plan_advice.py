@@ -168,12 +168,8 @@ class _Attempts:
 
 def _with_memory(cluster: Cluster, sizes: list[int]) -> Cluster:
     """The cluster with at least these sizes, of the first devices, as they would be typed."""
-    typed = (parse_bytes(enough_bytes(size)) for size in sizes)
-    larger = tuple(
-        replace(device, memory_bytes=min(MOST_BYTES, max(device.memory_bytes, size)))
-        for device, size in zip(cluster.devices, typed, strict=False)
-    )
-    return replace(cluster, devices=larger + cluster.devices[len(larger) :])
+    pairs = zip(cluster.devices, map(parse_bytes, map(enough_bytes, sizes)), strict=False)
+    return cluster.with_memory([min(MOST_BYTES, max(device.memory_bytes, size)) for device, size in pairs])
 
 
 def _memory_sentence(enough: Cluster, cluster: Cluster, stages: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir.action import STEP
@@ -21,6 +22,7 @@ from .planner.planners import chooses, first_way, make_plan, ways_of
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
+from .runnable import refuse_master_weights
 from .schedules import registry
 from .schedules.language.names import parse_name
 from .settings import PlanSettings
@@ -58,12 +60,8 @@ def refuse_by_delay(settings: PlanSettings) -> None:
     """Raises: ConfigError if something is asked for that softens a delay, and there is none; or that does not
     go with one."""
     policy = settings.weights or registry.entry(settings.named_schedule).weights
-    if settings.master_weights and not WEIGHT_POLICIES[policy].flushes:
-        raise ConfigError(
-            f"master weights are kept of one version of the parameters, and with weights {policy} there are "
-            "several",
-            hint="leave out master_weights, or plan with weights=flush",
-        )
+    if settings.master_weights:
+        refuse_master_weights(policy)
     asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
     if asked and WEIGHT_POLICIES[policy].flushes:
         raise ConfigError(
@@ -97,14 +95,13 @@ def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster
     wide = widened(plan, width)
     caps = tuple(device.memory_bytes for device in cluster.devices[: len(wide.schedule_rows)])
     step = costs.simulate(replace(wide, caps=caps))
-    peaks = tuple(step.peak_bytes(rank) for rank in range(len(caps)))
-    for rank, (peak, cap) in enumerate(zip(peaks, caps, strict=True)):
+    for rank, (peak, cap) in enumerate(zip(step.rank_peaks, caps, strict=True)):
         if peak > cap:
             raise InfeasibleError(
                 f"rank {rank} needs {format_bytes(peak)} as one of {width} replicas, its cap is "
                 f"{format_bytes(cap)}"
             )
-    return replace(wide, caps=caps, peaks=peaks, predicted_step_s=step.step_s)
+    return replace(wide, caps=caps, peaks=step.rank_peaks, predicted_step_s=step.step_s)
 
 
 TRIES = 7
@@ -126,9 +123,8 @@ def plan_within_caps(
     lowered = list(caps)
     first: tuple[int, ...] = ()
     for _ in range(TRIES):
-        devices = [replace(d, memory_bytes=cap) for d, cap in zip(cluster.devices, lowered, strict=True)]
         try:
-            plan = search(replace(cluster, devices=tuple(devices)))
+            plan = search(cluster.with_memory(lowered))
         except InfeasibleError:
             if not first:
                 raise
@@ -177,7 +173,7 @@ def traced_peaks(
         )
         for graphs, planned in zip(traced, costs.stages(plan), strict=True)
     ]
-    step = simulate(
+    return simulate(
         lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
         variant.stages,
         tuple(completed),
@@ -187,8 +183,7 @@ def traced_peaks(
         ),
         caps=plan.caps,
         small_bytes=SMALL_BYTES,
-    )
-    return tuple(step.peak_bytes(rank) for rank in range(len(plan.caps)))
+    ).rank_peaks
 
 
 T = TypeVar("T")
@@ -234,7 +229,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """The settings that a plan was made with, as far as it says them, to plan again by. Of its planner and
     schedule, which need not be any that is known here, ask `runnable.names_to_plan_by`."""
     settings: dict[str, Any] = {
-        "ranks": len(set(plan.placement)) // plan.width,
+        "ranks": plan.ranks // plan.width,
         "replicas": plan.width,
         "shard_optimizer": plan.shard_optimizer,
         "weights": plan.weights,
@@ -309,27 +304,22 @@ class PlanRequest:
                 return self._search(costs, cluster, microbatches, explained)
             return self._plan_wide(costs, cluster, microbatches, explained)
 
-        if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
-            captured = model.captured
-
-            def peaks(plan: Plan) -> tuple[int, ...]:
-                return traced_peaks(plan, captured, costs, compiled=options.compile)
-
+        known = model if isinstance(model, CapturedModel) else None
+        if known is not None and self._runs_as_traced(known.captured):
+            peaks = partial(traced_peaks, captured=known.captured, costs=costs, compiled=options.compile)
             plan = plan_within_caps(search, self.cluster, peaks)
         else:
             plan = search(self.cluster)
         said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
         notes = plan.notes if said is None else {**plan.notes, COMPILED: said}
-        split = model.captured.split_words if isinstance(model, CapturedModel) else {}
+        split = {} if known is None else known.captured.split_words
         caps = plan.caps if self.capped else ()
         plan = replace(plan, microbatch_size=model.size, caps=caps, notes=notes, split_words=split)
-        if isinstance(model, CapturedModel) and model.by_length:
-            return self._mean_step(plan, model.by_length)
-        return plan
+        return self._mean_step(plan, known.by_length) if known is not None and known.by_length else plan
 
     def _mean_step(self, plan: Plan, by_length: Mapping[int, tuple[float, CapturedModel]]) -> Plan:
-        """The same plan with the mean of its steps at each length. That is more than the step of the mean
-        times, as the slowest stage need not be the same."""
+        """The same plan with the mean of its steps at each length. The step with mean times would be shorter,
+        because the slowest stage need not be the same at each length."""
         mean_s, said = 0.0, []
         for length, (share, model) in by_length.items():
             step_s = PlanCosts(model.graph, model.profiles, self.cluster).simulate(plan).step_s
@@ -338,8 +328,8 @@ class PlanRequest:
         return replace(plan, predicted_step_s=mean_s, notes={**plan.notes, LENGTHS: ", ".join(said)})
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
-        """The fastest plan for all replicas. What the sums of their gradients take is seen only here, so that
-        beside a planner of a DAG of stages others are asked. microbatches: of each pipeline."""
+        """The fastest plan for all replicas. Only here it is known what summing their gradients takes, so
+        others are tried beside a planner of a DAG of stages. microbatches: of each pipeline."""
         devices = first_of_each(cluster, self.options.replicas)
         one = PlanCosts(costs.graph, costs.profiles, devices)
         replicas, refused = self.options.replicas, list[InfeasibleError]()

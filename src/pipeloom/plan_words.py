@@ -114,7 +114,7 @@ def _in_time(each: Iterator[T], limit_s: float | None) -> Iterator[T]:
 def _models(
     whole: CapturedModel, splits: Sequence[Mapping[str, int]], model_of: ModelOf
 ) -> Iterator[CapturedModel]:
-    """Those that the job's optimizer can train in parts."""
+    """The model split in each of these ways, as far as the job's optimizer can train parts."""
     from .tracer.split_words import split_words
 
     for split in splits:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .caches import beside_ranks, kept_plan, kept_profile
-from .clusters.names import cpu_cluster, find_cluster
+from .clusters.names import cpu_cluster
 from .compiled_profiles import compiled_profile
 from .ir.cluster import Cluster, Device, is_cpu
 from .ir.errors import CaptureError, ConfigError, PlanError, ScheduleError
@@ -251,13 +251,13 @@ def plan(
     >>> len(plan.stages), plan.placement
     (4, (0, 1, 1, 0))
     """
-    return plan_size(make_request(job, settings, **changes), job, captured=captured, profiled=profiled)[0]
+    return plan_size(make_request(settings, **changes), job, captured=captured, profiled=profiled)[0]
 
 
 def make_request(
-    job: Job, settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
+    settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
 ) -> PlanRequest:
-    """What settings mean for a job on this machine; see `plan`. watch: told how the search goes on."""
+    """What settings mean on this machine; see `plan`. watch: told how the search goes on."""
     settings = (settings or PlanSettings()).changed(**changes)
     treatments, optimises = settings.allowed, planner(settings.planner).optimises
     if settings.offload_dir is not None and treatments is None and optimises != "never":
@@ -277,15 +277,12 @@ def make_request(
 
 
 def _devices(settings: PlanSettings) -> Cluster:
-    """Those of a cluster, or processes of this machine."""
-    cluster, memory = settings.cluster, settings.memory
+    """The devices of a cluster, or processes of this machine."""
+    cluster, memory = settings.described, settings.memory
     if cluster is None:
         cluster = cpu_cluster(settings.devices, memory=memory)
-    elif not isinstance(cluster, Cluster):
-        cluster = find_cluster(str(cluster))
-    if settings.cluster is not None and memory is not None:
-        size = parse_bytes(memory)
-        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
+    elif memory is not None:
+        cluster = cluster.with_memory([parse_bytes(memory)] * len(cluster.devices))
     return cluster if settings.offload_dir is None else with_files(cluster, Path(settings.offload_dir))[0]
 
 
@@ -314,15 +311,12 @@ def plan_size(
     return plan_with_advice(request, model, largest), model
 
 
-def plan_here(
-    job: Job, settings: PlanSettings, captured: Captured, *, device: str, clips: bool = False
-) -> Plan:
+def plan_here(job: Job, settings: PlanSettings, captured: Captured, *, device: str) -> Plan:
     """The plan for this machine's devices, as kept of the last day or made now.
 
     captured: for `device`, a type that torch knows; of the longest sequence length, if there are several.
-    clips: training will clip gradients, whatever the settings say.
     """
-    request = make_request(job, settings, clips=clips or settings.clips)
+    request = make_request(settings)
     options = request.options
 
     def make() -> Plan:
@@ -339,9 +333,9 @@ def plan_here(
 def _model_of_lengths(
     request: PlanRequest, job: Job, size: int, *, captured: Captured | None, profiled: Profile | None
 ) -> CapturedModel:
-    """That of the longest sequence length, with the mean of the times of all.
+    """The model of the longest sequence length, with times that are means over all lengths.
 
-    captured: is used for the length that it has.
+    captured: used for the length that it has.
     """
     from .tracer.job_calls import at_length, sample_batch
 
@@ -432,7 +426,7 @@ def _model_for(
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
-    """What is measured here has the machine to itself."""
+    """The model with its costs; each rank of this machine is one of several that compute at once."""
     if (parts := request.options.word_parts or 1) > 1 and (captured is None or not captured.split_words):
         if profiled is not None:
             raise PlanError(
@@ -444,22 +438,20 @@ def _model_for(
         captured_model,
         job,
         size,
+        None if request.local else request.cluster,
         profiled=profiled,
         batch=batch,
         compiled=request.options.compile,
         master_weights=request.options.master_weights,
+        ranks=request.options.devices if request.local else 1,
     )
-    if not request.local and captured is None:
-        with kernels_compiled_beside(request.options.planner, request.options.allowed) as wait_for_code:
-            model = model_for(request.cluster)
-            wait_for_code(model.graph)
-        return model
-    model = model_for(None if request.local else request.cluster, captured=captured)
-    if not request.local:
-        return model
-    ranks = request.options.devices
-    beside = {name: beside_ranks(each, model.graph, ranks) for name, each in model.profiles.items()}
-    return replace(model, profiles=beside)
+    if request.local or captured is not None:
+        return model_for(captured=captured)
+    # What is measured here has the machine to itself: kernels are compiled beside a mere capture only.
+    with kernels_compiled_beside(request.options.planner, request.options.allowed) as wait_for_code:
+        model = model_for()
+        wait_for_code(model.graph)
+    return model
 
 
 QUICK_S = 15.0
@@ -476,12 +468,13 @@ def captured_model(
     batch: Mapping[str, Tensor] | None = None,
     compiled: bool = False,
     master_weights: bool = False,
+    ranks: int = 1,
 ) -> CapturedModel:
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here
     within the last day.
 
     batch: one of that size, if it is at hand.  compiled: costs of compiled functions are wanted.
-    master_weights: see `with_updates`.
+    master_weights: see `with_updates`.  ranks: of this machine, which will compute at once.
     """
     if compiled:
         require_compiled(profiled, cluster)
@@ -508,6 +501,7 @@ def captured_model(
     measured = profiled or kept_profile(captured, profile)
     if compiled and profiled is None:
         measured = compiled_profile(captured, measured)
+    measured = beside_ranks(measured, graph, ranks)
     names = {"cpu", measured.device, *kinds}
     profiles = dict.fromkeys(sorted(names), measured)
     return CapturedModel(size=size, graph=graph, profiles=profiles, captured=captured)

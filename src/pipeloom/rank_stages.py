@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
-from .ir.errors import BatchError, CaptureError, ConfigError, CutError, PlanError
+from .ir.errors import BatchError, CaptureError, CutError, PlanError
 from .ir.graph import LOWER_PRECISION
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
@@ -22,6 +22,7 @@ from .ir.weights import OptimizerShares, Updates, optimizer_shares
 from .lowering.passes import lower
 from .options import Options
 from .profiler.roofline import product_flops
+from .runnable import refuse_master_weights
 from .runtime.batches import agree_on_layouts, agree_on_refusal, rows_of, signature_of
 from .runtime.channel import Channel
 from .runtime.optimizer_bytes import stand_ins
@@ -80,12 +81,7 @@ class RankStages:
         trainable = {name: graph.parameter[name].trainable for name in params}
         lower: dict[str, torch.dtype] = {}
         if options.master_weights:
-            if self.plan.updates is not None:
-                raise ConfigError(
-                    f"master weights are kept of one version of the parameters, and with weights "
-                    f"{self.plan.weights} there are several",
-                    hint="leave out master_weights, or plan with weights=flush",
-                )
+            refuse_master_weights(self.plan.weights)
             low = [n for n in params if trainable[n] and graph.parameter[n].dtype in LOWER_PRECISION]
             lower = {name: tensors[name].dtype for name in low}
             tensors |= {name: tensors[name].float() for name in lower}
@@ -106,7 +102,6 @@ class RankStages:
         )
 
     def _shares(self) -> tuple[OptimizerShares, ...]:
-        """How replicas share out the optimizer's state, if they do."""
         if not self.plan.shard_optimizer:
             return ()
         sizes = {p.name: p.bytes for p in self.captured.graph.parameters if p.trainable}
@@ -114,7 +109,7 @@ class RankStages:
         return optimizer_shares(stages, self.plan.placement, sizes)
 
     def _updates(self) -> Updates | None:
-        """With as many versions as this rank's stages keep at once.
+        """The plan's updates, with as many versions of weights as this rank's stages keep at once.
 
         Raises: ScheduleError if the plan's rows break the rule of weight versions.
         """
@@ -170,7 +165,7 @@ class StageVariants:
         return self._variants[signature]
 
     def _evaluated(self, part: Mapping[str, Tensor], training: StageVariants) -> Variant:
-        """In evaluation mode; a model that was cut between its modules runs in either."""
+        """The stages in evaluation mode. Of a model that was cut between its modules they run in either."""
         rank, plan = self._rank, self._rank.plan
         if rank.captured.cut is not None and self._with_outputs:
             raise CaptureError(
@@ -257,7 +252,7 @@ class StageVariants:
         return replace(stages, params=rank.stages.params, buffers=buffers)
 
     def _policy(self, captured: Captured, stages: StageGraph) -> MemoryPolicy:
-        """The plan's policy for those residuals that there are; others, of a graph that lacks some, stay."""
+        """The plan's policy for the residuals of this capture, which may lack some of the planned ones."""
         rank, policy = self._rank, self._rank.plan.memory
         if captured.graph.fingerprint == rank.plan.graph:
             return policy

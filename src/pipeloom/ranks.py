@@ -100,14 +100,14 @@ def join_ranks(
     device: torch.device,
     options: Options,
     *,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    channel: Channel | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    channel: Channel | None,
 ) -> tuple[Watch, Callable[[Program], Channel]]:
     """Meet the other ranks. A plan for one rank needs no others, unless the caller has a group.
 
     Returns: also what opens this rank's channel to the others for the messages of a program.
     """
-    if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
+    if channel is None and group is None and plan.ranks == 1 and not dist.is_initialized():
         channel = local_channels(1, timeout_s=options.timeout_s)[0]
     if channel is not None:
         close_at_exit(channel.watch)

@@ -1,4 +1,4 @@
-"""Reports of steps: drawings and tables for a terminal, pages, traces, and why ranks were idle."""
+"""Reports of steps and schedules: rows of tables, pages, and why ranks were idle."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from .ir.cluster import Cluster
 from .ir.explanation import Explanation
 from .ir.graph import OpGraph
 from .ir.plan import Plan
+from .ir.text import SizeUnit, show_share
 from .ir.timeline import Timeline
 from .lowering.passes import lower
 from .planner.search.layer_groups import layer_names
+from .schedules.scenario import UNIT, SimulatedSchedule, explain
 from .simulator.idle_time.explain import explain_idle_time
+from .viewer.html import report_page
 from .viewer.tables import StageRow
+
+MICROBATCHES = SizeUnit(name="micro-batches", bytes=UNIT)
+"""What memory is counted in where the bytes of residuals are not known."""
 
 MOST_NAMES = 4
 """Of a stage, before only the first and the last of a container are shown."""
@@ -75,3 +81,23 @@ def contents(parts: Sequence[str]) -> str:
     rows = [list(row) for _, row in groupby(names, key=container)]
     shown = [name for row in rows for name in ([f"{row[0]} … {row[-1]}"] if len(row) > 2 else row)]
     return ", ".join(shown) if len(shown) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
+
+
+def schedule_page(simulated: SimulatedSchedule) -> str:
+    """The page of a schedule: its drawing, the reason for each gap, and memory."""
+    schedule = simulated.schedule
+    return report_page(
+        title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, simulated",
+        predicted=simulated.timeline,
+        explanations=[explain(simulated)],
+        size_unit=None if simulated.peaks_bytes else MICROBATCHES,
+    )
+
+
+def rank_columns(simulated: SimulatedSchedule) -> dict[str, list[str]]:
+    """What stands beside the ranks of a drawn schedule, by its heading."""
+    by_rank = simulated.by_rank()
+    return {
+        "bubble": [show_share(rank["bubble"]) for rank in by_rank],
+        "peak": [f"{rank['peak']:.4g}" for rank in by_rank],
+    }

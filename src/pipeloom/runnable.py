@@ -6,8 +6,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .checks.schedules import forwards_in_order
-from .ir.errors import PlanError, ScheduleError, shown
+from .ir.errors import ConfigError, PlanError, ScheduleError, shown
 from .ir.plan import Plan
+from .ir.weights import WEIGHT_POLICIES
 from .planner.planners import planner
 from .schedules import registry
 from .schedules.language.names import parse_name
@@ -83,6 +84,16 @@ def require_training(plan: Plan) -> None:
         )
 
 
+def refuse_master_weights(policy: str) -> None:
+    """Raises: ConfigError if parameters have versions under this policy for their updates."""
+    if not WEIGHT_POLICIES[policy].flushes:
+        raise ConfigError(
+            f"master weights are kept of one version of the parameters, and with weights {policy} there are "
+            "several",
+            hint="leave out master_weights, or plan with weights=flush",
+        )
+
+
 def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
     """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
     would micro-batches in another order."""
@@ -91,6 +102,7 @@ def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
             f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
             hint="choose a schedule of one direction",
         )
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
-    forwards_in_order(plan.as_schedule, {stage_of[op]: name for op, name in users if op in stage_of})
+    forwards_in_order(
+        plan.as_schedule, {plan.stage_of[op]: name for op, name in users if op in plan.stage_of}
+    )

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from math import inf
 from typing import Any, Self, get_args
 
 from .clusters.names import find_cluster
 from .ir.cluster import MOST_DEVICES, Cluster
-from .ir.errors import ConfigError, shown
+from .ir.errors import ConfigError, did_you_mean, shown
 from .ir.memory_policy import TREATMENTS, Treatment
 from .ir.text import parse_bytes
 from .ir.weights import WEIGHT_POLICIES
@@ -148,7 +147,8 @@ class PlanSettings:
         said: int | None = self.ranks
         vars(self)["_ranks_said"] = said is not None  # so that another cluster brings its own
         if said is None:
-            vars(self)["ranks"] = self._devices_of_each_replica()
+            cluster = self.described
+            vars(self)["ranks"] = RANKS if cluster is None else max(1, len(cluster.devices) // self.replicas)
         if self.devices > MOST_DEVICES:
             raise ConfigError(
                 f"{shown(self.replicas)} replicas of {self.ranks} ranks",
@@ -180,19 +180,19 @@ class PlanSettings:
         known = [one.name for one in fields(self)]
         for name in changes:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
                 raise ConfigError(
                     f"there is no setting {name} of a plan",
-                    hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
+                    hint=did_you_mean(name, known, f"there are {', '.join(known)}"),
                 )
         by_cluster = {} if vars(self)["_ranks_said"] else {"ranks": None}
         return replace(self, **by_cluster | changes)
 
-    def _devices_of_each_replica(self) -> int:
-        if self.cluster is None:
-            return RANKS
-        cluster = find_cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
-        return max(1, len(cluster.devices) // self.replicas)
+    @property
+    def described(self) -> Cluster | None:
+        """The cluster, also if it is named; None for processes of this machine."""
+        if self.cluster is None or isinstance(self.cluster, Cluster):
+            return self.cluster
+        return find_cluster(str(self.cluster))
 
     @property
     def named_schedule(self) -> str:
@@ -268,8 +268,7 @@ def _refuse_value(
     if below is not None and not (isinstance(value, int | float) and 0 <= value < below):
         raise ConfigError(f"{name} is {shown(value)}", hint=f"use a number from 0 to below {below}")
     if words and isinstance(value, str) and value not in words:
-        near = get_close_matches(value, words, n=1)
         raise ConfigError(
             f"{name} is {shown(value)}",
-            hint=f"did you mean {near[0]}?" if near else f"use one of {', '.join(words)}",
+            hint=did_you_mean(value, words, f"use one of {', '.join(words)}"),
         )

@@ -98,7 +98,7 @@ class SteadyRun(Run):
 
     def feed(self, number: int, batch: Any) -> None:
         with self.call(f"step {number + 1}", refuses_batches=True):
-            microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
+            microbatches, size = self.batches.take(batch, step=number, agree=self._agree)
         with self.call(f"step {number + 1}"):
             self.run_row(number, microbatches, size)
         if number < self.rows.updates.flushed:
@@ -110,7 +110,7 @@ class SteadyRun(Run):
                 self._drain()
 
     def _abandon(self) -> bool:
-        """Its rows go over from step to step: none can be taken back alone."""
+        """Rows go over from step to step, so that none can be taken back alone."""
         self.fed, self.last = 0, -1
         for left in (self._open, self._under_way, self._told, self._digests, self._batch_bytes):
             left.clear()

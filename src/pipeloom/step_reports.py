@@ -20,22 +20,20 @@ from .runtime.channel import Channel
 from .runtime.ledger import Ledger
 from .runtime.recorder import RecordedStep, Recorder
 
-FIRST_STEP = 2
-"""Of a simulation the first step that is shown: no rank is still filling the pipeline."""
+FIRST_STEP, STEPS = 2, 3
+"""Of a simulation the first step that is shown, as no rank is still filling the pipeline; and how many."""
 
 
-def full_steps(timeline: Timeline, step: SteadyStep, *, count: int = 3) -> Timeline:
-    """The middle steps of a simulation of `step.unrolled`; times count from the first start in them.
-
-    count: of steps. Memory is cut alike; peaks stay those of the whole.
-    """
+def full_steps(timeline: Timeline, step: SteadyStep) -> Timeline:
+    """The middle steps of a simulation of `step.unrolled`; times count from the first start in them. Memory
+    is cut alike; peaks stay those of the whole."""
     steps = timeline.steps
     shift = (FIRST_STEP - step.window + 1) * step.microbatches
     kept: list[Event] = []
     ends = []
     for rank in range(timeline.ranks):
         events = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_s, e.end_s))
-        sizes = [len(step.row(rank, at, steps)) for at in range(FIRST_STEP + count)]
+        sizes = [len(step.row(rank, at, steps)) for at in range(FIRST_STEP + STEPS)]
         low, high = sum(sizes[:FIRST_STEP]), sum(sizes)
         counted, inside = 0, []
         for event in events:
@@ -49,7 +47,7 @@ def full_steps(timeline: Timeline, step: SteadyStep, *, count: int = 3) -> Timel
         timeline,
         events=tuple(_moved(e, zero, end) for e in kept if e.start_s <= end),
         memory=tuple(_cut(curve, zero, end) for curve in timeline.memory),
-        steps=count,
+        steps=STEPS,
     )
 
 
@@ -198,7 +196,7 @@ class StepRecord:
             mfu=None if peak is None else flops / (peak * max(ends)),
         )
 
-    def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None = None) -> Timeline:
+    def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None) -> Timeline:
         """The last step of all ranks; the last few of a pipeline that does not drain between them.
 
         pairs: actions that run as one.  steady: the step that such a pipeline repeats.

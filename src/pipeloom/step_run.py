@@ -44,22 +44,20 @@ class StepBatches:
     rounds: int
     seed: int
     training: StageVariants
-    evaluation: StageVariants
-    tensors: Callable[[Any], dict[str, Tensor]] = dict
+    tensors: Callable[[Any], dict[str, Tensor]]
 
     def take(
         self,
         batch: Any,
         *,
         step: int,
-        training: bool,
         variants: StageVariants | None = None,
         agree: Callable[[tuple[str, ...], BatchError | None], object] = refuse_alone,
     ) -> tuple[list[Microbatch], int]:
         """What the worker gets: micro-batches, each with its share of the loss, and with those inputs of this
         rank's that its stages read; and the bytes of these, or on a CPU of all inputs of its replicas.
 
-        step: steps made before.  variants: stages to run other than those that train, or evaluate.
+        step: steps made before.  variants: stages that evaluate; by default those that train.
         agree: gets the shapes of the batch, and why it cannot be used if it cannot; ranks have to agree on
         that before anything else, so that none begins alone.
         """
@@ -69,12 +67,12 @@ class StepBatches:
         refusal: BatchError | None = None
         try:
             whole = self.tensors(batch)
-            parts = split_batch(whole, self.plan.microbatches * (self.rounds if training else 1))
+            parts = split_batch(whole, self.plan.microbatches * (self.rounds if variants is None else 1))
             shares = loss_shares(parts, self.job.weight)
         except BatchError as error:
             refusal = error
         agree(signature_of(whole), refusal)
-        variants = variants or (self.training if training else self.evaluation)
+        variants = variants or self.training
         each = self.plan.microbatches // self.plan.replicas
         replicas = self.plan.replicas_on(self.rank)
         microbatches = []
@@ -98,7 +96,7 @@ class StepBatches:
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """From memory that is not pinned the host would wait for the device, at every tensor."""
+    """Copy from pinned memory: from any other the host would wait for the device at every tensor."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -193,7 +191,7 @@ class FlushedRun(Run):
     def feed(self, number: int, batch: Any) -> None:
         start, what = time.perf_counter(), f"step {number + 1}"
         with self.call(what, refuses_batches=True):
-            microbatches, size = self.batches.take(batch, step=number, training=True, agree=self._agree)
+            microbatches, size = self.batches.take(batch, step=number, agree=self._agree)
             self.record.ledger.set("batch", size)
         with self.call(what):
             self.record.recorder.next_step()

@@ -114,7 +114,7 @@ def torch_stages(
 
 
 class _Schedule(_PipelineScheduleRuntime):
-    """Torch's, with a check of what it would do wrong without a word."""
+    """Torch's runtime, which refuses what torch would silently do wrong."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: ConfigError if the order has split backwards and modules within a stage are sharded: torch
@@ -193,7 +193,6 @@ def _exported(model: nn.Module, example: Mapping[str, Tensor]) -> fx.GraphModule
 def _cut(
     model: nn.Module, stage_of: Mapping[str, int], count: int, example: Mapping[str, Tensor] | None
 ) -> list[fx.GraphModule]:
-    """The modules of all stages."""
     try:
         traced = model if example is None else _exported(model, example)
         with _makers_traced():

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import logging
 import math
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .caches import cache_folder, cache_key, keep
+from .clusters.names import machine_memory
 from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
 from .ir.graph import OpGraph, PartRows, storages
@@ -244,8 +244,6 @@ def pipelined_step(
     """
     from .pipeline import Pipeline  # which is compared by this module before its first step
 
-    ranks = len(set(plan.placement))
-
     def run(rank: int, channel: Channel) -> StepNumbers:
         with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
             graph = pipeline.captured.graph
@@ -255,8 +253,8 @@ def pipelined_step(
             initial = _copies(pipeline.weights.params) if may_stand_for_module else {}
             # Of another size than the plan's, the stages are captured and traced now: nothing can be
             # captured while draws are recorded, and what it draws would be counted as the step's.
-            pipeline.batches.take(batch, step=0, training=True)
-            recorder = DrawRecorder() if may_stand_for_module and ranks == 1 else None
+            pipeline.batches.take(batch, step=0)
+            recorder = DrawRecorder() if may_stand_for_module and plan.ranks == 1 else None
             with recorder or nullcontext():
                 loss = pipeline.step(batch)
             return StepNumbers(
@@ -272,7 +270,7 @@ def pipelined_step(
                 rows=graph.rows,
             )
 
-    steps = run_threads(ranks, run, timeout_s=options.timeout_s)
+    steps = run_threads(plan.ranks, run, timeout_s=options.timeout_s)
     rows = steps[0].rows
     return replace(
         steps[0],
@@ -294,7 +292,7 @@ def _reference(
     if not pipelined.random and not pipelined.python_random:
         return plain_step(job, plan, options, batch, pipelined.autocast), EAGER
     uncut = pipelined
-    if len(set(plan.placement)) > 1:
+    if plan.ranks > 1:
         ops = tuple(op for stage in plan.stages for op in stage.ops)
         row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
         one_stage = _in_one_rank(plan, (StagePlan(ops=ops),), row)
@@ -366,15 +364,15 @@ def differences(pipelined: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In a type whose differences are exact enough. That of two float32 has float32's digits, far below any
-    tolerance, and float64 would take ten times as long."""
+    """A tensor in a type whose differences are exact enough. Those of float32 have float32's digits, which is
+    far below any tolerance; float64 would take ten times as long."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor if tensor.dtype == torch.float32 else tensor.double()
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest size of an entry; not a number if any entry is none."""
+    """The largest absolute value of an entry; NaN if any entry is NaN."""
     low, high = tensor.aminmax()
     return float(torch.maximum(-low.double(), high.double()).abs())  # no -0.0
 
@@ -384,7 +382,6 @@ def _relative(difference: float, size: float) -> float:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies without graph."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -406,13 +403,6 @@ LONG_S = 5.0
 """A comparison that took longer is mentioned: the first step was late for it."""
 
 
-@dataclass(frozen=True)
-class NotCompared:
-    """Why the first comparison of a model was not made."""
-
-    reason: str
-
-
 def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> None:
     """Compare with plain PyTorch before a model's first run here, and remember that the numbers were equal.
 
@@ -427,8 +417,8 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
         return
     start = time.perf_counter()
     result = compare_what_fits(job, plan, captured, options)
-    if isinstance(result, NotCompared):
-        _warn(job, result.reason)
+    if isinstance(result, str):
+        _warn(job, result)
         return
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
@@ -445,11 +435,10 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
     keep(marker, f"equal within {result.tolerance:g}: {result.worst:.3g}\n")
 
 
-def compare_what_fits(
-    job: Job, plan: Plan, captured: Captured, options: Options
-) -> Verification | NotCompared:
+def compare_what_fits(job: Job, plan: Plan, captured: Captured, options: Options) -> Verification | str:
     """With as many rows as are quick; if the job has no batch so small, as many as memory allows.
 
+    Returns: the comparison, or why none was made.
     Raises: BatchError if the job makes no batch of the plan's size.
     """
     whole, limit = plan.microbatch_size, limit_bytes(plan)
@@ -459,7 +448,7 @@ def compare_what_fits(
     allowed = f"{format_bytes(limit)} may be used for it"
     if not most:
         need = needed_bytes(captured.graph, 1 / whole)
-        return NotCompared(f"that needs about {format_bytes(need)}, and {allowed}")
+        return f"that needs about {format_bytes(need)}, and {allowed}"
     reason = ""
     for rows in sorted({min(most, quick_rows(plan)), most}):
         try:
@@ -482,7 +471,7 @@ def compare_what_fits(
                 else f"would take more than {MOST_S:.0f} s",
             )
         return result
-    return NotCompared(reason)
+    return reason
 
 
 def compare_first(
@@ -525,8 +514,7 @@ def needed_bytes(graph: OpGraph, share: float = 1.0) -> int:
 
 def limit_bytes(plan: Plan) -> int:
     """What it may hold: no more than a rank of the plan, and no large share of the machine's memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * memory), *plan.caps)
+    return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * machine_memory()), *plan.caps)
 
 
 def _warn(job: Job, why: str) -> None:

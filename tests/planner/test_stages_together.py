@@ -32,7 +32,7 @@ def planned(schedule: str, memory: str, **how: object) -> Plan:
     """Without advice where nothing fits, which takes long to find."""
     job, devices = larger_job(), find_cluster("4 x a100-40")
     what = {"ranks": 4, "microbatches": 8, "schedule": schedule, "cluster": devices, "memory": memory}
-    request = planning.make_request(job, **what, **how)  # type: ignore[arg-type]
+    request = planning.make_request(**what, **how)  # type: ignore[arg-type]
     model = planning.captured_model(job, 4, devices, captured=capture_of(job, 4))
     return request.plan(model, explained=False)
 

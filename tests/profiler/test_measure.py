@@ -131,7 +131,7 @@ def test_equal_ops_are_measured_once(captured, monkeypatch):
 
 def test_threads_are_put_back(captured):
     before = torch.get_num_threads()
-    measure(captured, budget_s=0.01, threads=1)
+    measure(captured, budget_s=0.01)
     assert torch.get_num_threads() == before
 
 
@@ -205,7 +205,7 @@ def test_pieces_of_all_families_run(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert sum(len(piece.ops) for piece in pieces.stages) == sum(not op.cheap for op in captured.graph.ops)
     for index in {signature: index for index, signature in enumerate(signatures)}.values():
         times = time_piece(captured, pieces, index, Timer(torch.device("cpu"), Ticks()), budget_s=0.0)
-        assert times.forward_s == (1.0, 1.0) and times.backward_s in ((1.0, 1.0), (0.0, 0.0))
+        assert times in ((1.0, 1.0, 1.0, 1.0), (1.0, 0.0, 1.0, 0.0))
 
 
 def test_whole_modules_take_on_a_described_device_what_their_ops_do() -> None:

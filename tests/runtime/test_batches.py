@@ -22,7 +22,7 @@ def test_a_rank_takes_only_inputs_that_it_reads() -> None:
     plan = even_plan(TANH, 2, microbatches=2, microbatch_size=ROWS, schedule="gpipe", placement=(0, 1))
 
     def inputs(pipeline: Pipeline) -> list[set[str]]:
-        parts, _ = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0, training=True)
+        parts, _ = pipeline.batches.take(TANH.batch(0, 2 * ROWS), step=0)
         return [set(part.inputs) for part in parts]
 
     assert each_rank(TANH, plan, inputs, compare=False) == [[{"x"}] * 2, [{"y"}] * 2]

@@ -126,7 +126,7 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
 def test_what_would_take_long_or_much_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     job = zoo.job("skips")
-    request = make_request(job, ranks=1, microbatches=2, microbatch_size=2)
+    request = make_request(ranks=1, microbatches=2, microbatch_size=2)
     made, _ = plan_size(request, job)
     assert why_not_rehearsed(request, made) == ""
     slow = replace(made, predicted_step_s=2 * LONG_STEP_S)

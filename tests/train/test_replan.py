@@ -34,7 +34,7 @@ def again():  # type: ignore[no-untyped-def]
 
     def again(*pace: float, settings=SETTINGS, known=(), steps_left=1000, cost_s=1.0):  # type: ignore[no-untyped-def]
         plan = pipeloom.plan(WIDE, settings, captured=captured)
-        request = make_request(WIDE, settings)
+        request = make_request(settings)
         model = captured_model(WIDE, 64, request.cluster, captured=captured)
         graph = with_planned_state(captured.graph, plan)
         planned = PlanCosts(graph, model.profiles, request.cluster).simulate(plan)
@@ -72,8 +72,8 @@ def test_the_caps_of_a_plan_from_a_file_stay() -> None:
     captured = pipeloom.capture(WIDE, 64)
     plan = pipeloom.plan(WIDE, SETTINGS, captured=captured, memory="64MiB")
     here = Config(pipeline=replace(SETTINGS, cluster=None))
-    assert not make_request(WIDE, here.pipeline).capped
-    request = request_for(here, WIDE, plan)
+    assert not make_request(here.pipeline).capped
+    request = request_for(here, plan)
     assert request.capped and {device.memory_bytes for device in request.cluster.devices} == {64 << 20}
 
 

@@ -69,7 +69,7 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
         pipeline.step(job.batch(0, 8))
         predicted = pipeline.expected.peaks[pipeline.rank]["batch"]
         assert pipeline.ledger.levels["batch"] == predicted
-        parts, _ = pipeline.batches.take(job.batch(0, 8), step=1, training=True)
+        parts, _ = pipeline.batches.take(job.batch(0, 8), step=1)
         read = {"x"} if pipeline.rank < 2 else set()  # by the first stage
         assert [set(part.inputs) for part in parts] == [
             read if pipeline.rank % 2 == n // 2 else set() for n in range(4)

@@ -72,8 +72,8 @@ class BuiltIn:
     aliases: tuple[str, ...]
     figures: Mapping[str, Figure]
 
-    def number(self, name: str, default: float = 0.0) -> float:
-        return float(self.figures[name].value) if name in self.figures else default
+    def number(self, name: str) -> float:
+        return float(self.figures[name].value) if name in self.figures else 0.0
 
     def bytes(self, name: str) -> int:
         return parse_bytes(self.figures[name].value) if name in self.figures else 0
@@ -162,7 +162,7 @@ def _built_in(tables: Mapping[str, dict[str, Any]], name: str) -> BuiltIn:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tables with a source by their dotted names."""
+    """The tables that have a source, by their dotted names."""
     for key, row in table.items():
         if "source" in row:
             yield prefix + key, row

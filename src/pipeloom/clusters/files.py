@@ -210,7 +210,7 @@ def save_cluster(cluster: Cluster, path: Path, *, note: str = "") -> None:
 
 
 def _row(device: Device, count: int) -> dict[str, Any]:
-    """What is at its default is left out."""
+    """Leave out what has its default."""
     row: dict[str, Any] = {"name": device.name, "count": count, "memory": device.memory_bytes}
     for key in _AS_FIELDS:
         if value := getattr(device, key):

@@ -57,6 +57,11 @@ def cpu_cluster(devices: int, *, memory: str | int | None = None) -> Cluster:
     return _cluster([_Part(1, devices, built_in("cpu"), size)])
 
 
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @dataclass(frozen=True)
 class _Part:
     nodes: int
@@ -126,7 +131,7 @@ def _cluster(parts: Sequence[_Part]) -> Cluster:
         if memory is None and "memory" in kind.figures:
             memory = kind.bytes("memory") - kind.bytes("reserved")
         if memory is None:  # a share of this machine's
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // total
+            memory = machine_memory() // total
         device = kind.device(memory_bytes=memory)
         for _ in range(part.nodes):
             for index in range(part.count):

@@ -43,7 +43,7 @@ def bench(
 
         require_runnable(settings.named_schedule)
         job = job or job_of(None)
-        request = planning.make_request(job, settings)
+        request = planning.make_request(settings)
         plan, planned = planning.plan_size(request, job)
         require_training(plan)
         rehearses = warmup + steps >= FEWEST_STEPS

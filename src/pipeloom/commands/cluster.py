@@ -108,28 +108,28 @@ def detect(
     def progress(what: str) -> None:
         click.echo(f"measuring {what}", err=True)
 
-    detected = measure(device, devices=devices, directory=directory, progress=progress)
+    detected, measured = measure(device, devices=devices, directory=directory, progress=progress)
     if output is not None:
         head = "Measured by `pipeloom cluster detect`; lowest and highest of what was found:"
         rows = [
             f"{row.name}: {_amount(row.low, row.unit)} to {_amount(row.high, row.unit)} over {row.of}"
-            for row in detected.measured
+            for row in measured
         ]
-        save_cluster(detected.cluster, output, note="\n".join([head, *rows]))
+        save_cluster(detected, output, note="\n".join([head, *rows]))
 
     def screen() -> Iterator[Table | str]:
-        yield from _cluster_screen(detected.cluster)
+        yield from _cluster_screen(detected)
         columns = (Column("figure", left=True), *map(Column, ("measured", "lowest", "highest")))
         rows = [
             (row.name, *(_amount(value, row.unit) for value in (row.value, row.low, row.high)), row.of)
-            for row in detected.measured
+            for row in measured
         ]
         yield ""
         yield Table("", (*columns, Column("of", left=True)), rows)
         if output is not None:
             yield f"\nwritten to {output}"
 
-    result = _described(detected.cluster) | {"measured": detected.measured}
+    result = _described(detected) | {"measured": measured}
     emit(result, screen(), as_json=as_json)
 
 

@@ -42,6 +42,12 @@ MODEL_HELP = (
 )
 
 
+def _discard(descriptor: int) -> None:
+    """Drop what is written to this file descriptor from now on."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
+
+
 class _UnheardFile(io.FileIO):
     """A file descriptor to which one may go on writing when nobody reads any more."""
 
@@ -49,8 +55,7 @@ class _UnheardFile(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())
+            _discard(self.fileno())
             return len(data)
 
 
@@ -90,9 +95,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except PipeloomError as error:
-            click.echo(f"error: {error.message}", err=True)
-            if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
+            click.echo(f"error: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except KeyboardInterrupt:
             if self._is_process:
@@ -103,9 +106,7 @@ class Commands(click.Group):
             if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
             click.echo(f"error: cannot write the output: {error.strerror}", err=True)
-            # What is still in the buffer would be tried again when Python ends.
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            _discard(sys.stdout.fileno())  # what is still in the buffer would be tried again at the end
             ctx.exit(1)
 
 
@@ -214,8 +215,8 @@ def job_of(model: str | None) -> Job:
     return workload.job_of(Config())
 
 
-def cluster_of(given: Cluster | str | None) -> Cluster | None:
-    return find_cluster(given) if isinstance(given, str) else given
+def cluster_of(text: str | None) -> Cluster | None:
+    return None if text is None else find_cluster(text)
 
 
 def load_profile(path: Path | None) -> Profile | None:

@@ -10,12 +10,12 @@ import click
 from ..ir.errors import ConfigError
 from ..ir.text import load_noun, write_whole
 from ..other_engines import ENGINES
-from .common import FILE, MODEL_HELP, NEW_FILE, exclusive, job_of
+from .common import FILE, MODEL_HELP, NEW_FILE, exclusive, job_of, model_argument
 
 
 @click.command("export-plan", epilog=MODEL_HELP)
 @click.argument("plan_file", metavar="PLAN", type=FILE)
-@click.argument("model", required=False)
+@model_argument
 @click.option(
     "--for", "engine", type=click.Choice(tuple(ENGINES)), required=True, help="Whose plan it becomes."
 )

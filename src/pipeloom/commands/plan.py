@@ -17,7 +17,6 @@ from .common import (
     FILE,
     MODEL_HELP,
     NEW_FILE,
-    cluster_of,
     emit,
     exclusive,
     job_of,
@@ -139,7 +138,7 @@ def reported(
 
 
 def _of_the_step(report: Mapping[str, Any]) -> str:
-    """What the step holds, as the end of a sentence."""
+    """The end of a sentence that says what the predicted step counts."""
     if report["predicted_by"] == "rehearsal":
         return (
             "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
@@ -182,7 +181,7 @@ def _plan(
     if pair_nodes:
         from ..planner.refusals import pair_low_with_high
 
-        cluster = cluster_of(settings.cluster)
+        cluster = settings.described
         if cluster is None:
             raise ConfigError(
                 "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
@@ -205,7 +204,7 @@ def _plan(
 
         job = job_of(model)
         with _watching() as watch:
-            request = planning.make_request(job, settings, watch=watch)
+            request = planning.make_request(settings, watch=watch)
             if best_batch or max_batch:
                 sized_by = planning.best_plan if best_batch else planning.largest_plan
                 plan, planned = planning.plan_at_size(request, job, sized_by)
@@ -241,7 +240,7 @@ def _plan(
 
 
 class _Line:
-    """A line on standard error, on a terminal, that says how a search goes on."""
+    """Shows how a search goes on, in one line on standard error if that is a terminal."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -375,7 +374,7 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
     from ..planner.shape_search import rank_shapes
 
     job = job_of(options["model"])
-    request = planning.make_request(job, settings_of({**options, "ranks": 1}))
+    request = planning.make_request(settings_of({**options, "ranks": 1}))
     if closed_form:
         ranked = rank_shapes(shapes.shape_request(request, job))
         assert request.options.global_batch is not None, "refused before"

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
-from ..ir.text import SizeUnit, format_bytes, show_share, write_whole
+from ..ir.text import format_bytes, show_share, write_whole
 from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
 from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
@@ -330,25 +330,17 @@ def _present(
     trace: Path | None,
     as_json: bool,
 ) -> None:
-    from ..schedules import scenario
+    from ..reports import rank_columns, schedule_page
+    from ..schedules.scenario import weights
     from ..viewer.chrome import write_trace
-    from ..viewer.html import write_report
     from ..viewer.terminal import console, gantt
 
     schedule = simulated.schedule
     if html is not None:
-        unit = SizeUnit(name="micro-batches", bytes=scenario.UNIT)
-        write_report(
-            html,
-            title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, "
-            "simulated",
-            predicted=simulated.timeline,
-            explanations=[scenario.explain(simulated)],
-            size_unit=None if simulated.peaks_bytes else unit,
-        )
+        write_whole(html, schedule_page(simulated))
     if trace is not None:
         write_trace(trace, [simulated.timeline])
-    stages = scenario.weights(simulated, updates)
+    stages = weights(simulated, updates)
     versions: dict[str, Any] = {
         "policy": updates.policy,
         "update_every": updates.every,
@@ -370,10 +362,7 @@ def _present(
         figures["updates"] = proof
 
     def screen() -> Iterator[RenderableType]:
-        beside = {
-            "bubble": [show_share(rank["bubble"]) for rank in figures["by_rank"]],
-            "peak": [f"{rank['peak']:.4g}" for rank in figures["by_rank"]],
-        }
+        beside = rank_columns(simulated)
         yield gantt(simulated.timeline, columns=console().width, beside=beside, most_lines=MOST_LINES)
         yield (
             f"step {step_s:.6g}; bubble {show_share(figures['bubble'])} until the last rank ends, "
@@ -439,7 +428,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
     emit(figures | errors, screen(), as_json=as_json)
     for why in refused.values():
-        click.echo(f"error: {why.message}" + (f"\nhint: {why.hint}" if why.hint else ""), err=True)
+        click.echo(f"error: {why}", err=True)
     if refused:
         click.get_current_context().exit(1)
 

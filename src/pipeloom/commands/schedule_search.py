@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
-from ..ir.text import write_whole
+from ..ir.text import show_share, write_whole
 from .common import FILE, NEW_FILE, emit, json_option
 from .schedule import SHORTEST
 
@@ -100,7 +100,7 @@ def search(
 
 
 def _progress_line() -> Callable[[SearchProgress], None]:
-    """Writes one line on standard error again and again, where that is a terminal."""
+    """Rewrites one line on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         return lambda progress: None
 
@@ -108,7 +108,7 @@ def _progress_line() -> Callable[[SearchProgress], None]:
         pace = progress.evaluations / max(progress.seconds, 1e-9)
         line = (
             f"best {progress.cost_s:.6g}  bound {progress.bound.seconds:.6g}  gap "
-            f"{100 * progress.gap:.1f} %  {pace:,.0f} orders/s  {progress.engine}"
+            f"{show_share(progress.gap)}  {pace:,.0f} orders/s  {progress.engine}"
         )
         click.echo(f"\r\033[K{line}", nl=False, err=True)
 

@@ -20,6 +20,7 @@ from .common import (
     job_of,
     json_option,
     load_profile,
+    model_argument,
     plan_options,
 )
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command(epilog=MODEL_HELP)
 @click.argument("plan_file", metavar="PLAN", type=FILE)
-@click.argument("model", required=False)
+@model_argument
 @click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--profile", "profile_file", type=FILE, help="Saved profile, instead of measuring MODEL.")
 @plan_options("cluster")
@@ -87,7 +88,7 @@ def simulate(
     elif costs is None:
         assert captured is not None, "a saved graph comes with a profile or a cluster"
         costs = planning.profile(captured, compile=COMPILED in plan.notes)  # as it was planned
-    devices = described or cpu_cluster(len(set(plan.placement)))
+    devices = described or cpu_cluster(plan.ranks)
     timeline = planning.simulate(plan, graph, costs, devices)
     if html is not None:
         write_report(

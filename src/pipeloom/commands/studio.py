@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
-from .common import cluster_of, job_of, plan_options
+from .common import cluster_of, job_of, model_argument, plan_options
 from .schedule import shape_options
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("what", metavar="[PLAN | RUN | FILE]", required=False)
-@click.argument("model", required=False)
+@model_argument
 @plan_options("cluster")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on; 0 for any free one."

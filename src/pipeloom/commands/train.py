@@ -96,7 +96,7 @@ def train(
     """
     from ..ir.plan import load_plan
     from ..train.config import Override, read_config
-    from ..train.rank_processes import RankProcesses, ranks_of
+    from ..train.rank_processes import RankProcesses
 
     given: dict[str, Any] = {"data.paths": data or None, "job": job, "steps": steps, "compare": compare}
     given |= {"replan": replan, "optimizer.name": optimizer}
@@ -109,7 +109,7 @@ def train(
     planned = resume or "RANK" in os.environ  # by whom the plan's file may be read is not known yet
     ranks, plan = asked.pipeline.devices, asked.pipeline.plan
     if not planned and plan is not None:
-        ranks = ranks_of(load_plan(Path(plan)))
+        ranks = load_plan(Path(plan)).ranks
     with RankProcesses(0 if planned else ranks, asked) as processes:
         from ..train.run import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
@@ -58,9 +58,18 @@ def _has_rows(value: Any, part: PartRows) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == part.stop - part.start
 
 
-def repeated(tensor: Tensor, rows: int, parts: int) -> Tensor:
+def repeated(batch: Any, rows: int, parts: int) -> Any:
     """A batch over and over until it can be split evenly: means over its rows stay."""
-    return torch.cat([tensor] * (parts // gcd(rows, parts)))
+    return mapped(batch, lambda tensor: torch.cat([tensor] * (parts // gcd(rows, parts))))
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with its tensors changed: one, a dictionary or a sequence of them."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {n: change(value) if isinstance(value, Tensor) else value for n, value in batch.items()}
+    return type(batch)([change(value) if isinstance(value, Tensor) else value for value in batch])
 
 
 def _on_cpu(value: Any) -> Any:

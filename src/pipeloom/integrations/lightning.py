@@ -29,7 +29,7 @@ from ..options import Options
 from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
 from ..runtime.connect import connect
-from .as_one_process import load_optimizer_states, optimizer_states, random_kept, repeated
+from .as_one_process import load_optimizer_states, mapped, optimizer_states, random_kept, repeated
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "validation_step neither returns nor logs a number",
                 hint="log what it computes, or leave it out",
             )
-        parts = _repeated(batch, rows, pipe.plan.microbatches) if pipe.rank == 0 else None
+        parts = repeated(batch, rows, pipe.plan.microbatches) if pipe.rank == 0 else None
         with torch.inference_mode(False), torch.enable_grad():
             loss, outputs = pipe.outputs(parts)
         logged = {}
@@ -243,7 +243,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         return pipe
 
     def _make_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Of the class and with the groups of that of `configure_optimizers`."""
+        """Of the class of the optimizer of `configure_optimizers`, and with its groups."""
         optimizer, params = self.optimizers[0], dict(named_parameters)
         kind = type(optimizer)
         groups = [
@@ -316,7 +316,7 @@ _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 
 class _StepsAsForward:
-    """Before the module's own class. What a captured step cannot know is refused."""
+    """Mixed in before the module's own class. Refuses to read what a captured step cannot know."""
 
     training: bool
     batch_kind: type
@@ -386,7 +386,7 @@ for _name in ("trainer", "current_epoch", "global_step", "logger", "loggers", "o
 
 
 class _NoIndex:
-    """In the place of the number of a batch."""
+    """Stands for the number of a batch."""
 
 
 def _refuse_index(*args: Any) -> Any:
@@ -507,21 +507,8 @@ def _rows(batch: Any) -> int:
     return len(tensors[0])
 
 
-def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {n: change(value) if isinstance(value, Tensor) else value for n, value in batch.items()}
-    return type(batch)([change(value) if isinstance(value, Tensor) else value for value in batch])
-
-
 def _sliced(batch: Any, start: int, stop: int) -> Any:
-    return _mapped(batch, lambda tensor: tensor[start:stop])
-
-
-def _repeated(batch: Any, rows: int, parts: int) -> Any:
-    """A batch over and over until it can be split evenly: its means stay."""
-    return _mapped(batch, lambda tensor: repeated(tensor, rows, parts))
+    return mapped(batch, lambda tensor: tensor[start:stop])
 
 
 def _refuse(trainer: Any, module: LightningModule) -> None:

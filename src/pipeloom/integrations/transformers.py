@@ -133,7 +133,7 @@ class PipelineTrainer(Trainer):
             self._open_pipeline([inputs], 1)
         assert self.pipe is not None
         rows = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
-        batch = _repeated(inputs, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
+        batch = repeated(inputs, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
         if prediction_loss_only:
             return torch.tensor(self.pipe.evaluate(batch)), None, None
         loss, outputs = self.pipe.outputs(batch)
@@ -147,7 +147,7 @@ class PipelineTrainer(Trainer):
     # The pipeline
 
     def _open_pipeline(self, batches: Any, count: int) -> None:
-        """Made for a batch of the size of `count` of these."""
+        """Make the pipeline for a batch as large as `count` of these."""
         if self.pipe is not None:
             self.pipe.close()
         args = self.args
@@ -175,7 +175,7 @@ class PipelineTrainer(Trainer):
         require_same_weights(self.pipe.watch, self.model, self.pipe.options.timeout_s)
 
     def _copied_model(self) -> nn.Module:
-        """With losses as a Trainer makes them: sums over tokens, divided by how many labels it counts."""
+        """A copy whose losses are a Trainer's: sums over tokens, divided by the number of its labels."""
         with torch.utils._python_dispatch._disable_current_modes():
             model: nn.Module = copy.deepcopy(self.model)
         forward = model.forward
@@ -310,7 +310,7 @@ class PipelineTrainer(Trainer):
 
 
 class _LearningRates(SGD):
-    """What the scheduler changes. The pipeline steps."""
+    """The learning rates that the scheduler changes. The pipeline's own optimizer steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, lr=groups[0]["lr"])
@@ -357,11 +357,6 @@ def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
             f"the batches of one update cannot be joined: {error}",
             hint="let the collator pad them all to one length, or use gradient_accumulation_steps=1",
         ) from None
-
-
-def _repeated(batch: Mapping[str, Any], rows: int, parts: int) -> dict[str, Any]:
-    """A batch over and over until it can be split evenly: its mean loss stays."""
-    return {n: repeated(v, rows, parts) if isinstance(v, Tensor) else v for n, v in batch.items()}
 
 
 def _alone(tensors: tuple[Any, ...]) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, did_you_mean, shown
 from .text import LARGEST
 
 GiB = 1024**3
@@ -223,6 +222,20 @@ class Cluster:
             return self.within_node
         return self.between_nodes
 
+    def with_memory(self, sizes: Sequence[int]) -> Cluster:
+        """The same devices with other memory.
+
+        sizes: of the first devices, in bytes; the others keep theirs.
+
+        >>> card = Device(name="card", memory_bytes=GiB)
+        >>> cluster = Cluster(devices=(card,) * 3, within_node=Link(bandwidth_bytes_per_s=1e9))
+        >>> [device.memory_bytes // GiB for device in cluster.with_memory([4 * GiB, 2 * GiB]).devices]
+        [4, 2, 1]
+        """
+        pairs = zip(self.devices, sizes, strict=False)
+        first = tuple(replace(device, memory_bytes=size) for device, size in pairs)
+        return replace(self, devices=first + self.devices[len(first) :])
+
 
 def refuse_too_many(devices: int) -> None:
     """To be asked before so many are made."""
@@ -240,8 +253,7 @@ def _amount(value: float) -> bool:
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:
     for name in names:
         if name is not None and name not in links:
-            near = get_close_matches(name, links, n=1)
             raise ConfigError(
                 f"a device names the {what} {name!r}, which the cluster does not have",
-                hint=f"did you mean {near[0]}?" if near else f"give that {what} a link",
+                hint=did_you_mean(name, links, f"give that {what} a link"),
             )

@@ -21,7 +21,9 @@ Each message names who, what and how much; `hint` says what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from decimal import Decimal
+from difflib import get_close_matches
 from reprlib import Repr
 
 
@@ -137,6 +139,16 @@ def shown(value: object) -> str:
     ("'left'", '1000000000', '1.00e+400', "{'float32': 1.00e+400}")
     """
     return str(float(value)) if isinstance(value, float) else _SHOWN.repr(value)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint that names the known word that is nearest; if none is near, what to say instead.
+
+    >>> did_you_mean("widht", ("width", "depth"), "see the page"), did_you_mean("x", (), "see the page")
+    ('did you mean width?', 'see the page')
+    """
+    near = get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def as_sentence(

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Literal, get_args
 
-from .errors import PlanError
+from .errors import PlanError, did_you_mean
 from .graph import OpGraph
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -62,10 +61,9 @@ class MemoryPolicy:
         for stage, treatments in enumerate(self.stages):
             for name, given in treatments.items():
                 if given not in known:
-                    near = get_close_matches(str(given), known, n=1)
                     raise PlanError(
                         f"residual {name} of stage {stage} is treated as {given!r}",
-                        hint=f"did you mean {near[0]}?" if near else f"use {', '.join(known)}",
+                        hint=did_you_mean(str(given), known, f"use {', '.join(known)}"),
                     )
         if self.at_once < LEAST_AT_ONCE:
             raise PlanError(

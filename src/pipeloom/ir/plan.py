@@ -167,6 +167,16 @@ class Plan:
             )
         return times
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks it is for, those of all replicas together."""
+        return len(set(self.placement))
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Op -> its stage."""
+        return {op: index for index, stage in enumerate(self.stages) for op in stage.ops}
+
     def microbatches_on(self, rank: int) -> int:
         """How many micro-batches of a step run through the stages of `rank`, which needs the inputs of these
         only. Raises: PlanError as `replicas`."""
@@ -236,8 +246,7 @@ class Plan:
                 f"({graph.fingerprint})",
                 hint="plan again for this model, or pass the model the plan was made for",
             )
-        stage_of = {op: index for index, stage in enumerate(self.stages) for op in stage.ops}
-        return cut(graph, stage_of)
+        return cut(graph, self.stage_of)
 
     def save(self, path: Path | str) -> None:
         """Write the plan to `path` as JSON, whole or not at all; `load_plan` reads it.

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, did_you_mean, shown
 
 UNITS = {
     "": 1,
@@ -245,12 +244,24 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} is nested too deeply", hint="no key takes lists in lists") from None
 
 
+def dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of tables in tables by their dotted keys. An empty table counts as a value.
+
+    >>> list(dotted({"model": {"width": 256}, "steps": 10}))
+    [('model.width', 256), ('steps', 10)]
+    """
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """Raises: ConfigError that says where a table has a key that is not known, with the nearest that is."""
     for key in table:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+            hint = did_you_mean(key, known, f"the keys are {', '.join(known)}")
             raise ConfigError(f"{where} has the unknown key {shown(key)}", hint=hint)
 
 
@@ -327,10 +338,9 @@ def _refuse_unknown_keys(given: Any, known: Any, where: str) -> None:
     if isinstance(given, dict) and isinstance(known, dict):
         for key, value in given.items():
             if key not in known:
-                near = get_close_matches(key, known, n=1)
                 raise ConfigError(
                     f"{where} has a key that is not known: {shortened(repr(key), most=80)}",
-                    hint=f"did you mean {near[0]}?" if near else f"the keys there are {', '.join(known)}",
+                    hint=did_you_mean(key, known, f"the keys there are {', '.join(known)}"),
                 )
             _refuse_unknown_keys(value, known[key], f"{where}: {key}")
     elif isinstance(given, list) and isinstance(known, list | tuple):

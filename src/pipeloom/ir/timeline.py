@@ -216,6 +216,11 @@ class Timeline:
         whole = self.ranks * self.step_s * self.steps
         return 1.0 - sum(self.totals.busy_s) / whole if whole else 0.0
 
+    @property
+    def rank_peaks(self) -> tuple[int, ...]:
+        """The most bytes that each rank holds on its device."""
+        return tuple(self.peak_bytes(rank) for rank in range(self.ranks))
+
     def peak_bytes(self, rank: int, tier: str = "device") -> int:
         """The most that a rank holds in one tier, "device" or "host"; 0 where nothing is known of it."""
         if isinstance(self.memory, Curves) and tier == "device":

@@ -321,7 +321,7 @@ class Candidate:
             microbatch_size=shared_rows(self.request.graph) or 1,
             batch=model.profile.batch,
             caps=tuple(device.memory_bytes for device in self.request.cluster.devices),
-            peaks=tuple(self.timeline.peak_bytes(rank) for rank in range(self.timeline.ranks)),
+            peaks=self.timeline.rank_peaks,
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,
             weights=self.request.weights,

@@ -34,7 +34,7 @@ def faster_of(dag: Candidate | None, row: Candidate | None) -> Candidate | None:
 
 def _figures(what: str, candidate: Candidate) -> dict[str, str]:
     timeline = candidate.timeline
-    peak = max(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
+    peak = max(timeline.rank_peaks)
     return {
         f"{what}.step_s": repr(timeline.step_s),
         f"{what}.peak_bytes": str(peak),

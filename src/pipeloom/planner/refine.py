@@ -247,9 +247,7 @@ def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with the memory of each device rounded down to a power, then one power less each time."""
     powers = [floor(PER_DOUBLING * log2(device.memory_bytes)) for device in cluster.devices]
     for less in range(min(powers)):
-        sizes = (int(2 ** ((power - less) / PER_DOUBLING)) for power in powers)
-        devices = zip(cluster.devices, sizes, strict=True)
-        yield replace(cluster, devices=tuple(replace(device, memory_bytes=size) for device, size in devices))
+        yield cluster.with_memory([int(2 ** ((power - less) / PER_DOUBLING)) for power in powers])
 
 
 def _keeps(found: Candidate | None, cluster: Cluster) -> bool:

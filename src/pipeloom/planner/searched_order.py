@@ -137,7 +137,7 @@ def _simulated(plan: Plan, order: Schedule, costs: PlanCosts) -> Plan | None:
         timeline = costs.simulate(found)
     except ScheduleError:
         return None
-    peaks = tuple(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
+    peaks = timeline.rank_peaks
     if any(peak > cap for peak, cap in zip(peaks, plan.caps, strict=False)):
         return None
     before, after = (registry.in_flight(one) for one in (plan.as_schedule, order))

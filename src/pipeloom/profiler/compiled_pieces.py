@@ -11,16 +11,15 @@ The ops of the piece then take their eager times by the ratio of the two, forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ..ir.profile import OpCost, Profile
+from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..tracer.captured import Captured
 from ..tracer.stage.functions import StageFunctions
@@ -50,10 +49,6 @@ class CompiledRatio:
             if not 0.0 < ratio < 1000.0:
                 raise ValueError(f"compiled, a piece takes {ratio} times as long")
 
-    def of(self, cost: OpCost) -> OpCost:
-        """An op's costs, compiled."""
-        return cost.scaled(self.forward, self.backward)
-
 
 def piece_signatures(captured: Captured, pieces: StageGraph) -> list[Hashable]:
     """What the time of each piece depends on: its calls, how they are wired, and what leaves it. Pieces of
@@ -80,20 +75,13 @@ def piece_signatures(captured: Captured, pieces: StageGraph) -> list[Hashable]:
     return signatures
 
 
-@dataclass(frozen=True, kw_only=True)
-class PieceTimes:
-    """Seconds of a piece's forward and backward, each eager and compiled."""
-
-    forward_s: tuple[float, float]
-    backward_s: tuple[float, float]
-
-
 def time_piece(
     captured: Captured, pieces: StageGraph, index: int, timer: Timer, *, budget_s: float = PIECE_S
-) -> PieceTimes:
+) -> tuple[float, float, float, float]:
     """Compile one piece and time it both ways, with one CPU thread.
 
     pieces: the model cut into them.  budget_s: for which it runs, at least `LEAST_REPEATS` times both ways.
+    Returns: seconds of its eager forward and backward, and of its compiled ones.
     Raises: whatever the compiler raises.
     """
     device = str(timer.device)
@@ -111,13 +99,13 @@ def time_piece(
         while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and perf_counter() < until):
             times.append((*eager(), *compiled()))
     eager_f, eager_b, compiled_f, compiled_b = (median(kind) for kind in zip(*times, strict=True))
-    return PieceTimes(forward_s=(eager_f, compiled_f), backward_s=(eager_b, compiled_b))
+    return eager_f, eager_b, compiled_f, compiled_b
 
 
 def measure_piece(captured: Captured, pieces: StageGraph, index: int, timer: Timer) -> CompiledRatio:
     """What a piece takes compiled, over what it takes eager; raises as `time_piece`."""
-    times = time_piece(captured, pieces, index, timer)
-    return CompiledRatio(forward=_ratio(*times.forward_s), backward=_ratio(*times.backward_s))
+    eager_f, eager_b, compiled_f, compiled_b = time_piece(captured, pieces, index, timer)
+    return CompiledRatio(forward=_ratio(eager_f, compiled_f), backward=_ratio(eager_b, compiled_b))
 
 
 def compiled_costs(profile: Profile, pieces: StageGraph, ratios: Sequence[CompiledRatio]) -> Profile:
@@ -125,7 +113,7 @@ def compiled_costs(profile: Profile, pieces: StageGraph, ratios: Sequence[Compil
     none, stay as they are."""
     costs = dict(profile.costs)
     for piece, ratio in zip(pieces.stages, ratios, strict=True):
-        costs |= {name: ratio.of(costs[name]) for name in piece.ops}
+        costs |= {name: costs[name].scaled(ratio.forward, ratio.backward) for name in piece.ops}
     return replace(profile, costs=costs)
 
 
@@ -183,9 +171,6 @@ class _Sums:
             self._sums[name] = left @ right
 
 
-MeasurePiece = Callable[[Captured, StageGraph, int, Timer], CompiledRatio]
-
-
 def measure_ratios(
     captured: Captured,
     pieces: StageGraph,
@@ -193,14 +178,12 @@ def measure_ratios(
     *,
     timer: Timer,
     budget_s: float,
-    measure: MeasurePiece,
-    known: Mapping[Hashable, CompiledRatio] = MappingProxyType({}),
+    known: Mapping[Hashable, CompiledRatio],
 ) -> list[CompiledRatio]:
     """The ratio of each piece; equal pieces are compiled once, those that take most of the time first.
 
     eager_s: seconds of each op.  budget_s: no further piece is begun that would end later, if it took as
-    long as the slowest one so far; the first one always is.  measure: compiles one, and times it.
-    known: by signature, are not measured again.
+    long as the slowest one so far; the first one always is.  known: by signature, are not measured again.
     """
     signatures = piece_signatures(captured, pieces)
     weight: dict[Hashable, float] = dict.fromkeys(signatures, 0.0)
@@ -214,7 +197,7 @@ def measure_ratios(
             found[signature] = CompiledRatio(why_not=f"compiling took {begin - start:.0f} s already")
             continue
         try:
-            found[signature] = measure(captured, pieces, signatures.index(signature), timer)
+            found[signature] = measure_piece(captured, pieces, signatures.index(signature), timer)
         except (RuntimeError, OSError) as error:  # the compiler's own, and of the compilers that it calls
             found[signature] = CompiledRatio(why_not=_first_line(error))
         slowest_s = max(slowest_s, perf_counter() - begin)

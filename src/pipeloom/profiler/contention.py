@@ -30,7 +30,7 @@ from ..ir.graph import OpGraph
 from ..ir.profile import Profile
 from .measure_op import torch_threads
 from .measurement import usable_cores
-from .rules import RULES, UNKNOWN, base_name
+from .rules import rule_of
 
 PRODUCTS = ("matmul", "attention", "convolution")
 """Classes of ops that matrix products limit; memory and caches limit the others."""
@@ -64,7 +64,7 @@ class Contention:
         >>> both.of("aten.addmm.default"), both.of("aten.gelu.default")
         (1.5, 1.2)
         """
-        kind = RULES.get(base_name(target), UNKNOWN).kind
+        kind = rule_of(target).kind
         return self.products if kind in PRODUCTS else self.others
 
     def slowed(self, profile: Profile, graph: OpGraph) -> Profile:

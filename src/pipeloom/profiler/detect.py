@@ -6,12 +6,12 @@ own time counts, so that other programs disturb less.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from time import perf_counter, thread_time
 
 import torch
 
+from ..clusters.names import machine_memory
 from ..ir.cluster import Device, MiB
 from ..tracer.autocast import Autocast
 from .efficiency import ON_CPU, ON_GPU, measure_efficiency
@@ -62,7 +62,7 @@ def free_memory(where: torch.device) -> int:
     """Bytes of a GPU that a program can take now; of the CPU, all of the machine's memory."""
     if where.type != "cpu":
         return int(torch.accelerator.get_memory_info(where)[0]) + torch.accelerator.memory_reserved(where)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_memory()
 
 
 def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PRODUCT_S) -> Measurement:

@@ -28,7 +28,7 @@ from ..tracer.job import Job
 from .measure_ops import measure
 from .measurement import Measurement
 from .roofline import roofline
-from .rules import RULES, UNKNOWN, base_name
+from .rules import rule_of
 
 HEADS = 8
 
@@ -123,7 +123,7 @@ def efficiency_by_class(
     """
     sums: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for op in ops:
-        kind = RULES.get(base_name(op.target), UNKNOWN).kind
+        kind = rule_of(op.target).kind
         fast, slow = (
             (cost.forward_s, cost.input_grad_s, cost.weight_grad_s)
             for cost in (ideal[op.name], real[op.name])

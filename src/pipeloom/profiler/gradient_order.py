@@ -24,11 +24,11 @@ from .rules import RULES, base_name
 
 
 class GradientOrder(NamedTuple):
-    """As `ir.profile.OpCost` has them: lets_go, grad_first_bytes and grad_rest_bytes, and adds."""
+    """These fields of `ir.profile.OpCost`."""
 
     lets_go: str = ""
-    first: int = 0
-    rest: int = 0
+    grad_first_bytes: int = 0
+    grad_rest_bytes: int = 0
     adds: tuple[str, ...] = ()
 
 
@@ -85,7 +85,7 @@ def attention_scores(op: Op, graph: OpGraph) -> Value:
 
 
 def _attention(op: Op, graph: OpGraph) -> GradientOrder:
-    """In separate products: it saves copies only, which are its own."""
+    """Attention in separate products, which saves only copies of its own."""
     operands = [graph.value[name] for name in op.inputs[:3]]
     if len(operands) < 3 or not all(v.needs_grad for v in operands):
         return AT_ONCE

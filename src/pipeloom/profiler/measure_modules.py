@@ -29,20 +29,17 @@ from ..tracer.stage.functions import DiscardSink, Tensors, activation_bytes
 from ..tracer.stage.trace import stage_functions
 from .measure_op import LEAST_REPEATS, Timer, each_once, measured_profile, torch_threads
 from .roofline import kernel_seconds, require_rates
-from .rules import RULES, UNKNOWN, base_name
+from .rules import UNKNOWN, rule_of
 
 
-def measure_modules(
-    captured: Captured, device: str = "cpu", *, budget_s: float = 3.0, threads: int = 1
-) -> Profile:
-    """Measure every op of a captured model whose `graph.fallback` is set.
+def measure_modules(captured: Captured, device: str) -> Profile:
+    """Measure every op of a captured model whose `graph.fallback` is set, with one CPU thread.
 
-    device: where to run, "cpu" or "cuda".  budget_s: time to spend in all; slow ops get three runs all the
-    same.  threads: CPU threads, as many as each rank will have.
+    device: where to run, "cpu" or "cuda".
     """
     timer = Timer(torch.device(device))
-    with torch_threads(threads):
-        costs = _costs(captured, timer, budget_s)
+    with torch_threads(1):
+        costs = _costs(captured, timer, budget_s=3.0)  # in all; slow ops get three runs all the same
     return measured_profile(captured.graph, timer.device, costs)
 
 
@@ -59,7 +56,7 @@ def estimate_modules(captured: Captured, device: Device) -> Profile:
 
 
 class _Roofline(Timer):
-    """What a function's kernels take on a device that is not there."""
+    """Adds up what a function's kernels take on a device that is not there."""
 
     def __init__(self, described: Device) -> None:
         super().__init__(torch.device("cpu"))
@@ -76,7 +73,7 @@ class _Roofline(Timer):
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums up by roofline what the kernels that run take. Views run none."""
+    """Adds up the roofline times of the kernels that run. Views run none."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +83,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        rule = RULES.get(base_name(str(func)), UNKNOWN)
+        rule = rule_of(str(func))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if func.is_view or rule.kind == "free" or not made:
             return out
@@ -102,7 +99,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counted_as(func: Any) -> Any:
-    """PyTorch counts attention of GPUs only; that of CPUs has the same products."""
+    """PyTorch counts the attention of GPUs only. The one of CPUs has the same products."""
     packet = func.overloadpacket
     return getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), packet)
 

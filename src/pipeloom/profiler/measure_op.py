@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -43,13 +43,13 @@ class OpMeasurement:
     """
 
     forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    saved_args: tuple[int, ...]
-    saved_outputs: tuple[tuple[int, int], ...]
-    """(position, bytes)"""
-    extra_saved_bytes: int
     transient_bytes: int
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    saved_args: tuple[int, ...] = ()
+    saved_outputs: tuple[tuple[int, int], ...] = ()
+    """(position, bytes)"""
+    extra_saved_bytes: int = 0
     grad_transient_bytes: int = 0
     passed_args: tuple[int, ...] = ()
     """Positions of the arguments whose gradient is the output's own."""
@@ -181,40 +181,23 @@ def measure_op(
     values = [t for t, role in zip(tensors, roles, strict=True) if role == "value"]
     weights = [t for t, role in zip(tensors, roles, strict=True) if role == "weight"]
     ends = [t for t in outputs if t.requires_grad]
-    forward_only = OpMeasurement(
-        forward_s=forward,
-        input_grad_s=0.0,
-        weight_grad_s=0.0,
-        saved_args=(),
-        saved_outputs=(),
-        extra_saved_bytes=0,
-        transient_bytes=scratch,
-    )
     if not ends or not (values or weights):
-        return forward_only
-    gradients = _measure_backward(
+        return OpMeasurement(forward_s=forward, transient_bytes=scratch)
+    of_values_s, of_all_s, grad_scratch, passed = _measure_backward(
         ends, values, weights, timer=timer, overhead_s=overhead_s, budget_s=budget_s
     )
     learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
-    return replace(
-        forward_only,
+    return OpMeasurement(
+        forward_s=forward,
+        transient_bytes=scratch,
         saved_args=saved_args,
         saved_outputs=saved_outputs,
         extra_saved_bytes=extra,
-        input_grad_s=gradients.of_values_s,
-        weight_grad_s=gradients.of_all_s - gradients.of_values_s,
-        grad_transient_bytes=gradients.scratch_bytes,
-        passed_args=tuple(i for i, passed in zip(learning, gradients.passed, strict=True) if passed),
+        input_grad_s=of_values_s,
+        weight_grad_s=of_all_s - of_values_s,
+        grad_transient_bytes=grad_scratch,
+        passed_args=tuple(i for i, own in zip(learning, passed, strict=True) if own),
     )
-
-
-class _Gradients(NamedTuple):
-    """passed: of each value, then of each weight, whether its gradient is the output's own."""
-
-    of_values_s: float
-    of_all_s: float
-    scratch_bytes: int
-    passed: tuple[bool, ...]
 
 
 def _measure_backward(
@@ -225,7 +208,9 @@ def _measure_backward(
     timer: Timer,
     overhead_s: float,
     budget_s: float,
-) -> _Gradients:
+) -> tuple[float, float, int, list[bool]]:
+    """Seconds of the gradients of values alone and of all, bytes of scratch, and of each value, then of each
+    weight, whether its gradient is the output's own."""
     grads = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in ends]
 
     def backward(targets: list[Tensor]) -> Callable[[], Any]:
@@ -240,7 +225,7 @@ def _measure_backward(
     computed = [t for t in tensors_of(gradients) if not _shares_storage([t], grads)]
     of_values = seconds(values, 0.0 if weights else took_s) if computed else 0.0
     of_all = max(of_values, seconds([*values, *weights], took_s)) if weights and computed else of_values
-    return _Gradients(of_values, of_all, scratch, tuple(_shares_storage(t, grads) for t in gradients))
+    return of_values, of_all, scratch, [_shares_storage(t, grads) for t in gradients]
 
 
 def _storage(tensor: Tensor) -> int:

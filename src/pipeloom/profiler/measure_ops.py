@@ -36,20 +36,18 @@ def measure(
     *,
     batch: Mapping[str, Tensor] | None = None,
     budget_s: float = 3.0,
-    threads: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> Profile:
-    """Measure the costs of every op.
+    """Measure the costs of every op, with one CPU thread, as each rank will have.
 
     device: where to run, "cpu" or "cuda".  batch: a real micro-batch, for the range of its integers.
     budget_s: time to spend in all; ops too slow for three runs of their share get them all the same, those
     of more than `SLOW_S` one.
-    threads: CPU threads, as many as each rank will have.  clock: see `Timer`.
+    clock: see `Timer`.
     """
     where = torch.device(device)
     arguments = OpArguments(captured, where, batch or {})
     nodes = {node.name: node for node in captured.module.graph.nodes}
-    signatures = {op.name: _signature(nodes[op.name], arguments) for op in captured.graph.ops}
     timer = Timer(where, clock)
 
     def measured(op: Op, share_s: float) -> OpMeasurement:
@@ -62,9 +60,9 @@ def measure(
             error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
             raise
 
-    with torch_threads(threads):
+    with torch_threads(1):
         overhead_s = autograd_overhead_s(timer)
-        found = each_once(captured.graph.ops, signatures, budget_s, measured)
+        found = each_once(captured.graph.ops, op_signatures(captured), budget_s, measured)
     base = storages(captured.graph)
     costs = {
         op.name: _cost(op, captured.graph, nodes[op.name], found[op.name][1], arguments, base)
@@ -77,26 +75,22 @@ def op_signatures(captured: Captured) -> dict[str, Hashable]:
     """What the time of each op depends on, by the op's name: the call and the layouts of its tensors."""
     arguments = OpArguments(captured, torch.device("cpu"), {})
     nodes = {node.name: node for node in captured.module.graph.nodes}
-    return {op.name: _signature(nodes[op.name], arguments) for op in captured.graph.ops}
 
+    def layout(node: fx.Node) -> Hashable:
+        val = node.meta["val"]
+        return tuple(val.shape), val.stride(), val.dtype, arguments.role(node)
 
-def _signature(node: fx.Node, arguments: OpArguments) -> Hashable:
-    order = {source: index for index, source in enumerate(dict.fromkeys(node.all_input_nodes))}
-    layout = tuple(_layout(source, arguments) for source in order)
-    call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Position(order[n])))
-    return str(node.target), call, layout
+    def signature(node: fx.Node) -> Hashable:
+        order = {source: index for index, source in enumerate(dict.fromkeys(node.all_input_nodes))}
+        call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Position(order[n])))
+        return str(node.target), call, tuple(map(layout, order))
+
+    return {op.name: signature(nodes[op.name]) for op in captured.graph.ops}
 
 
 class _Position(str):
-    """The position of a tensor among an op's arguments."""
-
     def __new__(cls, index: int) -> _Position:
         return super().__new__(cls, f"%{index}")
-
-
-def _layout(node: fx.Node, arguments: OpArguments) -> Hashable:
-    val = node.meta["val"]
-    return tuple(val.shape), val.stride(), val.dtype, arguments.role(node)
 
 
 def _cost(
@@ -134,8 +128,5 @@ def _cost(
         transient_bytes=measurement.transient_bytes,
         grad_transient_bytes=measurement.grad_transient_bytes,
         passes=tuple(arguments.name(sources[i]) for i in measurement.passed_args),
-        adds=order.adds,
-        lets_go=order.lets_go,
-        grad_first_bytes=order.first,
-        grad_rest_bytes=order.rest,
+        **order._asdict(),
     )

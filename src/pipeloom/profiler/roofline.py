@@ -26,7 +26,7 @@ from ..ir.errors import ConfigError
 from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, made_of_state, storages, tensor_bytes
 from ..ir.profile import OpCost, Profile, batch_text
 from .gradient_order import AT_ONCE, attention_scores, gradient_order
-from .rules import RULES, UNKNOWN, VIEW, Rule, attention_flops, base_name, convolution_flops, matmul_flops
+from .rules import RULES, VIEW, Rule, attention_flops, base_name, convolution_flops, matmul_flops, rule_of
 
 
 def roofline(graph: OpGraph, device: Device) -> Profile:
@@ -83,7 +83,7 @@ def product_flops(graph: OpGraph) -> float:
     """Operations of matrix products, convolutions and attention in a forward and a backward, nothing of which
     is made twice."""
     estimate = _Estimate(graph, Device(name="any", memory_bytes=1))
-    products = [_Operands(estimate, op, RULES.get(base_name(op.target), UNKNOWN)) for op in graph.ops]
+    products = [_Operands(estimate, op, rule_of(op.target)) for op in graph.ops]
     products = [each for each in products if each.rule.kind in ("matmul", "convolution", "attention")]
     kernels = ([_Work(each.flops)] + each.backward()[0] + each.backward()[1] for each in products)
     return sum((kernel.flops for works in kernels for kernel in works), 0.0)
@@ -120,7 +120,7 @@ class _Estimate:
     device: Device
 
     def op(self, op: Op) -> OpCost:
-        rule = VIEW if op.view else RULES.get(base_name(op.target), UNKNOWN)
+        rule = VIEW if op.view else rule_of(op.target)
         grads = any(v.needs_grad for v in op.outputs)
         operands = _Operands(self, op, rule)
         saves, extra = operands.kept() if grads else ((), 0)
@@ -137,10 +137,7 @@ class _Estimate:
             transient_bytes=operands.scratch(),
             grad_transient_bytes=operands.grad_scratch() if grads else 0,
             passes=operands.passed() if grads else (),
-            adds=order.adds,
-            lets_go=order.lets_go,
-            grad_first_bytes=order.first,
-            grad_rest_bytes=order.rest,
+            **order._asdict(),
         )
 
     def seconds(self, works: list[_Work], kind: str, dtype: str) -> float:
@@ -161,8 +158,6 @@ class _Estimate:
 
 @dataclass(frozen=True)
 class _Operands:
-    """One op's reads and writes."""
-
     of: _Estimate
     op: Op
     rule: Rule
@@ -172,17 +167,12 @@ class _Operands:
         return [self.of.graph.value[name] for name in self.op.inputs]
 
     @cached_property
-    def params(self) -> list[tuple[tuple[int, ...], int, bool]]:
-        """(shape, bytes, trainable) of the parameters."""
-        return [(p.shape, p.bytes, p.trainable) for p in self._parameters]
-
-    @property
-    def _parameters(self) -> list[Parameter]:
+    def params(self) -> list[Parameter]:
         return [self.of.graph.parameter[name] for name in self.op.params]
 
     @cached_property
     def flops(self) -> int:
-        shapes = [v.shape for v in self.values] + [shape for shape, _, _ in self.params]
+        shapes = [v.shape for v in self.values] + [p.shape for p in self.params]
         out = self.op.outputs[0].shape
         name = base_name(self.op.target)
         if not shapes:
@@ -196,22 +186,18 @@ class _Operands:
             return attention_flops(shapes, out, "" if self.on_cpu else self.op.attributes)
         return prod(out)
 
-    @property
-    def written(self) -> int:
-        return self.op.output_bytes
-
     def forward(self) -> _Work:
         """A table that is looked up is not read whole: its rows are as long as the result."""
         looked_up = base_name(self.op.target) in ("embedding", "index", "index_select", "gather")
-        tables = 0 if looked_up else sum(size for _, size, _ in self.params)
-        read = self.written if looked_up else sum(v.bytes for v in self.values)
-        return _Work(self.flops, read + tables + self.written, share=self._product_share)
+        written = self.op.output_bytes
+        read = written if looked_up else sum(v.bytes for v in self.values) + sum(p.bytes for p in self.params)
+        return _Work(self.flops, read + written, share=self._product_share)
 
     def backward(self) -> tuple[list[_Work], list[_Work]]:
         """(gradients of values, gradients of parameters); of products a kernel for each, else one for all."""
         arriving = sum(v.bytes for v in self.op.outputs if v.needs_grad)
         operands = [(v.shape, v.bytes, v.name in self.of.state) for v in self.values if v.needs_grad]
-        operands += [(shape, size, True) for shape, size, trainable in self.params if trainable]
+        operands += [(p.shape, p.bytes, True) for p in self.params if p.trainable]
         found: tuple[list[_Work], list[_Work]] = [], []
         for shape, size, learns in operands:
             if (work := self._gradient(shape, size, arriving)) is not None:
@@ -228,8 +214,8 @@ class _Operands:
         """Of a product the lengths of rows that do not lie as a GPU's matrix units read them."""
         if self.rule.kind != "matmul" or self.on_cpu:
             return set()
-        halves = [v.shape for v in (*self.values, *self.op.outputs) if v.dtype in ("bfloat16", "float16")]
-        halves += [p.shape for p in self._parameters if p.dtype in ("bfloat16", "float16")]
+        tensors: tuple[Value | Parameter, ...] = (*self.values, *self.op.outputs, *self.params)
+        halves = [t.shape for t in tensors if t.dtype in ("bfloat16", "float16")]
         return {shape[-1] for shape in halves if len(shape) > 1 and shape[-1] % 8}
 
     @property
@@ -247,7 +233,7 @@ class _Operands:
         """The inputs whose gradient is the output's own."""
         output_dtype = self.op.outputs[0].dtype
         values = [(v.name, v.shape, v.dtype) for v in self.values if v.needs_grad]
-        values += [(p.name, p.shape, p.dtype) for p in self._parameters if p.trainable]
+        values += [(p.name, p.shape, p.dtype) for p in self.params if p.trainable]
         return tuple(name for name, shape, dtype in values if dtype == output_dtype and self._passes(shape))
 
     def _gradient(self, shape: tuple[int, ...], size: int, arriving: int) -> _Work | None:
@@ -296,8 +282,8 @@ class _Operands:
 
     def _another_learns(self, name: str) -> bool:
         """Whether a gradient flows to a factor besides `name`, or to its second copy; biases do not count."""
-        weights = any(trainable and len(shape) > 1 for shape, _, trainable in self.params)
-        scales = self.rule.kind == "elementwise" and any(trainable for _, _, trainable in self.params)
+        weights = any(p.trainable and len(p.shape) > 1 for p in self.params)
+        scales = self.rule.kind == "elementwise" and any(p.trainable for p in self.params)
         others = tuple(other for other in self.op.inputs if other != name)
         distinct = len(self.op.inputs) + len(self.op.params) + len(self.op.buffers)
         twice = self.op.attributes.split("{")[0].count("%") > distinct
@@ -364,14 +350,16 @@ class _Operands:
         copied and multiplied."""
         if self.rule.kind != "attention" or not self.unfused:
             return 0
-        return max(0, self._scores.bytes - self.values[min(2, len(self.values) - 1)].bytes - self.written)
+        return max(
+            0, self._scores.bytes - self.values[min(2, len(self.values) - 1)].bytes - self.op.output_bytes
+        )
 
     def grad_scratch(self) -> int:
         """Scratch of the backward: by rule, and where a gradient is summed over broadcast dimensions."""
         out = self.op.outputs[0]
         by_rule = int(self.rule.scratch * self._first.bytes)
         learning = [v.shape for v in self.values if v.needs_grad]
-        learning += [shape for shape, _, trainable in self.params if trainable]
+        learning += [p.shape for p in self.params if p.trainable]
         summed = (
             self.rule.kind == "elementwise"
             and self.rule.keeps in ("factors", "divisor")

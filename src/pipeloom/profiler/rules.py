@@ -128,6 +128,11 @@ def base_name(target: str) -> str:
     return parts[1] if len(parts) > 1 else target
 
 
+def rule_of(target: str) -> Rule:
+    """How an op counts, also one that is not in the table."""
+    return RULES.get(base_name(target), UNKNOWN)
+
+
 # Floating-point operations of one forward call, from shapes alone; a multiply and an add count as two.
 
 Shape = tuple[int, ...]

@@ -75,8 +75,8 @@ def opened(
 
 
 def _is_chain(plan: Plan) -> bool:
-    """Whether its rows say all: rows alone are read as one pipeline, each stage of which reads the one before
-    it, and which drains."""
+    """Whether a plan's rows say all. Rows alone are read as one pipeline that drains, in which each
+    stage reads the one before it."""
     if plan.steady is not None or plan.replicas > 1 or branch_figures(plan):
         return False
     with suppress(ScheduleError):

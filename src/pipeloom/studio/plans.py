@@ -10,7 +10,6 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import planning, reports
-from ..caches import beside_ranks
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, PipeloomError, PlanError
@@ -60,15 +59,18 @@ class PlanModel:
     @classmethod
     def load(cls, job: Job, plan: Plan, cluster: Cluster | None) -> PlanModel:
         """cluster: None for processes of this machine, whose op times are measured within the last day."""
-        size, ranks = plan.microbatch_size, len(set(plan.placement))
+        size, ranks = plan.microbatch_size, plan.ranks
         split = planning.capture(job, size, split=plan.split_words)
         compiled = cluster is None and COMPILED in plan.notes
         captured = planning.captured_model(
-            job, size, cluster, captured=split, compiled=compiled, master_weights=plan.master_weights
+            job,
+            size,
+            cluster,
+            captured=split,
+            compiled=compiled,
+            master_weights=plan.master_weights,
+            ranks=ranks if cluster is None else 1,
         )
-        if cluster is None:
-            beside = {n: beside_ranks(each, captured.graph, ranks) for n, each in captured.profiles.items()}
-            captured = replace(captured, profiles=beside)
         return cls(job, captured, ranks, cluster)
 
 
@@ -111,8 +113,8 @@ class PlanDesk:
     def plan(self, asked: Json) -> Json:
         """The plan, or that of other cuts: `asked["cuts"]`, before which piece each stage but the first
         begins."""
-        planned = self._planned
-        plan = planned.cut(asked.get("cuts"))
+        planned, cuts = self._planned, asked.get("cuts")
+        plan = planned.cut(cuts)
         used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
@@ -124,7 +126,6 @@ class PlanDesk:
         }
         if planned.model is None:
             return answer | {"said": _sentence(plan, plan.predicted_step_s, plan.peaks)}
-        cuts = asked.get("cuts")
         cuts = cuts_of(planned.pieces) if cuts is None else cuts
         parts = [
             [piece.layer, len(piece.ops), stage]
@@ -140,8 +141,7 @@ class PlanDesk:
         plan = planned.cut(asked.get("cuts"))
         if planned.model is not None:
             timeline = planned.model.costs.simulate(plan)
-            peaks = tuple(timeline.peak_bytes(rank) for rank in range(timeline.ranks))
-            plan = replace(plan, predicted_step_s=timeline.step_s, peaks=peaks)
+            plan = replace(plan, predicted_step_s=timeline.step_s, peaks=timeline.rank_peaks)
         return {"file": "plan.json", "json": as_plain(plan)}
 
     def cap(self, asked: Json) -> Json:
@@ -175,7 +175,6 @@ class PlanDesk:
         said = "the planner failed, which is no fault of yours: see where the studio was started"
         try:
             request = planning.make_request(
-                model.job,
                 watch=self,
                 **settings_of(old) | names_to_plan_by(old),
                 cluster=model.described,
@@ -206,7 +205,7 @@ def _simulated(plan: Plan, model: PlanModel) -> Json:
     rows = reports.stage_rows(graph, plan)
     times = stage_figures(rows, (timeline, None))
     texts = {s: [f"F {forward.value}", f"B {back.value}"] for s, (forward, back) in times.items()}
-    peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
+    peaks = timeline.rank_peaks
     over = [rank for rank, cap in enumerate(plan.caps) if peaks[rank] > cap]
     drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), texts)
     return {
@@ -226,12 +225,11 @@ def pieces(plan: Plan, graph: OpGraph) -> list[LayerPiece]:
     """The model's layers in the order of its ops, where a stage cuts one, in parts; empty where a stage is no
     run of ops, as in a graph of branches."""
     layer_of = layer_names(graph.ops)
-    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.ops}
     runs = [
         LayerPiece(layer, tuple(op.name for op in ops), stage)
         for (layer, stage), ops in groupby(
-            (op for op in graph.ops if op.name in stage_of),
-            key=lambda op: (layer_of[op.module] or op.module, stage_of[op.name]),
+            (op for op in graph.ops if op.name in plan.stage_of),
+            key=lambda op: (layer_of[op.module] or op.module, plan.stage_of[op.name]),
         )
     ]
     order = [stage for stage, _ in groupby(run.stage for run in runs)]

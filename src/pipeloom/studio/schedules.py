@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 from ..ir.errors import ConfigError, DeadlockError, PipeloomError, PlanError, ScheduleError
 from ..ir.explanation import Explanation
-from ..ir.text import SizeUnit, show_share
+from ..ir.text import show_share
+from ..reports import MICROBATCHES, rank_columns, schedule_page
 from ..schedules.formats import parse_text
 from ..schedules.language.names import parse_name
 from ..schedules.recipe_text import repeating_recipe
 from ..schedules.scenario import (
-    UNIT,
     Scenario,
     SimulatedSchedule,
     build_schedule,
@@ -32,7 +32,6 @@ from ..schedules.scenario import (
 )
 from ..schedules.tuning import CausesOfBlocks
 from ..viewer.chrome import chrome_trace
-from ..viewer.html import report_page
 from ..viewer.labels import chunks
 from ..viewer.path import fold
 from ..viewer.picture import MANY, memory_panels, picture, reasons
@@ -167,7 +166,7 @@ class ScheduleDesk:
         if form == "trace":
             return {"file": f"{name}.json", "json": chrome_trace([simulated.timeline])}
         if form == "page":
-            return {"file": f"{name}.html", "text": page_of(simulated)}
+            return {"file": f"{name}.html", "text": schedule_page(simulated)}
         if not name.isidentifier():
             name = "mine"
         text = repeating_recipe(simulated.schedule, simulated.stages, name=name)
@@ -217,22 +216,10 @@ def broken_rule(error: PipeloomError) -> Json:
     return {"message": text, "hint": error.hint, "rows": list(dict.fromkeys(ranks)), "circle": circle}
 
 
-def page_of(simulated: SimulatedSchedule) -> str:
-    """The page that `pipeloom schedule show --html` writes."""
-    schedule = simulated.schedule
-    return report_page(
-        title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, simulated",
-        predicted=simulated.timeline,
-        explanations=[explain(simulated)],
-        size_unit=None if simulated.peaks_bytes else SizeUnit(name="micro-batches", bytes=UNIT),
-    )
-
-
 def _described(name: str, one: Studied) -> Json:
     simulated = one.simulated
     timeline, few = simulated.timeline, len(simulated.timeline.events) <= MANY
-    figures, by_rank = simulated.figures(), simulated.by_rank()
-    schedule = simulated.schedule
+    figures, schedule = simulated.figures(), simulated.schedule
     drawn = picture(
         timeline,
         f"{name}   step {figures['step_s']:.6g}, bubble {show_share(figures['bubble'])}, "
@@ -240,16 +227,12 @@ def _described(name: str, one: Studied) -> Json:
         chunks=chunks(timeline) if schedule.stages > schedule.ranks else None,
         scale=("", 1.0),
     )
-    columns = {
-        "bubble": [show_share(rank["bubble"]) for rank in by_rank],
-        "peak": [f"{rank['peak']:.4g}" for rank in by_rank],
-    }
     return {
         "name": name,
         "figures": figures,
         "ranks": schedule.ranks,
         "microbatches": simulated.microbatches,
-        "picture": drawn | {"columns": columns},
+        "picture": drawn | {"columns": rank_columns(simulated)},
         "rows": str(schedule) if few else None,
     }
 
@@ -267,7 +250,7 @@ def _memory(simulated: Sequence[SimulatedSchedule], names: Sequence[str]) -> Jso
     sized = all(one.peaks_bytes for one in simulated)
     return memory_panels(
         [one.timeline for one in simulated],
-        size_unit=None if sized else SizeUnit(name="micro-batches", bytes=UNIT),
+        size_unit=None if sized else MICROBATCHES,
         names=names,
         ranks=list(shown),
         per_second=1.0,

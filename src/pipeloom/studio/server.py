@@ -40,10 +40,8 @@ HEADERS = {
 
 def page_text(start: Mapping[str, Any]) -> str:
     """The page. start: what it begins with, as JSON."""
-    data = msgspec.json.encode(start).decode().replace("<", "\\u003c")
-    page: str = (
-        environment(Path(__file__).parent / "templates").get_template("studio.html").render(start=data)
-    )
+    templates = environment(Path(__file__).parent / "templates")
+    page: str = templates.get_template("studio.html").render(start=start)
     return page
 
 

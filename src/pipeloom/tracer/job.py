@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..ir.errors import ConfigError
+from ..ir.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,8 +79,8 @@ def load_job(spec: str) -> Job:
     function = getattr(module, name, None)
     if not callable(function):
         what = "has no function" if function is None else "has something that is not a function under"
-        near = difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-        raise ConfigError(f"{where} {what} {name}", hint=f"did you mean {near[0]}?" if near else _HINT)
+        known = [n for n in vars(module) if callable(getattr(module, n))]
+        raise ConfigError(f"{where} {what} {name}", hint=did_you_mean(name, known, _HINT))
     job = _call(spec, function)
     if not isinstance(job, Job):
         raise ConfigError(f"{spec} returned a {type(job).__name__} instead of a pipeloom.Job", hint=_HINT)

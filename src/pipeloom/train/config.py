@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from operator import getitem
@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
-from ..ir.text import parse_toml, shortened
+from ..ir.text import dotted, parse_toml, shortened
 from ..settings import LARGEST, PlanSettings, setting
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -157,6 +157,11 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
+    @property
+    def plan_settings(self) -> PlanSettings:
+        """Those of the pipeline, which clips if the optimizer's gradients are to be."""
+        return self.pipeline.changed(clips=self.pipeline.clips or bool(self.optimizer.clip_norm))
+
 
 Override: TypeAlias = str | tuple[str, Any]
 """A setting that is changed: as text, "key=value", or its dotted key and its value."""
@@ -175,7 +180,7 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
     def place(key: str) -> str:
         return f"{file}: " if file is not None and key not in changed else "--set: "
 
-    for key, _ in _items(plain):
+    for key, _ in dotted(plain):
         _refuse_unknown(key, place(key))
     try:
         return msgspec.convert(plain, Config)
@@ -268,15 +273,6 @@ def _parse_override(override: str) -> tuple[str, Any]:
             return key, parse_toml(f"value = {raw}", "")["value"]
         except ConfigError:
             return key, raw
-
-
-def _items(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """With dotted keys; a table where no table belongs counts as a value."""
-    for name, value in plain.items():
-        if isinstance(value, dict) and value:
-            yield from _items(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _refuse_unknown(key: str, place: str) -> None:

@@ -135,7 +135,7 @@ def train(
                 better = looked is not None and looked.plan is not None
                 if looked is not None and metrics is not None:
                     metrics.write({"step": end, "replan": looked.figures})
-                    console.print(str(looked), highlight=False, soft_wrap=True)
+                    console.print(str(looked), soft_wrap=True)
             if better or end == config.steps or end % config.checkpoint_every == 0:
                 extra = {"data": workload.data, "step": end}
                 pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
@@ -160,7 +160,7 @@ def train(
 
 
 def _next_stop(step: int, config: Config, rehearsals: StepRehearsals) -> int:
-    """How many steps are done when something else is due."""
+    """After how many steps something else is due."""
     for done in range(step + 1, config.steps):
         every = (config.validate_every, config.checkpoint_every, config.replan or config.steps)
         due = any(done % each == 0 for each in every)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
+from ..clusters.names import machine_memory
 from ..ir.errors import PipeloomError
 from ..ir.plan import Plan
 from ..ir.text import format_bytes, load_noun, save_noun
@@ -27,7 +28,7 @@ from ..step_reports import StepReport
 from ..tracer.job import Job
 from .config import Config
 from .loop import LONG_STEP_S
-from .rank_processes import HandedModel, RankProcesses, ranks_of, take_over
+from .rank_processes import HandedModel, RankProcesses, take_over
 from .workload import job_of
 
 SHARE_OF_MEMORY = 0.5
@@ -64,7 +65,7 @@ def measure_steps(
     with tempfile.TemporaryDirectory(prefix="pipeloom-steps-") as folder:
         file = Path(folder) / "steps.json"
         work = (config, plan, handed, settings, steps, rehearses, file)
-        return processes.run(_measure, ranks_of(plan), *work) or load_noun(file, MeasuredSteps)
+        return processes.run(_measure, plan.ranks, *work) or load_noun(file, MeasuredSteps)
 
 
 def _measure(
@@ -76,7 +77,7 @@ def _measure(
     rehearses: bool,
     file: Path,
 ) -> None:
-    """In each rank; rank 0 writes the file."""
+    """What each rank runs; rank 0 writes the file."""
     require_runnable(settings.named_schedule)  # which loads the operations of a user's own
     job = job_of(config)
     options = Options(
@@ -97,9 +98,7 @@ def _measure(
 
 
 def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
-    """Why the ranks of a plan do not rehearse it; empty if they do."""
-    if not request.local:
-        return "it is for devices that are described by figures"
+    """Why the ranks of a plan for this machine do not rehearse it; empty if they do."""
     if "RANK" in os.environ:
         return "this process is one of several ranks itself"
     cores = os.cpu_count() or 1
@@ -107,7 +106,7 @@ def why_not_rehearsed(request: PlanRequest, plan: Plan) -> str:
         return f"it is for {ranks} ranks, this machine has {cores} cores"
     if plan.predicted_step_s > LONG_STEP_S:
         return f"that takes as long as a few steps, and of over {LONG_STEP_S:.0f} s each"
-    memory = int(SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    memory = int(SHARE_OF_MEMORY * machine_memory())
     if (need := sum(plan.peaks)) > memory:
         return f"its ranks need {format_bytes(need)} together, {format_bytes(memory)} may be used for it"
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..ir.text import format_bytes
+from ..ir.text import format_bytes, show_share
 
 LINE_EVERY = 10
 """Steps from one plain line to the next."""
@@ -35,7 +35,7 @@ class StepProgress(Progress):
             self.update(self._task, completed=step, figures=step_text(figures))
         elif step % LINE_EVERY == 0 or step in (1, self._steps):
             line = f"step {step}/{self._steps}  {step_text(figures)}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
 
 
 def step_text(figures: Mapping[str, Any]) -> str:
@@ -48,8 +48,8 @@ def step_text(figures: Mapping[str, Any]) -> str:
     shown = "" if validation is None else f"  validation {validation:.3f}"
     speed = throughput(figures["rows_per_s"], figures["tokens_per_s"])
     memory = " | ".join(map(format_bytes, figures["peak_bytes"]))
-    bubble = f"{figures['bubble']:.1%}".replace("%", " %")
-    mfu = "" if figures["mfu"] is None else f"  MFU {figures['mfu']:.1%}".replace("%", " %")
+    bubble = show_share(figures["bubble"])
+    mfu = "" if figures["mfu"] is None else f"  MFU {show_share(figures['mfu'])}"
     return f"loss {figures['loss']:.3f}{shown}  {speed}{mfu}  bubble {bubble}  memory {memory}"
 
 

@@ -108,7 +108,7 @@ class RankProcesses:
         model = None if training is None else HandedModel(training=training)
         if not evaluates or captured.cut is not None:
             return model
-        if model is not None and self._started is not None and self._started.ranks == ranks_of(plan):
+        if model is not None and self._started is not None and self._started.ranks == plan.ranks:
             self._started.prepare(trace_ahead, (config, plan, model))
         batch = sample_batch(job, 0, plan.microbatch_size)
         captured.evaluation = capture_evaluation(job, captured, batch, autocast=autocast)
@@ -126,11 +126,6 @@ class RankProcesses:
             finally:
                 self._stack.close()
         return launch(run_rank, ranks, args=(main, *args))
-
-
-def ranks_of(plan: Plan) -> int:
-    """How many ranks a plan is for, those of all replicas together."""
-    return len(set(plan.placement))
 
 
 def device_of(config: Config) -> str:

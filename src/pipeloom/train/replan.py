@@ -84,9 +84,7 @@ class Replans:
     cost_s: of going on with another plan, in seconds.  last: what was found before, of the pipeline's plan.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, config: Config, *, cost_s: float, last: Replanned | None = None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, config: Config, *, cost_s: float, last: Replanned | None) -> None:
         self._pipeline, self._config, self._cost_s, self.last = pipeline, config, cost_s, last
         self._latest: deque[StepReport] = deque(maxlen=LATEST)
 
@@ -119,15 +117,12 @@ class Replans:
         )
 
 
-def request_for(config: Config, job: Job, plan: Plan) -> PlanRequest:
+def request_for(config: Config, plan: Plan) -> PlanRequest:
     """To plan what a run trains once more, under the caps of the plan that it has."""
-    settings = config.pipeline
-    request = make_request(job, settings, clips=settings.clips or bool(config.optimizer.clip_norm))
+    request = make_request(config.plan_settings)
     if not plan.caps:
         return request
-    pairs = zip(request.cluster.devices, plan.caps, strict=True)
-    devices = tuple(replace(device, memory_bytes=cap) for device, cap in pairs)
-    return replace(request, cluster=replace(request.cluster, devices=devices), capped=True)
+    return replace(request, cluster=request.cluster.with_memory(plan.caps), capped=True)
 
 
 def plan_again(
@@ -147,7 +142,7 @@ def plan_again(
     busy_s: seconds that each rank computes per step.  step_s: of a step.  cost_s: of going on with another
     plan. All as measured.  known: the pace of each rank, by default the same for all.
     """
-    settings, request = config.pipeline, request_for(config, job, plan)
+    settings, request = config.pipeline, request_for(config, plan)
     device = device_of(config)
     measured = None if device == "cpu" else profile(captured, device=device, compile=settings.compile)
     cluster = None if request.local else request.cluster

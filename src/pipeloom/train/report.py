@@ -120,13 +120,13 @@ class RunReport:
         for thing in things:
             console.print(thing.to_rich() if isinstance(thing, Table) else thing)
         console.print()
-        console.print(str(self), highlight=False, soft_wrap=True)
+        console.print(str(self), soft_wrap=True)
         for name, points in self.outcome.losses.items():
             if points:
                 (first, before), (last, after) = points[0], points[-1]
                 line = f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}"
-                console.print(line, highlight=False)
-        console.print(f"report: {self.out / 'report.html'}", highlight=False, soft_wrap=True)
+                console.print(line)
+        console.print(f"report: {self.out / 'report.html'}", soft_wrap=True)
 
 
 def _ends(points: Sequence[tuple[int, float]]) -> list[float] | None:

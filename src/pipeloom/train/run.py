@@ -37,7 +37,7 @@ from ..tracer.job import load_job
 from ..viewer import terminal
 from .config import Config, Override, key_of, read_config, write_config
 from .loop import resume_from, train, what_runs_first, why_at_once
-from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, ranks_of, run_rank, take_over
+from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, run_rank, take_over
 from .replan import Replanned, Replans
 from .report import RunReport
 from .run_directory import has_report, run_directory
@@ -87,7 +87,7 @@ def run(request: TrainRequest, processes: RankProcesses) -> int:
         if prepared is None:
             return 0
         try:
-            return processes.run(_train_rank, ranks_of(prepared.plan), prepared)
+            return processes.run(_train_rank, prepared.plan.ranks, prepared)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
             end_undisturbed()
             print(interrupted(out), file=sys.stderr)
@@ -119,7 +119,7 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
     if advice := against_the_delay(config, plan, own_optimizer=workload.rate is None):
-        console.print(advice, highlight=False, soft_wrap=True)
+        console.print(advice, soft_wrap=True)
     with console.status("capturing"):
         model = processes.hand_over(config, workload.job, plan, captured, evaluates=True)
     return PreparedRun(request=request, config=config, out=out, plan=plan, model=model)
@@ -147,21 +147,20 @@ def _planned_from(config: Config) -> tuple[object, ...]:
 
 
 def _named(config: Config) -> Config:
-    """A job of one's own names the run, unless the config does."""
+    """The config with the name of the user's job, unless it has a name itself."""
     if config.job is None or config.name != Config().name:
         return config
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
 
 
 def _has_ended(config: Config, out: Path, request: TrainRequest) -> bool:
-    """Whether a run that is resumed has nothing left to do, which is printed then."""
+    """Whether a resumed run has nothing left to do; if so, that is printed."""
     steps = checkpoint_step(out / "checkpoint")
     if steps < config.steps or not has_report(out, steps):
         return False
     request.console.print(
         f"{out} is finished: {steps} of {config.steps} steps are done. "
         f"To train longer: --resume --steps N, with N above {steps}",
-        highlight=False,
         soft_wrap=True,
     )
     if request.as_json:
@@ -193,11 +192,11 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
     if settings.plan is not None:
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
-        job, device, clips = workload.job, device_of(config), bool(config.optimizer.clip_norm)
+        job, device = workload.job, device_of(config)
         captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
-        plan = plan_here(job, settings, captured, device=device, clips=clips)
+        plan = plan_here(job, config.plan_settings, captured, device=device)
     for sentence in times_of(plan):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
     return plan, captured
 
 
@@ -230,7 +229,7 @@ def with_caps(plan: Plan, memory: str | int | None) -> Plan:
     if memory is None:
         return plan
     size = parse_bytes(memory)
-    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * ranks_of(plan)))
+    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * plan.ranks))
 
 
 def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> Config:
@@ -251,7 +250,7 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
             settings.plan,
         )
     if settings.chunks is not None:
-        fixed["chunks"] = len(plan.stages) * plan.width // ranks_of(plan)
+        fixed["chunks"] = len(plan.stages) * plan.width // plan.ranks
     if settings.global_batch is not None:
         fixed["global_batch"] = plan.microbatches * plan.microbatch_size
     overridden = set(map(key_of, overrides))
@@ -272,23 +271,20 @@ def _train_rank(prepared: PreparedRun) -> None:
     require_runnable(config.pipeline.named_schedule)  # which loads the operations of a user's own
     workload = workload_of(config)
     captured = take_over(prepared.model, workload.job)
-    replanned = _train_by(prepared.plan, prepared, workload, captured, None)
+    replanned = _train_by(prepared, workload, captured, None)
     while replanned is not None and replanned.plan is not None:
-        replanned = _train_by(replanned.plan, prepared, workload, captured, replanned)
+        prepared = replace(prepared, plan=replanned.plan)
+        replanned = _train_by(prepared, workload, captured, replanned)
 
 
 def _train_by(
-    plan: Plan,
-    prepared: PreparedRun,
-    workload: Workload,
-    captured: Captured | None,
-    replanned: Replanned | None,
+    prepared: PreparedRun, workload: Workload, captured: Captured | None, replanned: Replanned | None
 ) -> Replanned | None:
     """Train by one plan, to the end or until another is better, which is returned. replanned: what gave this
     plan in the middle of the run, which goes on from its newest checkpoint."""
     resumes = prepared.request.resume or replanned is not None
     begin_s = time.monotonic()
-    config, out, request = prepared.config, prepared.out, prepared.request
+    config, out, plan, request = prepared.config, prepared.out, prepared.plan, prepared.request
     console = request.console
     options = Options(
         device=config.pipeline.device,
@@ -309,7 +305,7 @@ def _train_by(
         at_once = why_at_once(forecast.step_s)
         if pipeline.rank == 0:
             told = at_once or what_runs_first(config.rehearsals, validates=not resumes)
-            console.print(told, highlight=False, soft_wrap=True)
+            console.print(told, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
         if resumes:

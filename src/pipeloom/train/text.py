@@ -10,7 +10,7 @@ import hashlib
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -113,8 +113,8 @@ def split(spans: Sequence[FileSpan], validation_share: float) -> tuple[Text, Tex
     rest = [span for span in spans if _unit_hash(span.name) >= validation_share]
     if not chosen or not rest:
         border = {span: span.stop - round(span.size * validation_share) for span in spans}
-        rest = [FileSpan(s.path, s.name, s.start, border[s]) for s in spans]
-        chosen = [FileSpan(s.path, s.name, border[s], s.stop) for s in spans]
+        rest = [replace(span, stop=border[span]) for span in spans]
+        chosen = [replace(span, start=border[span]) for span in spans]
     return Text(tuple(rest)), Text(tuple(chosen))
 
 

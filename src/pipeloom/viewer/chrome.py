@@ -15,9 +15,7 @@ import msgspec
 from ..ir.errors import ConfigError
 from ..ir.text import save_noun
 from ..ir.timeline import Event, MemoryCurve, Timeline
-from .labels import label
-
-STREAMS = ("compute", "recv", "send", "d2h", "h2d", "host")
+from .labels import STREAMS, label
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:

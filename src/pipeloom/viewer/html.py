@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..ir.explanation import Explanation
-from ..ir.text import SizeUnit, show_share, write_whole
+from ..ir.text import SizeUnit, dotted, show_share, write_whole
 from ..ir.timeline import Timeline
 from .labels import chunks
 from .picture import legend, memory_panels, pictures
@@ -33,13 +33,20 @@ def environment(*folders: Path) -> Any:
     """What renders templates: of these folders, and of the viewer."""
     import jinja2
 
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, TEMPLATES]),
         autoescape=jinja2.select_autoescape(["html", "svg"]),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    made.filters["script_json"] = script_json
+    return made
+
+
+def script_json(value: object) -> str:
+    """JSON for a script element, which no `<` in it can end early."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
 def stages_svg(drawn: StageDrawing) -> str:
@@ -113,30 +120,12 @@ def report_page(
             idle=idle_table(explanations, alone=measured is None)
             if any(e.idle for e in explanations)
             else None,
-            # No `<` can end the script element early that the JSON stands in.
-            figures={
-                name: msgspec.json.encode(figure).decode().replace("<", "\\u003c") if figure else ""
-                for name, figure in figures.items()
-            },
+            figures=figures,
             stages=stage_table(stages, both, errors=True),
             replicas=max((row.replicas for row in stages), default=1),
             stage_graph=draw_stages(stages, edges, times) if edges else None,
             memory=memory_table(both, stages, caps, size_unit),
-            config=_flat(config or {}),
+            config=[(key, str(value)) for key, value in dotted(config or {})],
         )
     )
     return page
-
-
-def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """
-    >>> _flat({"model": {"width": 256}, "steps": 10})
-    [('model.width', '256'), ('steps', '10')]
-    """
-    pairs: list[tuple[str, str]] = []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            pairs += _flat(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", str(value)))
-    return pairs

@@ -9,6 +9,9 @@ from ..ir.action import KINDS, RECV_F, SEND_F, TREATMENTS, Kind, parse_action
 from ..ir.errors import ScheduleError
 from ..ir.timeline import Timeline
 
+STREAMS = ("compute", "recv", "send", "d2h", "h2d", "host")
+"""Of a rank, in the order in which they are shown; see `ir.timeline.Event`."""
+
 # F, B, I, W and their first lighter shade differ by 12 or more in CIELAB for every kind of colour blindness.
 COLOURS: dict[str, str] = {
     "F": "#4f83e0",

@@ -101,7 +101,7 @@ def fold(path: Sequence[PathStep], *, shortest_s: float = 0.0) -> list[Fold]:
 
 
 def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
-    """Messages belong to the leg before them."""
+    """Group the pieces of a path into legs. Messages belong to the leg before them."""
     now: Leg | None = None
     for step in path:
         what = label(step.action)
@@ -134,7 +134,7 @@ def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
 
 
 def _apart(leg: Leg) -> Iterator[Leg]:
-    """A way through stages of one rank goes nowhere: its actions are shown one by one."""
+    """The actions of a leg that stays on one rank, each by itself; any other leg as it is."""
     if len(leg.stages) < 2 or len(set(leg.ranks)) > 1:
         yield leg
         return

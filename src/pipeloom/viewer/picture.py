@@ -10,13 +10,13 @@ import numpy as np
 from ..ir.explanation import Explanation
 from ..ir.text import SizeUnit, byte_unit, show_share, show_time, time_unit
 from ..ir.timeline import MemoryCurve, Timeline
-from .labels import chunks as chunks_of, colour, group_name, label
+from .labels import STREAMS, chunks as chunks_of, colour, group_name, label
 from .reasons import sentence
 from .tables import source_name
 
 Picture: TypeAlias = dict[str, Any]
 
-LANE = {stream: i for i, stream in enumerate(("compute", "recv", "send", "d2h", "h2d", "host"))}
+LANE = {stream: i for i, stream in enumerate(STREAMS)}
 """Streams that a rank's row has strips for; events of any other one are drawn as computing."""
 
 TICKS = 10**8

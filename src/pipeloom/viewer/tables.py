@@ -131,13 +131,13 @@ def worst_peak(peaks: Iterable[Comparison]) -> list[Comparison]:
     return sorted(peaks, key=rank)[-1:]
 
 
-def peak_of(timeline: Timeline | None, rank: int) -> int | None:
+def peak_of(timeline: Timeline, rank: int) -> int | None:
     """The sum of the kinds, else the curve's peak; None where the timeline knows no memory.
 
     Of a measured step the kinds are those at the peak of the run so far, which its own curve may not reach:
     in another step a message may have stayed for longer.
     """
-    if timeline is None or rank >= timeline.ranks:
+    if rank >= timeline.ranks:
         return None
     if rank < len(timeline.peaks) and timeline.peaks[rank]:
         return sum(timeline.peaks[rank].values())

@@ -217,6 +217,8 @@ def report(
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output, or standard error; in a file or a pipe tables need no folding."""
-    output = Console(stderr=stderr)
-    return output if output.is_terminal else Console(stderr=stderr, width=120)
+    """Standard output or standard error, plain text unhighlighted; in a file tables need no folding."""
+    output = Console(stderr=stderr, highlight=False)
+    if not output.is_terminal:
+        output.width = 120
+    return output

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from math import prod
 
 from ...ir import action
 from ...ir.action import STEP, B, F, I, W
 from ...ir.costs import StageCost
-from ...ir.errors import PlanError
+from ...ir.errors import PlanError, did_you_mean
 from ...ir.memory_policy import Treatment
 from ...ir.plan import StageMemory, StagePlan
 from ...ir.stages import StageGraph
@@ -226,10 +225,9 @@ def _refuse_treatments(
         if treatment == "keep":
             continue
         if index < 0:
-            near = get_close_matches(name, number, n=1)
-            hint = f"did you mean {near[0]}?" if near else "plan again for this model and this cut"
             raise PlanError(
-                f"stage {stage} keeps no residual named {name!r} that could be treated", hint=hint
+                f"stage {stage} keeps no residual named {name!r} that could be treated",
+                hint=did_you_mean(name, number, "plan again for this model and this cut"),
             )
         if treatment == "offload" and copies is None:
             raise PlanError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ...ir.errors import CutError
+from ...ir.errors import CutError, did_you_mean
 
 _HINT = "Job.modules is a list of FQN lists, one list per stage, as model.named_modules() has them"
 
@@ -88,10 +87,9 @@ def listed_units(model: nn.Module, lists: Sequence[Sequence[str]]) -> tuple[tupl
 
 def _expanded(name: str, modules: dict[str, nn.Module]) -> tuple[str, ...]:
     if name not in modules or not name:
-        near = difflib.get_close_matches(name, list(modules), n=1)
         raise CutError(
             f"Job.modules names {name!r}, which the model does not have",
-            hint=f"did you mean {near[0]}?" if near else _HINT,
+            hint=did_you_mean(name, modules, _HINT),
         )
     module = modules[name]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # they have no forward to call
