@@ -329,3 +329,17 @@ def test_drains_saves_and_loads_anywhere_change_nothing(script: list[Segment], h
     tolerance = 1e-11 if any(segment.shape[1] > 1 for segment in script) else 0
     assert losses == pytest.approx(expected.losses, rel=tolerance / 10, abs=0)
     assert runs.difference(parameters, expected.parameters)[0] <= tolerance
+
+
+@pytest.mark.parametrize("weights", ["2bw", "stash"])
+def test_long_runs_hold_no_more_than_short_ones(weights: str) -> None:
+    """Nothing waits for the sends of small messages where steps follow each other without a flush."""
+    job = job_of("sgd")
+    plan = steady_plan(job, 2, 4, weights)
+    batch = job.batch(0, 8)
+
+    def peaks(pipeline: Pipeline) -> list[int]:
+        return [max(report.peak_bytes) for report in pipeline.steps([batch] * 24)]
+
+    for own in runs.each_rank(job, plan, peaks, compare=False):
+        assert own[-1] <= 1.1 * own[5]

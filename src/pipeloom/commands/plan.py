@@ -283,7 +283,7 @@ def _screen(report: Mapping[str, Any], about: Sequence[str]) -> Iterator[Table |
         yield _offloadable([(stage.rank, stage.offloadable_stages or 0) for stage in stages])
     each = f"{report['microbatches']} micro-batches of {report['microbatch_size']}"
     each += f" on {report['replicas']} replicas of every stage" if report["replicas"] > 1 else ""
-    yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms, {each}"
+    yield f"predicted step: {report['predicted_step_s'] * 1e3:.1f} ms with {report['schedule']}, {each}"
     yield from about
     if report["words"] is not None:
         yield report["words"]

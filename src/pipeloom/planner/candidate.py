@@ -220,9 +220,11 @@ class Candidate:
         """A stage, which recomputes ahead if it may and recomputes at all, and keeps its cap then."""
         model = self.search.model.in_forward_order
         estimate = estimate_stage(model, self.stages, index, evaluation.treatments)
+        turn_s = evaluation.seconds
+        if not evaluation.fits:  # by itself; all stages together may keep the caps
+            turn_s = estimate.treated.turn_s(model, index, sum(estimate.seconds), estimate.seconds[0])
         inside, ahead = (
-            estimate.plan(self.in_flight[index], ahead=early, turn_s=evaluation.seconds)
-            for early in (False, True)
+            estimate.plan(self.in_flight[index], ahead=early, turn_s=turn_s) for early in (False, True)
         )
         fits = may and bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[index]
         return _StageChoice(evaluation, estimate, ahead if fits else inside, fits)

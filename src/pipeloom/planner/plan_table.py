@@ -217,6 +217,7 @@ class PlannedStage:
 
     layers: as "h.0 .. 3".  reads: the stages that it reads.  depth: ranks of its longest path to the end.
     Bytes by kind are at the peak; kept, recomputed and offloaded bytes are of one micro-batch's residuals.
+    peak_bytes: their sum, or less if its rank has no other stage and holds less in the simulated step.
     filled: share of its rank's cap, by all that the rank holds in the simulated step where that is known.
     offload_ratio (k), link_use, offloadable_stages (of its rank): what offloading would ask of links, see
     `offload_ratio`; None where a device has no link to a host.
@@ -273,6 +274,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
     loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
     reads, depths = ([], []) if graph is None else reads_and_depths(plan, plan.stage_graph(graph))
     layer_of = {} if graph is None else layer_names(graph.ops)
+    alone = len(set(plan.placement)) == len(plan.placement)
     for stage, (part, load) in enumerate(zip(plan.stages, loads, strict=True)):
         rank = plan.placement[stage]
         cap = plan.caps[rank] if plan.caps else None
@@ -290,7 +292,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
                 depth=depths[stage] if depths else None,
                 **{name: getattr(part, name) for name in OF_STAGES},
                 **{f"{kind}_bytes": size for kind, size in asdict(part.memory).items()},
-                peak_bytes=part.memory.total,
+                peak_bytes=min(part.memory.total, peak) if alone else part.memory.total,
                 cap_bytes=cap,
                 filled=peak / cap if cap else None,
                 offload_ratio=load.ratio if load else None,
@@ -357,6 +359,11 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
+    if plan.replicas > plan.width:
+        said.append(
+            f"{plan.schedule} runs micro-batches in {plan.replicas} directions: each stage is on as many "
+            "ranks, which sum its gradients"
+        )
     if EQUAL_TIMES in plan.notes:
         said.append(
             f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "

@@ -278,6 +278,11 @@ class Channel:
             self._wait_for(sent)
         self._free_finished_sends()
         self._small_sends = self._unfinished(self._small_sends)
+        # Without a flush steps follow each other, and no wait tells of the end of small ones.
+        for sent in self._small_sends:
+            sent.transfer = self._transport.watched(sent.transfer, sent.message.target)
+        self._sends = sorted([*self._sends, *self._small_sends], key=lambda sent: sent.number)
+        self._small_sends = []
         for source in self._sources.values():
             source.earlier += len(source.messages)
             source.messages = ()

@@ -93,6 +93,9 @@ class Transport(Protocol):
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer: ...
 
+    def watched(self, send: PendingTransfer, target: int) -> PendingTransfer:
+        """The same send, that says when it has ended though nobody waits for it."""
+
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
         """Make groups for sums. All ranks call it with the same groups, also those that are in none."""
 
@@ -206,8 +209,12 @@ class GlooTransport:
             work = self._group.send([buffer], target, _tag(index))
         except RuntimeError as error:
             return FailedTransfer(error)
-        if buffer.numel() <= SMALL_BYTES:
-            return GlooTransfer(work)
+        return GlooTransfer(work) if buffer.numel() <= SMALL_BYTES else self._waited_for(work, target)
+
+    def watched(self, send: PendingTransfer, target: int) -> PendingTransfer:
+        return self._waited_for(send.work, target) if isinstance(send, GlooTransfer) else send
+
+    def _waited_for(self, work: dist.Work, target: int) -> PendingTransfer:
         waiter = self._send_waiters.get(target)
         if waiter is None:
             waiter = self._send_waiters[target] = _SendWaiter(f"pipeloom-send-{self.rank}-{target}")
@@ -287,17 +294,17 @@ class GlooTransfer:
     """An operation that the calling thread waits for.  then: what is left to do once it has ended."""
 
     def __init__(self, work: dist.Work, then: Callable[[], None] = lambda: None) -> None:
-        self._work = work
+        self.work = work
         self._then = then
         self._done = False
 
     def done(self) -> bool:
-        return self._done or self._work.is_completed()
+        return self._done or self.work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
         start = time.monotonic()
         try:
-            self._work.wait(timedelta(seconds=timeout_s))
+            self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if time.monotonic() - start >= 0.99 * timeout_s:
                 raise TimeoutError from None
