@@ -4,9 +4,11 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import refusals
 import torch
 from checkpoint_ranks import flip_a_bit
 from processes import output
@@ -233,10 +235,7 @@ def test_damage_is_named_and_nothing_is_overwritten(
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.items())
 
 
-def refused(call: Callable[..., object], *given: object, **how: object) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call(*given, **how)
-    return caught.value.message
+refused = partial(refusals.refused, CheckpointError)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
