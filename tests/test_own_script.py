@@ -68,16 +68,8 @@ def on_two_ranks(
     plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
 
     def rank(number: int, channel: Any) -> Any:
-        with pipeloom.Pipeline(
-            model,
-            plan,
-            example=example,
-            loss=loss,
-            optimizer=optimizer,
-            channel=channel,
-            compare=False,
-            **how,
-        ) as pipe:
+        given = {"example": example, "loss": loss, "optimizer": optimizer, "channel": channel} | how
+        with pipeloom.Pipeline(model, plan, compare=False, **given) as pipe:
             return work(pipe)
 
     return run_threads(2, rank)
@@ -229,20 +221,14 @@ def test_the_first_number_that_is_not_finite_is_found_with_its_op() -> None:
         def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
             return super().forward(self.enter(x).sum(1, keepdim=True).sub(1e6).sqrt().expand(-1, 6))
 
-    def work(pipe: pipeloom.Pipeline) -> None:
-        pipe.step(named())
-
     with pytest.raises(NumbersError, match="sqrt"):
-        on_two_ranks(work, net(Root), named(), find_nan=True)
+        on_two_ranks(lambda pipe: pipe.step(named()), net(Root), named(), find_nan=True)
 
 
 def test_a_hook_sees_what_each_action_makes() -> None:
     seen: list[tuple[str, set[str]]] = []
-
-    def work(pipe: pipeloom.Pipeline) -> None:
-        pipe.step(named())
-
-    on_two_ranks(work, net(), named(), on_action=lambda text, made: seen.append((text, set(made))))
+    note = {"on_action": lambda text, made: seen.append((text, set(made)))}
+    on_two_ranks(lambda pipe: pipe.step(named()), net(), named(), **note)
     assert sorted({text for text, _ in seen}) == sorted(
         f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FB" for number in range(4)
     )

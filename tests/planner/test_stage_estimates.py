@@ -74,7 +74,7 @@ def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> Non
 
 
 QUICK = ("gpt",)
-FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
+FAMILIES = (*QUICK, *zoo.FAMILIES)
 
 
 @pytest.mark.slow
@@ -114,6 +114,7 @@ def test_attention_in_separate_products(length: int) -> None:
     assert 0 <= found.backward[0] - found.backward[1] <= 2 * query
 
 
+@pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
     captured = capture_of(zoo.job(family), 2)

@@ -68,7 +68,7 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
     job = zoo.job("convnet")
     plan = runs.even_plan(job, 1, microbatches=3, schedule="gpipe")
     options = Options(keep_gradients=True, accumulate=accumulate)
-    with runs.shared_captures(), Pipeline(job, plan, options=options) as pipeline:
+    with Pipeline(job, plan, options=options) as pipeline:
         losses = [pipeline.step(job.batch(0, 6 * accumulate))]
         levels = dict(pipeline.ledger.levels)
         if broken is not None:
@@ -181,8 +181,7 @@ def test_two_ranks_refuse_to_go_on() -> None:
             raise caught.value
         return said
 
-    with runs.shared_captures():
-        first, second = runs.threads(2, rank, timeout_s=60.0)
+    first, second = runs.threads(2, rank, timeout_s=60.0)
     assert set(first) == {
         "rank 0 cannot go on: step 2 was broken off (KeyboardInterrupt), and messages to and from it are lost"
     }

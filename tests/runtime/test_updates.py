@@ -48,8 +48,7 @@ def peaks(caps: tuple[int, ...]) -> list[int]:
                 pipeline.step(JOB.batch(step, COUNT))
             return pipeline.ledger.peak
 
-    with runs.shared_captures():
-        return runs.threads(RANKS, rank)
+    return runs.threads(RANKS, rank)
 
 
 def test_messages_that_are_through_make_room_for_an_update() -> None:
@@ -118,9 +117,8 @@ def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
                 assert getattr(planned, kind) == sizes[kind]
             return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
 
-    with runs.shared_captures():
-        runs.threads(RANKS, partial(rank, steps=range(2)))
-        first, second = runs.threads(RANKS, partial(rank, steps=range(2, 3)))
+    runs.threads(RANKS, partial(rank, steps=range(2)))
+    first, second = runs.threads(RANKS, partial(rank, steps=range(2, 3)))
     assert all(map(torch.equal, [*first.values(), *second.values()], masters))
 
 
