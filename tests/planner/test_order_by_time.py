@@ -34,7 +34,6 @@ def planned(case: tuple, planner: str, **how: bool) -> tuple[Plan, PlanCosts]:
     return plan, PlanCosts(graph, profile, cluster)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.sampled(len(PLANNERS_OF_ONE))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PLANNERS_OF_ONE)

@@ -222,7 +222,7 @@ def draws_by_values() -> nn.Module:
         draws_by_values,
     ],
 )
-def test_constructors(build: Callable[[], nn.Module]) -> None:
+def test_parts_have_the_bits_of_the_constructor(build: Callable[[], nn.Module]) -> None:
     assert_bits(build)
 
 

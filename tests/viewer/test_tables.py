@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from drawings import printed
+from rich.console import RenderableType
 
 from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import MemoryCurve, Timeline
@@ -30,10 +31,7 @@ ROWS = [
 
 
 def text(thing: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(thing)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(printed(thing, width))
 
 
 def slower(timeline: Timeline, factor: float = 2) -> Timeline:
