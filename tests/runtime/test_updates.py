@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from batches import normal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +27,7 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    return {"input": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))}
+batch = normal(input=(WIDTH,))
 
 
 def loss(outputs: Any, batch: Any) -> Tensor:

@@ -7,10 +7,12 @@ from rich.console import Console, RenderableType
 from pipeloom.ir.timeline import Event, Timeline
 
 
-def computing(*at: tuple[int, str, float, float], pairs: Iterable[tuple[str, str]] = ()) -> Timeline:
+def computing(
+    *at: tuple[int, str, float, float], pairs: Iterable[tuple[str, str]] = (), source: str = "predicted"
+) -> Timeline:
     """Of actions on ranks, each with its start and end."""
     events = tuple(Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in at)
-    return Timeline(source="predicted", ranks=1 + max(r for r, *_ in at), events=events, pairs=tuple(pairs))
+    return Timeline(source=source, ranks=1 + max(r for r, *_ in at), events=events, pairs=tuple(pairs))
 
 
 def printed(thing: RenderableType, width: int = 120, *, colour: bool = False) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import runs
 import torch
+from batches import normal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,10 +47,9 @@ class Attention(nn.Module):
 
 
 def job(mask: Callable[[Tensor], Tensor], queries: int = TOKENS) -> Job:
-    def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        return {"given": torch.randn(rows, TOKENS, 8, generator=torch.Generator().manual_seed(seed))}
-
-    return Job(model=lambda: Attention(mask, queries), batch=batch, optimizer=torch.optim.SGD)
+    return Job(
+        model=lambda: Attention(mask, queries), batch=normal(given=(TOKENS, 8)), optimizer=torch.optim.SGD
+    )
 
 
 def causal(captured: Captured) -> list[bool]:
