@@ -34,9 +34,7 @@ class OfTwo(nn.Module):
 def whole_stage(model: Callable[[], nn.Module]) -> Parts:
     """Of all ops of a model whose output is its loss."""
     job = Job(
-        model=model,
-        batch=lambda seed, size: {"x": torch.rand(size, 4)},
-        loss=lambda outputs, batch: outputs,
+        model=model, batch=lambda seed, size: {"x": torch.rand(size, 4)}, loss=lambda outputs, batch: outputs
     )
     captured = capture_of(job, 2)
     return parts_of(captured, model_of(captured, 1), cut(captured.graph, even(captured.graph, 1)), 0, {})

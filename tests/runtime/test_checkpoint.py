@@ -167,8 +167,7 @@ for moment in range(100):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(1, 2), pytest.param(1, 1, id="same step again", marks=pytest.mark.slow)],
+    ("first", "second"), [(1, 2), pytest.param(1, 1, id="same step again", marks=pytest.mark.slow)]
 )
 def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, first: int, second: int) -> None:
     """kill -9 at each place in turn where a save touches the disk; what is there always loads."""

@@ -145,9 +145,7 @@ def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocked", [True, False])
-def test_a_blocked_wait_is_interrupted_and_one_in_python_code_is_left_alone(
-    blocked: bool,
-) -> None:
+def test_a_blocked_wait_is_interrupted_and_one_in_python_code_is_left_alone(blocked: bool) -> None:
     interrupted = threading.Event()
     ctrl_c = CtrlC(lambda: blocked, interrupted.set)
     ctrl_c.start()

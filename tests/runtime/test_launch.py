@@ -75,10 +75,7 @@ def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(launched: Launch
     process = launched("environment")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0
-    assert sorted(out.splitlines()) == [
-        "0 0 2 127.0.0.1 1 - False",
-        "[rank 1] 1 1 2 127.0.0.1 1 - False",
-    ]
+    assert sorted(out.splitlines()) == ["0 0 2 127.0.0.1 1 - False", "[rank 1] 1 1 2 127.0.0.1 1 - False"]
     assert sorted(err.splitlines()) == ["[rank 1] to stderr", "to stderr"]
 
 

@@ -25,15 +25,7 @@ from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
-from pipeloom.train.run import (
-    PreparedRun,
-    TrainRequest,
-    decide,
-    follow_plan,
-    prepare_run,
-    run,
-    with_caps,
-)
+from pipeloom.train.run import PreparedRun, TrainRequest, decide, follow_plan, prepare_run, run, with_caps
 from pipeloom.train.workload import Workload
 
 MODULE = sys.modules[run.__module__]

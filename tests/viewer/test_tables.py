@@ -50,10 +50,7 @@ def test_errors_are_shares_of_the_measured(two_ranks: Timeline) -> None:
     assert (step.predicted, step.measured, step.error, step.good) == (9.5, 19.0, -0.5, False)
     assert bubble.predicted == bubble.measured and bubble.error is None
     peaks = peak_figures(both)
-    assert [(p.predicted, p.measured) for p in peaks.values()] == [
-        (30 * MiB, 90 * MiB),
-        (10 * MiB, 30 * MiB),
-    ]
+    assert [(p.predicted, p.measured) for p in peaks.values()] == [(30 * MiB, 90 * MiB), (10 * MiB, 30 * MiB)]
     assert [p.error for p in peaks.values()] == [pytest.approx(-2 / 3)] * 2
     unknown = Comparison(name="x", predicted=99.0, measured=None)
     assert worst_peak([unknown, step]) == [step] and worst_peak([]) == []
