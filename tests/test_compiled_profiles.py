@@ -131,10 +131,7 @@ def test_what_cannot_be_compiled_counts_as_eager(
 
 
 def test_compiling_is_announced_and_bounded(
-    known: KnownRatios,
-    captured: Captured,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    known: KnownRatios, captured: Captured, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeloom.compiled_profiles.BUDGET_S", 0.0)
     found = compiled_profile(captured, seconds(captured))

@@ -12,10 +12,15 @@ from tiny_run import TRAIN
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def losses(*words: str) -> list[float]:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=900)
+def output(*words: str, cwd: Path | None = None) -> str:
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    return [float(number) for number in re.findall(r"^(?:.*RayTrainWorker.* )?loss (\S+)", done.stdout, re.M)]
+    return done.stdout
+
+
+def losses(*words: str) -> list[float]:
+    return [float(n) for n in re.findall(r"^(?:.*RayTrainWorker.* )?loss (\S+)", output(*words), re.M)]
 
 
 @pytest.mark.slow
@@ -48,11 +53,7 @@ def test_a_trainers_script_gives_the_same_on_two_ranks(
     pytest.importorskip(wanted, reason=f"{name} wants {wanted}, which is not installed")
 
     def last_line(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[-1]
+        return output(*words, cwd=tmp_path).splitlines()[-1]
 
     script = str(EXAMPLES / name)
     plain = last_line(script, "--plain")
@@ -83,12 +84,9 @@ def test_the_own_model_learns(tmp_path: Path) -> None:
     settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
     words = ["--job", f"{EXAMPLES / 'own_model.py'}:job", "--ranks", "3"]
     words += [word for setting in settings for word in ("--set", setting)]
-    done = subprocess.run(
-        [*TRAIN, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
+    told = output(*TRAIN[1:], *words, cwd=tmp_path)
     page = (tmp_path / "runs" / "spiral-1" / "report.html").read_text()
     assert 'data-edge="0-1"' in page and page.count('class="stage"') == 3
-    line = next(line for line in done.stdout.splitlines() if line.startswith("validation loss"))
+    line = next(line for line in told.splitlines() if line.startswith("validation loss"))
     first, last = float(line.split()[2]), float(line.split()[6])
     assert first > 0.6 and last < 0.3, line

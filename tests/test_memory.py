@@ -3,6 +3,7 @@ which knows no torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from small import alike, built, simulated
 
 from pipeloom import Pipeline
 from pipeloom.ir.action import STEP
-from pipeloom.ir.costs import StageCost
+from pipeloom.ir.costs import equal_costs
 from pipeloom.runtime.ledger import Ledger
 
 TIGHT = 0.03
@@ -107,15 +108,7 @@ def test_predicted_peaks_of_stages_that_recompute(name: str, stages: int, schedu
 
 def test_residuals_may_be_highest_when_the_rest_is_not() -> None:
     """The optimizer's step needs more than all residuals together, which are gone by then."""
-    cost = StageCost(
-        forward_s=1.0,
-        backward_s=2.0,
-        input_grad_s=1.0,
-        weight_grad_s=1.0,
-        step_s=1.0,
-        residual_bytes=10,
-        transient_bytes={STEP: 100},
-    )
+    cost = replace(equal_costs(1, residual_bytes=10)[0], step_s=1.0, transient_bytes={STEP: 100})
     step = simulated(built("1f1b", 2, 4), (cost, cost), where=alike(2, 1e9, memory=1 << 30))
     assert step.residual_peaks == (20, 10)
     assert [peak["residuals"] for peak in step.peaks] == [0, 0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 import zoo
+from batches import Batch, normal
 from layered import layered
 from torch import nn
 
@@ -108,11 +108,7 @@ def test_where_there_is_no_best_size_it_says_what_helps(memory, batch, error, hi
     assert hint in caught.value.hint
 
 
-Batch = dict[str, torch.Tensor]
-
-
-def rows_of(seed: int, rows: int) -> Batch:
-    return {"input": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))}
+rows_of = normal(input=(16,))
 
 
 def normalised(number: int = 1) -> Job:

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch_net
-from click.testing import CliRunner
+from commands import bad, good, run
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline, schedules as theirs
 
 from pipeloom import Job, Plan, capture, plan
-from pipeloom.cli import main
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.graph import Op, OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
@@ -115,9 +114,8 @@ def test_torch_reads_the_order(schedule: str, tmp_path: Path, folder: Path) -> N
     made, file = usual(schedule), tmp_path / "order.csv"
     made.save(tmp_path / "plan.json")
     save_noun(captured().graph, tmp_path / "graph.json")
-    words = ["export-plan", str(tmp_path / "plan.json"), "--graph", str(tmp_path / "graph.json")]
-    told = CliRunner().invoke(main, [*words, "--for", "torch", "--csv", str(file)])
-    settings = json.loads(told.stdout)
+    words = ("export-plan", tmp_path / "plan.json", "--graph", tmp_path / "graph.json")
+    settings = json.loads(good(*words, "--for", "torch", "--csv", file))
     with file.open() as text:
         actions = {
             rank: [theirs._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(text))
@@ -127,9 +125,8 @@ def test_torch_reads_the_order(schedule: str, tmp_path: Path, folder: Path) -> N
     assert {r: " ".join(map(str, row)) for r, row in actions.items()} == {
         rank: row.replace("&", " ") for rank, row in enumerate(made.schedule_rows)
     }
-    theirs._add_send_recv(
-        actions, settings["stage_to_rank"].__getitem__, stages
-    )  # raises where it would hang
+    # It raises where it would hang.
+    theirs._add_send_recv(actions, settings["stage_to_rank"].__getitem__, stages)
     assert settings["n_microbatches"] == 8 and settings["schedule_csv"] == str(file)
 
 
@@ -312,19 +309,11 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, folder: Path) -> None:
     usual().save(file)
     save_noun(captured().graph, graph)
 
-    def told(*words: str) -> Any:
-        return CliRunner().invoke(main, ["export-plan", str(file), *words])
-
-    left = told("--graph", str(graph), "--for", "torchtitan")
-    assert (
-        left.exit_code == 0
-        and "--csv" in left.stderr
-        and json.loads(left.stdout)["pipeline_parallel_degree"] == 2
-    )
-    layout = told("--graph", str(graph), "--for", "megatron")
-    assert layout.exit_code == 0 and "--pipeline-model-parallel-layout 'E" in layout.stdout
-    csv_file = told("--graph", str(graph), "--for", "megatron", "--csv", str(tmp_path / "o.csv"))
-    assert csv_file.exit_code == 2 and "no order" in csv_file.stderr
-    other = told("--for", "torch")  # the built-in GPT
-    assert other.exit_code == 2 and "MODEL was not given" in other.stderr
-    assert told("--graph", str(graph)).exit_code == 2
+    words = ("export-plan", file, "--graph", graph)
+    left = run(*words, "--for", "torchtitan")
+    assert left.exit_code == 0 and "--csv" in left.stderr
+    assert json.loads(left.stdout)["pipeline_parallel_degree"] == 2
+    assert "--pipeline-model-parallel-layout 'E" in good(*words, "--for", "megatron")
+    assert "no order" in bad(2, *words, "--for", "megatron", "--csv", tmp_path / "o.csv")
+    assert "MODEL was not given" in bad(2, *words[:2], "--for", "torch")  # the built-in GPT
+    bad(2, *words)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from batches import normal
 from every_schedule import gpt_job
 from runs import assert_same, capture_of, each_rank, even_plan, graph_of, pipelined, plain
 from torch import Tensor, nn
@@ -49,11 +50,7 @@ class Unknown(nn.Module):
         return x.square().mean()
 
 
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(rows, 64, 16, generator=torch.Generator().manual_seed(seed))}
-
-
-JOB = Job(model=Unknown, batch=batch, optimizer=zoo.sgd, name="unknown")
+JOB = Job(model=Unknown, batch=normal(x=(64, 16)), optimizer=zoo.sgd, name="unknown")
 
 
 def costs_of(job: Job) -> Mapping[str, Profile]:
@@ -90,7 +87,7 @@ def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:
     assert max(peaks_as_traced(by_the_table)) > CAP >= max(by_the_table.peaks)
     assert max(peaks_as_traced(plan)) <= CAP
     assert plan.caps == (CAP, CAP)
-    batches = [batch(seed, ROWS * COUNT) for seed in range(2)]
+    batches = [JOB.batch(seed, ROWS * COUNT) for seed in range(2)]
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, COUNT), tolerance=1e-6)
     # More memory is compared with plans that keep it in the same way.
     more = next(c for c in request_for(CAP).changes(plan, captured()) if "memory" in c.what)

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import bad, good, run
 from runs import capture_of
 from torch import nn
 
 from pipeloom import Job, planning
-from pipeloom.cli import main
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.plan_words import WHOLE_STEP
@@ -52,13 +51,8 @@ def job() -> Job:
 
 
 def plan(job: Job, **how: object) -> Plan:
-    how = {
-        "ranks": 2,
-        "cluster": "2 x a100-40",
-        "microbatch_size": ROWS,
-        "captured": capture_of(job, ROWS),
-    } | how
-    return planning.plan(job, **how)
+    usual = {"ranks": 2, "cluster": "2 x a100-40", "microbatch_size": ROWS}
+    return planning.plan(job, **{**usual, "captured": capture_of(job, ROWS)} | how)
 
 
 def test_a_head_above_the_mean_share_of_a_rank_is_split_if_that_is_faster(job: Job) -> None:
@@ -74,22 +68,12 @@ def test_a_head_above_the_mean_share_of_a_rank_is_split_if_that_is_faster(job: J
 def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) -> None:
     file, saved = tmp_path / "words.py", tmp_path / "plan.json"
     file.write_text(MODEL)
-    command = [
-        "plan",
-        f"{file}:job",
-        "--cluster",
-        "2 x a100-40",
-        "--microbatch-size",
-        str(ROWS),
-        "--no-what-if",
-    ]
-    said = CliRunner().invoke(main, [*command, "-o", str(saved)]).output
+    words = (f"{file}:job", "--cluster", "2 x a100-40")
+    said = run("plan", *words, "--microbatch-size", ROWS, "--no-what-if", "-o", saved).output
     parts = load_plan(saved).split_words["head.weight"]
     assert f"words of head.weight in {parts} parts" in said and "times as fast" in said
-    simulated = CliRunner().invoke(main, ["simulate", str(saved), f"{file}:job", "--cluster", "2 x a100-40"])
-    assert simulated.exit_code == 0
-    other = CliRunner().invoke(main, ["export-plan", str(saved), f"{file}:job", "--for", "torch"])
-    assert other.exit_code == 1 and "split" in other.output
+    good("simulate", saved, *words)
+    assert "split" in bad(1, "export-plan", saved, f"{file}:job", "--for", "torch")
 
 
 def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import runs
 import torch
 import torch.distributed as dist
 import zoo
+from processes import output
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import CommunicationError, ConfigError, PlanError
@@ -179,8 +179,5 @@ gc.collect()
 
 @pytest.mark.slow
 def test_processes_tell_each_other_texts() -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
-    done = subprocess.run(
-        [sys.executable, *command, sys.executable, "-c", GATHER], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python")
+    output(*command, sys.executable, "-c", GATHER)

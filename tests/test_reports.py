@@ -8,14 +8,12 @@ import graphpipe
 import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, even_plan
+from small import alike, simulated
 
-from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import widened
-from pipeloom.lowering.passes import lower
 from pipeloom.reports import explain_steps, stage_rows
-from pipeloom.simulator.simulate import simulate
 
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
@@ -23,10 +21,8 @@ def test_a_predicted_step_is_explained_from_its_plan(name: str) -> None:
     job = gpt_job()
     plan, graph = plan_of(job, name, 2, microbatches=4), capture_of(job, 1).graph
     stages = plan.replicated(plan.stage_graph(graph))
-    device = Device(name="any", memory_bytes=1)
-    cluster = Cluster(devices=(device, device), within_node=Link(bandwidth_bytes_per_s=1e9))
-    costs = tuple(replace(c, tied_bytes={}) for c in equal_costs(len(plan.placement)))
-    timeline = simulate(lower(plan.as_schedule, stages), stages, costs, cluster)
+    costs = equal_costs(len(plan.placement))
+    timeline = simulated(plan.as_schedule, costs, stages, alike(2, 1e9))
     (found,) = explain_steps(plan, graph, [None, timeline])
     busy_s = sum(timeline.busy_s(rank) for rank in range(2))
     assert found.idle_s + busy_s == pytest.approx(2 * timeline.step_s)

@@ -42,7 +42,6 @@ from pipeloom.runtime.operations import OperationContext
 from pipeloom.runtime.tier import TierOptions
 from pipeloom.schedules import formats, registry
 from pipeloom.simulator.simulate import simulate as simulate_simulate
-from pipeloom.tracer.stage.trace import stage_residuals
 from pipeloom.viewer import labels, terminal
 
 JOB = zoo.job("skips")
@@ -217,8 +216,6 @@ def test_a_tier(tmp_path: Path) -> None:
     TIERS["cpu"] = open_counted
 
     even = runs.even_plan(JOB, STAGES, microbatches=MICROBATCHES)
-    captured = runs.capture_of(JOB, ROWS)
-    residuals = stage_residuals(captured, even.stage_graph(captured.graph), 1)
-    memory = MemoryPolicy(stages=({}, dict.fromkeys(residuals, "offload")))
+    memory = MemoryPolicy(stages=({}, dict.fromkeys(runs.residuals_of(JOB, even, 1), "offload")))
     assert_trains_like_plain_pytorch(replace(even, memory=memory))
     assert opened == [1]

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import processes
 import pytest
-import torch
 import torch.distributed as dist
 import torch_net
+from batches import normal
 from torch import Tensor, nn
 
 from pipeloom import Job, PipeloomError, Plan, plan, torch_stages
@@ -67,10 +67,7 @@ def test_a_layer_sharded_by_itself_is_refused_with_split_backwards(answers: Any)
 def two_stages(model: type[nn.Module], **settings: Any) -> Plan:
     """A plan of another model for two ranks."""
 
-    def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        return {"x": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
-
-    job = Job(model=model, batch=batch, loss=lambda output, batch: output.square().mean())
+    job = Job(model=model, batch=normal(x=(4,)), loss=lambda output, batch: output.square().mean())
     how = {"ranks": 2, "microbatches": 4, "microbatch_size": 2, "cluster": CARDS, "granularity": "module"}
     return plan(job, **how | settings)
 

@@ -10,16 +10,7 @@ import pytest
 import pipeloom
 
 PACKAGE = Path(pipeloom.__file__).parent
-TORCH_FREE = (
-    "ir",
-    "schedules",
-    "lowering",
-    "simulator",
-    "planner",
-    "viewer",
-    "cli.py",
-    "runtime/launch.py",
-)
+TORCH_FREE = ("ir", "schedules", "lowering", "simulator", "planner", "viewer", "cli.py", "runtime/launch.py")
 
 PROBE = """
 import importlib, sys

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from refusals import refused
 from small import by_hand
 
 from pipeloom.checks.deadlock import Stuck, deadlock
@@ -15,7 +17,7 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
-from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.stages import chain
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules.formats import parse_schedule
 from pipeloom.schedules.language.placements import spread
@@ -23,11 +25,8 @@ from pipeloom.schedules.language.placements import spread
 GOOD = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 
 
-def refusal(made: Schedule, stages: StageGraph) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        check(made, stages)
-    assert caught.value.hint
-    return str(caught.value)
+refusal = partial(refused, ScheduleError, check)
+refused_program = partial(refused, ScheduleError, check_program)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +136,6 @@ def edited(rank: int, old: str, new: str) -> Program:
     assert old in rows[rank]
     rows[rank] = rows[rank].replace(old, new)
     return program(*rows)
-
-
-def refused_program(made: Program, stages: StageGraph) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        check_program(made, stages)
-    assert caught.value.hint
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

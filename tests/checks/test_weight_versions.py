@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import refusals
 from small import built, by_hand
 
 from pipeloom.checks.weight_versions import versions, weight_versions
@@ -21,9 +22,7 @@ def one_f_one_b(depth: int, microbatches: int = 24, split: bool = False) -> Sche
 
 
 def refused(made: Schedule, updates: Updates, stages: StageGraph | None = None) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        weight_versions(made, stages or chain(made.stages), updates)
-    return str(caught.value)
+    return refusals.refused(ScheduleError, weight_versions, made, stages or chain(made.stages), updates)
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -19,7 +19,7 @@ from edits import ADDED, EDITS, OFTEN, Case, edited_rows, with_operations, with_
 from every_schedule import SYNCHRONOUS, gpt_job, plan_of
 from hypothesis import HealthCheck, event, given, strategies as st
 from programs import cuts, job_of, steps
-from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, shared_captures, threads
+from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, threads
 from trials import examples
 
 from pipeloom import Job, Options, Pipeline
@@ -188,7 +188,6 @@ def test_what_is_refused_is_refused_on_every_rank_before_the_first_step(data: st
             Pipeline(job, broken, options=Options(), channel=channel)
         return str(caught.value)
 
-    with shared_captures():
-        said = threads(2, start)
+    said = threads(2, start)
     assert refused in said  # the other rank may hear of it first
     assert all(refused.splitlines()[0] in text for text in said)

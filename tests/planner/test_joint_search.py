@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise, product
+from math import inf
 
 import pytest
 from branching_graphs import cluster_of, plan_of, random_graph, request_for
@@ -37,6 +38,7 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int)
     if made is not None:
         assert PlanCosts(graph, profile, cluster).simulate(made).step_s == pytest.approx(step_s(made))
         assert all(peak <= cap for peak, cap in zip(made.peaks, made.caps, strict=True))
+        assert all(stage.turn_s < inf for stage in made.stages)
         told = searched_for(made)
         assert told is not None and told["bound_s"] <= step_s(made) * (1 + 1e-9)
 

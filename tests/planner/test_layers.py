@@ -105,11 +105,7 @@ def test_side_by_side_are_towers_and_their_layers_are_the_layers():
             {"layers.0", "layers.1"},
         ),
         (  # torchvision's Swin
-            [
-                "features.0.0",
-                "features.1.0.attn <- features.0.0",
-                "features.1.1.attn <- features.1.0.attn",
-            ],
+            ["features.0.0", "features.1.0.attn <- features.0.0", "features.1.1.attn <- features.1.0.attn"],
             {"features.0", "features.1"},
         ),
         (  # heads of a convolution and a norm

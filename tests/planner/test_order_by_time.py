@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from branching_graphs import cluster_of, random_graph
+from joint_cases import PLANNERS_OF_ONE
 
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import limits
-from pipeloom.planner.planners import PLANNERS, OneSchedule, make_plan
+from pipeloom.planner.planners import make_plan
 from pipeloom.planner.request import PlanOptions
 
 CASES = [
@@ -33,13 +34,9 @@ def planned(case: tuple, planner: str, **how: bool) -> tuple[Plan, PlanCosts]:
     return plan, PlanCosts(graph, profile, cluster)
 
 
-ALL = [name for name, known in PLANNERS.items() if isinstance(known.plan, OneSchedule)]
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.sampled(len(ALL))
+@pytest.mark.sampled(len(PLANNERS_OF_ONE))
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLANNERS_OF_ONE)
 def test_no_order_of_one_cut_ends_planning(name, case):
     """Each planner has a plan that keeps its caps when it is simulated again, or says what is short."""
     try:

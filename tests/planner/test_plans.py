@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from joint_cases import PLANNERS_OF_ONE, with_memory
 from layered import layered
 
 from pipeloom.clusters.names import find_cluster
@@ -20,7 +21,7 @@ from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
-from pipeloom.planner.planners import PLANNERS, OneSchedule, finder_of, make_plan
+from pipeloom.planner.planners import PLANNERS, finder_of, make_plan
 from pipeloom.planner.refusals import NoCutFits
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
@@ -28,18 +29,14 @@ from pipeloom.profiler.roofline import roofline
 GiB = 2**30
 
 
-OF_ONE_SCHEDULE = [name for name, known in PLANNERS.items() if isinstance(known.plan, OneSchedule)]
-
-
-FREEING = [name for name in OF_ONE_SCHEDULE if PLANNERS[name].optimises != "never"]
+FREEING = [name for name in PLANNERS_OF_ONE if PLANNERS[name].optimises != "never"]
 
 
 def case(layers: int, stages: int, cap: float, rows: int = 16) -> tuple[OpGraph, Profile, Cluster]:
     """A transformer graph on A100 cards with `cap` GiB each."""
     graph = layered(layers, rows=rows)
     cluster = find_cluster(f"{stages} x a100-40")
-    devices = tuple(replace(device, memory_bytes=int(cap * GiB)) for device in cluster.devices)
-    return graph, roofline(graph, cluster.devices[0]), replace(cluster, devices=devices)
+    return graph, roofline(graph, cluster.devices[0]), with_memory(cluster, int(cap * GiB))
 
 
 def planned(name: str, layers: int, stages: int, cap: float, **options) -> tuple[Plan, PlanCosts]:
@@ -56,7 +53,7 @@ def peaks(plan: Plan, costs: PlanCosts) -> list[int]:
     return [step.peak_bytes(rank) for rank in range(step.ranks)]
 
 
-@pytest.mark.parametrize("name", OF_ONE_SCHEDULE)
+@pytest.mark.parametrize("name", PLANNERS_OF_ONE)
 def test_every_planner_keeps_to_a_cap_and_assigns_every_op_in_order(name):
     plan, costs = planned(name, 6, 3, 8.0)
     assert [name for stage in plan.stages for name in stage.ops] == [op.name for op in costs.graph.ops]

@@ -41,12 +41,7 @@ def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> R
     number = {name: (place >= start > 0) + (place >= end) for place, name in enumerate(names)}
     footprint = model.stage_footprint(cut(model.graph, number), number[names[start]])
     residuals = find_residuals(
-        model.sweep,
-        start,
-        end,
-        model.forward_s[0, start:end],
-        model.cheap_s[0],
-        footprint.saved_inputs > 0,
+        model.sweep, start, end, model.forward_s[0, start:end], model.cheap_s[0], footprint.saved_inputs > 0
     )
     return RecomputeLiveness(
         sweep=model.sweep,
@@ -111,13 +106,7 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
     may = found.residuals.may.astype(np.int64)
     kinds = [RECOMPUTE if ok and draw.random() < 0.8 else draw.choice((KEEP, OFFLOAD)) for ok in may]
     task = TreatmentProblem(
-        moments=found,
-        allowance=0.0,
-        per_offloaded=1.0,
-        hidden=0.0,
-        most=inf,
-        s_per_byte=0.0,
-        may=may,
+        moments=found, allowance=0.0, per_offloaded=1.0, hidden=0.0, most=inf, s_per_byte=0.0, may=may
     )
     plan = greedy_state(task)
     _, numbers, figures, sums, limits = plan

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from branching_graphs import cluster_of, random_graph
 from hypothesis import given, settings, strategies as st
+from joint_cases import with_memory
 from layered import layered
 from random_ops import cluster_of as caps_of, op_graph, profile_of
 from random_stages import random_model
@@ -65,8 +66,7 @@ def test_a_larger_cap_gives_no_slower_step(planner: str, weights: str, stages: i
     profile = roofline(graph, cluster.devices[0])
 
     def step_s(cap: int, name: str, **options) -> tuple[float, int]:
-        devices = tuple(replace(device, memory_bytes=cap) for device in cluster.devices)
-        plan = planned(graph, profile, replace(cluster, devices=devices), name, **options)
+        plan = planned(graph, profile, with_memory(cluster, cap), name, **options)
         return (plan.predicted_step_s, max(plan.peaks)) if plan else (float("inf"), 0)
 
     _, most = step_s(1 << 50, "balanced", weights=weights)

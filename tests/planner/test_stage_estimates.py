@@ -34,9 +34,7 @@ class OfTwo(nn.Module):
 def whole_stage(model: Callable[[], nn.Module]) -> Parts:
     """Of all ops of a model whose output is its loss."""
     job = Job(
-        model=model,
-        batch=lambda seed, size: {"x": torch.rand(size, 4)},
-        loss=lambda outputs, batch: outputs,
+        model=model, batch=lambda seed, size: {"x": torch.rand(size, 4)}, loss=lambda outputs, batch: outputs
     )
     captured = capture_of(job, 2)
     return parts_of(captured, model_of(captured, 1), cut(captured.graph, even(captured.graph, 1)), 0, {})
@@ -74,7 +72,7 @@ def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> Non
 
 
 QUICK = ("gpt",)
-FAMILIES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
+FAMILIES = (*QUICK, *zoo.FAMILIES)
 
 
 @pytest.mark.slow
@@ -114,6 +112,7 @@ def test_attention_in_separate_products(length: int) -> None:
     assert 0 <= found.backward[0] - found.backward[1] <= 2 * query
 
 
+@pytest.mark.sampled(*QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
     captured = capture_of(zoo.job(family), 2)

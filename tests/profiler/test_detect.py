@@ -12,11 +12,7 @@ from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, Value
 from pipeloom.ir.profile import OpCost
 from pipeloom.profiler import detect, host_copies, measurement
-from pipeloom.profiler.efficiency import (
-    ReferenceSizes,
-    efficiency_by_class,
-    measure_efficiency,
-)
+from pipeloom.profiler.efficiency import ReferenceSizes, efficiency_by_class, measure_efficiency
 from pipeloom.profiler.host_copies import gpu_links
 from pipeloom.profiler.measure_op import Timer
 from pipeloom.profiler.measurement import connected_components, summarise_runs, usable_cores

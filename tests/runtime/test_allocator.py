@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from processes import output
 
 MIB = 1 << 20
 
@@ -36,9 +35,7 @@ CHILD = textwrap.dedent(
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_it_is_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    told, kept, left = json.loads(done.stdout)
+    told, kept, left = json.loads(output("-c", CHILD))
     if not told:
         pytest.skip("needs glibc")
     assert kept > 120 * MIB and left < 16 * MIB

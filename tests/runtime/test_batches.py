@@ -9,7 +9,7 @@ import torch
 import zoo
 from deep import ROWS, TANH
 from delayed import delayed, job_of, steady_plan
-from runs import assert_same, each_rank, even_plan, pipelined, plain, shared_captures, threads
+from runs import assert_same, each_rank, even_plan, pipelined, plain, threads
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import BatchError, CaptureError, PeerError, PipeloomError
@@ -34,7 +34,7 @@ def sliced(seed: int, size: int) -> zoo.Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_inputs_that_are_slices(name: str) -> None:
     """Stages are traced with contiguous inputs: a `view` of a slice failed."""
     job = replace(zoo.job(name), batch=sliced)
@@ -76,8 +76,7 @@ def after_refusals(job: Any, refused: Sequence[Refused]) -> list[list[str]]:
                 numbers += [pipeline.step(batch), pipeline.evaluate(batch)]
             return said, numbers
 
-    with shared_captures():
-        found = threads(2, rank, timeout_s=60.0)
+    found = threads(2, rank, timeout_s=60.0)
     expected = pipelined(job, plan, batches[:1], evaluate=batches[:1])
     for _, numbers in found:
         assert numbers[:2] == [expected.losses[0], expected.evaluated[0]]

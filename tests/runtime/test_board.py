@@ -26,15 +26,15 @@ from pipeloom.runtime.watch import Watch
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
 
-@pytest.fixture
-def store() -> dist.TCPStore:
+def served() -> dist.TCPStore:
     limit = timedelta(seconds=300)
     return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
 
 
 @pytest.fixture
-def boards(store: dist.TCPStore) -> Iterator[list[Board]]:
+def boards() -> Iterator[list[Board]]:
     """Three boards with connections of their own."""
+    store = served()
     made = [Board(dist.PrefixStore("x", store), r, 3, interval_s=0.05, lost_s=0.5) for r in range(3)]
     yield made
     for board in made:
@@ -92,8 +92,7 @@ def test_a_rank_that_finished_may_fall_silent(boards: list[Board]) -> None:
 
 
 def test_a_store_that_goes_away_is_a_failure() -> None:
-    limit = timedelta(seconds=300)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    store = served()
     board = Board(store, 0, 2, interval_s=0.05)
     del store
     failure = board.wait_for_failure(300)

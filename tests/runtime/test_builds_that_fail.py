@@ -68,6 +68,5 @@ def test_the_other_ranks_are_told_why() -> None:
             pipeline.step(job.batch(0, 4))
         return str(caught.value)
 
-    with runs.shared_captures():
-        _, told = runs.threads(2, rank, timeout_s=60.0)
+    _, told = runs.threads(2, rank, timeout_s=60.0)
     assert told.startswith("rank 0 failed: ValueError: the user's own mistake")

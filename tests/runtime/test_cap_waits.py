@@ -26,7 +26,6 @@ from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.rehearsal import ActionTimes, Rehearsal
 from pipeloom.runtime.transport import GlooTransport, PendingTransfer
 from pipeloom.simulator.simulate import simulate
-from pipeloom.tracer.stage.trace import stage_residuals
 
 COUNT = 6
 
@@ -64,9 +63,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, quick_rehearsals: None) -> None:
 def offloading(stages: int) -> tuple[Plan, int]:
     """A plan that offloads everything, and the bytes of one micro-batch on the first stage."""
     plan = runs.even_plan(TANH, stages, microbatches=COUNT, microbatch_size=ROWS, schedule="gpipe")
-    captured = runs.capture_of(TANH, ROWS)
-    residuals = stage_residuals(captured, plan.stage_graph(captured.graph), 0)
-    return runs.treated_plan(TANH, plan, "offload"), sum(r.bytes for r in residuals.values())
+    size = sum(residual.bytes for residual in runs.residuals_of(TANH, plan).values())
+    return runs.treated_plan(TANH, plan, "offload"), size
 
 
 def test_slow_copies_cost_time_but_no_room(tmp_path: Path, slow_disk: None) -> None:

@@ -4,9 +4,11 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import refusals
 import torch
 from checkpoint_ranks import flip_a_bit
 from processes import output
@@ -165,8 +167,7 @@ for moment in range(100):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(1, 2), pytest.param(1, 1, id="same step again", marks=pytest.mark.slow)],
+    ("first", "second"), [(1, 2), pytest.param(1, 1, id="same step again", marks=pytest.mark.slow)]
 )
 def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, first: int, second: int) -> None:
     """kill -9 at each place in turn where a save touches the disk; what is there always loads."""
@@ -233,10 +234,7 @@ def test_damage_is_named_and_nothing_is_overwritten(
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.items())
 
 
-def refused(call: Callable[..., object], *given: object, **how: object) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call(*given, **how)
-    return caught.value.message
+refused = partial(refusals.refused, CheckpointError)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

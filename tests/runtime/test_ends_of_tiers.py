@@ -17,24 +17,17 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import cut
 from pipeloom.runtime import pinned_tier
 from pipeloom.runtime.board import Failure
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.pinned_tier import PinnedTier
-from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 
 
 def offloading() -> Plan:
-    captured = runs.capture_of(JOB, 2)
-    plan = runs.plan_for(captured, runs.even(captured.graph, 1), microbatches=2)
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    residuals = stage_residuals(captured, cut(captured.graph, stage_of), 0)
-    return replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
+    return runs.treated_plan(JOB, runs.even_plan(JOB, 1, microbatches=2), "offload")
 
 
 @contextmanager

@@ -144,25 +144,17 @@ def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
     assert threads and not any(thread.is_alive() for thread in threads)
 
 
-def test_a_blocked_wait_is_interrupted() -> None:
+@pytest.mark.parametrize("blocked", [True, False])
+def test_a_blocked_wait_is_interrupted_and_one_in_python_code_is_left_alone(blocked: bool) -> None:
     interrupted = threading.Event()
-    ctrl_c = CtrlC(lambda: True, interrupted.set)
+    ctrl_c = CtrlC(lambda: blocked, interrupted.set)
     ctrl_c.start()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    assert interrupted.wait(300)
-    ctrl_c.stop()
-    assert signal.set_wakeup_fd(-1) == -1, "the descriptor is given back"
-
-
-def test_a_thread_that_runs_python_code_needs_no_help() -> None:
-    interrupted = threading.Event()
-    ctrl_c = CtrlC(lambda: False, interrupted.set)
-    ctrl_c.start()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    assert not blocked or interrupted.wait(300)
     ctrl_c.stop()  # its thread has ended then
-    assert not interrupted.is_set()
+    assert interrupted.is_set() == blocked
+    assert signal.set_wakeup_fd(-1) == -1, "the descriptor is given back"
 
 
 def test_a_handler_of_the_users_is_left_alone() -> None:

@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,15 @@ import torch
 import zoo
 from hypothesis import given, strategies as st
 from processes import output
-from torch import Tensor
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import PAGE, FileAllocator, FileTier, lies_in_memory
 from pipeloom.runtime.open_tier import open_tier
 from pipeloom.runtime.tier import Copy
 from pipeloom.tracer.stage.functions import Slot, Tensors
-from pipeloom.tracer.stage.trace import stage_residuals
 
 
 @pytest.fixture
@@ -58,6 +54,13 @@ def residuals() -> Tensors:
         Slot("residual", "scalar"): torch.tensor(2.5),
         Slot("residual", "empty"): torch.empty(0, 3),
     }
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
 
 
 def there_and_back(tier: FileTier, tensors: Tensors) -> Tensors:
@@ -134,10 +137,7 @@ def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_before_anything_is_written(
     tier: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     tensors = residuals()
     with pytest.raises(OffloadError) as caught:
         tier.offload("1OFFLOAD2", tensors)
@@ -165,12 +165,9 @@ OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't 
 def test_no_memory_to_read_into_is_said(
     tier: FileTier, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
-    def full(*_: object, **__: object) -> Tensor:
-        raise error
-
     copy = tier.offload("1OFFLOAD2", one())
     copy.leave(never)
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch, "empty", failing(error))
     copy.reload()
     with pytest.raises(OffloadError) as caught:
         copy.take(never)
@@ -283,13 +280,6 @@ def test_no_thread_starts_in_a_step(tier: FileTier) -> None:
     assert {thread.ident for thread in threading.enumerate()} == before
 
 
-def failing(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> Any:
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize(("call", "asked"), [("pwrite", False), ("pwrite", True), ("preadv", True)])
 @pytest.mark.parametrize(
     ("error", "kind"),
@@ -323,10 +313,7 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
 
 def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = zoo.job("skips")
-    captured = runs.capture_of(job, 2)
-    plan = runs.even_plan(job, 1, microbatches=4, schedule="gpipe")
-    residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
-    plan = replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
+    plan = runs.treated_plan(job, runs.even_plan(job, 1, microbatches=4, schedule="gpipe"), "offload")
     with Pipeline(job, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         tier = pipeline.tier
         assert isinstance(tier, FileTier)

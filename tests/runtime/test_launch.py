@@ -75,10 +75,7 @@ def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(launched: Launch
     process = launched("environment")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0
-    assert sorted(out.splitlines()) == [
-        "0 0 2 127.0.0.1 1 - False",
-        "[rank 1] 1 1 2 127.0.0.1 1 - False",
-    ]
+    assert sorted(out.splitlines()) == ["0 0 2 127.0.0.1 1 - False", "[rank 1] 1 1 2 127.0.0.1 1 - False"]
     assert sorted(err.splitlines()) == ["[rank 1] to stderr", "to stderr"]
 
 
@@ -137,6 +134,9 @@ def test_a_failure_ends_all_ranks_within_ten_seconds() -> None:
     assert GRACE_S + TERM_S + POLL_S < 9
 
 
+SAID_OF_KILLED = "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+
+
 def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
     """It told them nothing, so they get less time than after a failure: that would be 600 s here."""
     script = tmp_path / "killed.py"
@@ -150,9 +150,8 @@ def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
         "    processes.GRACE_S = 600\n"
         "    sys.exit(launch(work, 2))\n"
     )
-    status, _, err = run(script)
-    assert status == 128 + signal.SIGKILL
-    assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+    status, _, errors = run(script)
+    assert (status, errors) == (128 + signal.SIGKILL, SAID_OF_KILLED)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +275,8 @@ KILLED = textwrap.dedent(
 
 
 def test_the_launcher_does_not_go_on_planning() -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+    status, _, errors = run("-c", KILLED)
+    assert (status, errors) == (128 + signal.SIGKILL, SAID_OF_KILLED)
 
 
 OPTIONAL = KILLED.replace("StartedRanks(2)", "StartedRanks(2, needed=False)").replace(
@@ -287,9 +285,9 @@ OPTIONAL = KILLED.replace("StartedRanks(2)", "StartedRanks(2, needed=False)").re
 
 
 def test_a_plan_is_not_lost_with_ranks_that_were_to_rehearse_it() -> None:
-    done = subprocess.run([sys.executable, "-c", OPTIONAL], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(128 + signal.SIGKILL)
-    assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+    status, out, errors = run("-c", OPTIONAL)
+    assert status == 0 and out.splitlines()[-1] == str(128 + signal.SIGKILL)
+    assert errors == SAID_OF_KILLED
 
 
 # What ranks print that cannot be encoded, and pipes that nobody empties.

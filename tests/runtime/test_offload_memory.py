@@ -19,7 +19,6 @@ CHILD = textwrap.dedent(
     import deep, runs
     import torch
     from pipeloom import Options, Pipeline
-    from pipeloom.tracer.stage.trace import stage_residuals
 
     deep.DEPTH, deep.WIDTH, ROWS, MICROBATCHES = 24, 32, 1 << 13, 12
 
@@ -29,9 +28,9 @@ CHILD = textwrap.dedent(
 
     treatment, directory, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    job, captured = deep.TANH, runs.capture_of(deep.TANH, ROWS)
+    job = deep.TANH
     plan = runs.even_plan(job, 1, microbatches=MICROBATCHES, microbatch_size=ROWS, schedule="gpipe")
-    residuals = stage_residuals(captured, plan.stage_graph(captured.graph), 0)
+    residuals = runs.residuals_of(job, plan)
     if treatment != "keep":
         plan = runs.treated_plan(job, plan, treatment)
     data = job.batch(0, ROWS * MICROBATCHES)

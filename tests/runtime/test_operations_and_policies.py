@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,7 @@ from pipeloom.ir.action import B, F
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import cut
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 Seen = dict[str, list[set[str]]]
@@ -33,21 +32,17 @@ to be on the device that is treated."""
 
 def plan_of(treatment: Treatment, ahead: tuple[int, ...]) -> tuple[Plan, Seen]:
     """One stage, and a LOOK and a PEEK between the forward and the backward of its first micro-batch."""
-    captured = runs.capture_of(JOB, 2)
-    residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
+    row = ROWS[treatment]
+    plan = runs.even_plan(JOB, 1, microbatches=row.count("F"))
+    residuals = runs.residuals_of(JOB, plan)
     names = [name for name, residual in residuals.items() if residual.ops or treatment == "offload"]
     seen: Seen = {"LOOK": [], "PEEK": []}
 
-    def look(context: OperationContext) -> None:
-        seen["LOOK"].append({slot.name for slot in context.residuals if slot.kind == "residual"})
+    def note(letters: str, context: OperationContext) -> None:
+        seen[letters].append({slot.name for slot in context.residuals if slot.kind == "residual"})
 
-    def peek(context: OperationContext) -> None:
-        seen["PEEK"].append({slot.name for slot in context.residuals if slot.kind == "residual"})
-
-    declare(Operation(letters="LOOK", meaning="a look behind the forward", after=F, handler=look))
-    declare(Operation(letters="PEEK", meaning="a look in front of the backward", before=B, handler=peek))
-    row = ROWS[treatment]
-    plan = runs.even_plan(JOB, 1, microbatches=row.count("F"))
+    for letters, where in (("LOOK", {"after": F}), ("PEEK", {"before": B})):
+        declare(Operation(letters=letters, meaning="a look", handler=partial(note, letters), **where))
     memory = MemoryPolicy(stages=({name: treatment for name in names},), ahead=ahead, at_once=2)
     return replace(plan, schedule_rows=(row,), memory=memory), seen
 

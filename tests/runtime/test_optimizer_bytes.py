@@ -73,10 +73,7 @@ def flags(name: str) -> list[dict[str, bool]]:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [(n, s) for n in (*TRAINS, "Muon") for s in flags(n)],
-)
+@pytest.mark.parametrize(("name", "settings"), [(n, s) for n in (*TRAINS, "Muon") for s in flags(n)])
 def test_counted_is_what_an_optimizer_keeps_and_at_least_what_it_needs(
     name: str, settings: dict[str, bool]
 ) -> None:

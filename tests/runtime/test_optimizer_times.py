@@ -35,20 +35,14 @@ class Restless(torch.optim.AdamW):
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibrate.ECHOES", 3)
+def job(quick_rehearsals: None) -> Job:
     return replace(zoo.job("skips"), optimizer=lambda params: Restless(params, lr=1e-2))
 
 
 def everything(weights: Weights) -> Any:
     assert weights.optimizer is not None
-    found = (
-        weights.optimizer.state_dict(),
-        weights.newest_state,
-        weights.last_gradients,
-        torch.get_rng_state(),
-    )
+    state = weights.optimizer.state_dict()
+    found = (state, weights.newest_state, weights.last_gradients, torch.get_rng_state())
     return copy.deepcopy([{**value} if isinstance(value, dict) else value for value in found])
 
 
@@ -83,9 +77,7 @@ def after_loading(pipeline: Pipeline, job: Job, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [after_a_step, after_loading])
-def test_a_late_forecast_has_the_optimizer_in_it(
-    job: Job, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_forecast_has_the_optimizer_in_it(job: Job, start: Start, tmp_path: Path) -> None:
     with Pipeline(job, runs.even_plan(job, 1, microbatches=2)) as pipeline:
         start(pipeline, job, tmp_path)
         steps = [e for e in pipeline.rehearse().events if e.action.endswith("STEP")]

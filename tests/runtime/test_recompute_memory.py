@@ -8,25 +8,19 @@ from dataclasses import replace
 import pytest
 from deep import ACTIVATION, ROWS, TANH, WIDTH, checkpoints
 from ledgers import sends_are_through_at_once
-from runs import capture_of, each_rank, even, plan_for
+from runs import each_rank, even_plan, residuals_of
 
 from pipeloom import Pipeline
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
-from pipeloom.tracer.stage.trace import stage_residuals
 
 
 def recomputing(*, microbatches: int, ahead: tuple[int, ...] = (), split: bool = False) -> Plan:
     """Two stages of six layers, of whose residuals each keeps two."""
-    captured = capture_of(TANH, ROWS)
-    stage_of = even(captured.graph, 2)
-    stages = cut(captured.graph, stage_of)
-    plan = plan_for(
-        captured, stage_of, microbatches=microbatches, microbatch_size=ROWS, schedule="gpipe", split=split
-    )
-    policies = tuple(checkpoints(stage_residuals(captured, stages, s), 3) for s in range(2))
+    how = {"microbatches": microbatches, "microbatch_size": ROWS, "schedule": "gpipe", "split": split}
+    plan = even_plan(TANH, 2, **how)
+    policies = tuple(checkpoints(residuals_of(TANH, plan, s), 3) for s in range(2))
     return replace(plan, memory=MemoryPolicy(stages=policies, ahead=ahead))
 
 

@@ -16,14 +16,11 @@ import zoo
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import Operation, declare
-from pipeloom.ir.stages import cut
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.runtime.rank import Rank, RankWork
-from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 
@@ -49,10 +46,8 @@ def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [RELOAD, B])
 def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
-    captured = runs.capture_of(JOB, 2)
-    plan = runs.even_plan(JOB, 1, microbatches=4, schedule="gpipe")
-    residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
-    plan = replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
+    plan = runs.treated_plan(JOB, runs.even_plan(JOB, 1, microbatches=4, schedule="gpipe"), "offload")
+    each = sum(residual.bytes for residual in runs.residuals_of(JOB, plan).values())
     with Pipeline(JOB, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         tier = pipeline.tier
         assert isinstance(tier, FileTier)
@@ -65,7 +60,7 @@ def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
             assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.used_bytes == 0
         assert pipeline.ledger.peak == sum(pipeline.ledger.at_peak.values())
         # However slow copies are, there are never more than a step's and those of the one broken off before.
-        assert tier.peak_bytes <= 2 * plan.microbatches * sum(r.bytes for r in residuals.values())
+        assert tier.peak_bytes <= 2 * plan.microbatches * each
 
 
 def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -> tuple[Any, ...]:
@@ -73,7 +68,7 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
     job = zoo.job("convnet")
     plan = runs.even_plan(job, 1, microbatches=3, schedule="gpipe")
     options = Options(keep_gradients=True, accumulate=accumulate)
-    with runs.shared_captures(), Pipeline(job, plan, options=options) as pipeline:
+    with Pipeline(job, plan, options=options) as pipeline:
         losses = [pipeline.step(job.batch(0, 6 * accumulate))]
         levels = dict(pipeline.ledger.levels)
         if broken is not None:
@@ -85,12 +80,7 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
 
 @pytest.mark.parametrize(
     ("kind", "at", "accumulate"),
-    [
-        pytest.param(F, 2, 1, marks=pytest.mark.slow),
-        pytest.param(B, 1, 1, marks=pytest.mark.slow),
-        (B, 4, 2),
-        (STEP, 0, 1),
-    ],
+    [*(pytest.param(*how, 1, marks=pytest.mark.slow) for how in ((F, 2), (B, 1))), (B, 4, 2), (STEP, 0, 1)],
 )
 def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
     def broken(pipeline: Pipeline) -> None:
@@ -191,8 +181,7 @@ def test_two_ranks_refuse_to_go_on() -> None:
             raise caught.value
         return said
 
-    with runs.shared_captures():
-        first, second = runs.threads(2, rank, timeout_s=60.0)
+    first, second = runs.threads(2, rank, timeout_s=60.0)
     assert set(first) == {
         "rank 0 cannot go on: step 2 was broken off (KeyboardInterrupt), and messages to and from it are lost"
     }

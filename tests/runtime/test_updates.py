@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from batches import normal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +27,7 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    return {"input": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))}
+batch = normal(input=(WIDTH,))
 
 
 def loss(outputs: Any, batch: Any) -> Tensor:
@@ -48,8 +48,7 @@ def peaks(caps: tuple[int, ...]) -> list[int]:
                 pipeline.step(JOB.batch(step, COUNT))
             return pipeline.ledger.peak
 
-    with runs.shared_captures():
-        return runs.threads(RANKS, rank)
+    return runs.threads(RANKS, rank)
 
 
 def test_messages_that_are_through_make_room_for_an_update() -> None:
@@ -118,9 +117,8 @@ def test_master_weights_sum_and_step_in_float32(tmp_path: Path) -> None:
                 assert getattr(planned, kind) == sizes[kind]
             return {name: p.detach().clone() for name, p in pipeline.weights.params.items()}
 
-    with runs.shared_captures():
-        runs.threads(RANKS, partial(rank, steps=range(2)))
-        first, second = runs.threads(RANKS, partial(rank, steps=range(2, 3)))
+    runs.threads(RANKS, partial(rank, steps=range(2)))
+    first, second = runs.threads(RANKS, partial(rank, steps=range(2, 3)))
     assert all(map(torch.equal, [*first.values(), *second.values()], masters))
 
 

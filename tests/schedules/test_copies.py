@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from refusals import refused
 from small import built, by_hand, simulated
 
 from pipeloom.checks.schedules import check
@@ -141,9 +142,7 @@ def test_each_rank_copies_what_it_has_no_room_for(dropped: int) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(name: str, word: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        built(name, 4, 8)
-    assert word in str(caught.value) and caught.value.hint
+    assert word in refused(ScheduleError, built, name, 4, 8)
 
 
 def test_rows_with_copies_are_read_as_they_are_written() -> None:
@@ -174,14 +173,9 @@ def test_places_of_copies_are_compared_by_what_the_simulator_says(name: str, k: 
     times = MicrobatchTimes(forward_s=1.0, input_grad_s=1.3, weight_grad_s=0.7)
     scenario = Scenario(microbatches=8, times=times, transfer_s=0.3, copy_ratio=k, per_uplink=each)
     made = simulate_schedule(name, scenario)
-    s = registry.shape_of(
-        microbatches=8,
-        placement=made.schedule.placement,
-        stages=made.stages,
-        costs=made.costs,
-        transfer_s=0.3,
-        uplinks=uplinks.shared_uplinks(made.costs, 4, each),
-    )
+    how = {"placement": made.schedule.placement, "stages": made.stages, "costs": made.costs}
+    shared = uplinks.shared_uplinks(made.costs, 4, each)
+    s = registry.shape_of(microbatches=8, transfer_s=0.3, uplinks=shared, **how)
     begin, end = row_times(made.schedule.columns, s)
     assert float(end.max()) == pytest.approx(made.timeline.step_s, rel=1e-9)
     assert (begin <= end).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from refusals import refused
 from small import built, simulated
 
 from pipeloom.checks.schedules import check
@@ -133,9 +134,7 @@ def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGra
     ],
 )
 def test_build_refuses(name: str, placement: tuple[int, ...], microbatches: int, word: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        build(name, chain(2), placement, microbatches)
-    assert word in str(caught.value) and caught.value.hint
+    assert word in refused(ScheduleError, build, name, chain(2), placement, microbatches)
 
 
 def test_a_registered_family_is_built_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +174,4 @@ def test_a_schedule_is_built_under_its_own_name() -> None:
     ],
 )
 def test_stages_per_rank_where_there_is_no_choice(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        call()
-    assert words in str(caught.value)
+    assert words in refused(ScheduleError, call)

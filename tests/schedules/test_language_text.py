@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import bad, good
 
-from pipeloom.cli import main
 from pipeloom.ir.action import B, parse_action
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.operation import Operation, declare
@@ -79,10 +78,8 @@ def test_a_text_and_what_it_prints() -> None:
 def test_a_file_with_declared_operations_is_checked(tmp_path: Path) -> None:
     """`export` writes what `check` reads, once it is told who declares the operations."""
     file = tmp_path / "mine.txt"
-    name = f"{EXAMPLE}:compressed"
-    assert CliRunner().invoke(main, ["schedule", "export", name, "-p", "2", "-o", str(file)]).exit_code == 0
-    good = CliRunner().invoke(main, ["schedule", "check", str(file), "--operations", str(EXAMPLE)])
-    assert good.exit_code == 0 and "cannot block" in good.output, good.output
+    words = ("schedule", "check", file, "--operations", EXAMPLE)
+    good("schedule", "export", f"{EXAMPLE}:compressed", "-p", "2", "-o", file)
+    assert "cannot block" in good(*words)
     file.write_text(file.read_text().replace("0W0 0COMPRESS0", "0COMPRESS0 0W0"))
-    bad = CliRunner().invoke(main, ["schedule", "check", str(file), "--operations", str(EXAMPLE)])
-    assert bad.exit_code == 1 and "rank 0 runs 0COMPRESS0 before 0W0" in bad.output
+    assert "rank 0 runs 0COMPRESS0 before 0W0" in bad(1, *words)

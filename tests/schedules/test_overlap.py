@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import figures
 from hypothesis import given, settings, strategies as st
 from small import alike, built, by_hand, simulated
 
 from pipeloom.checks.schedules import check
-from pipeloom.cli import main
 from pipeloom.ir.action import Action, B, F, Kind, schedule_kinds
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ConfigError, DeadlockError, ScheduleError
@@ -189,9 +187,7 @@ def test_a_v_with_pairs_is_faster_where_they_gain() -> None:
 def test_the_command_line_says_what_a_pair_takes(factor: str, step_s: float, tmp_path: Path) -> None:
     file = tmp_path / "paired.txt"
     file.write_text("\n".join(PAIRED))
-    words = ["schedule", "check", str(file), "--pair-factor", factor, "--json"]
-    result = CliRunner().invoke(main, words)
-    assert json.loads(result.output)["step_s"] == step_s
+    assert figures("schedule", "check", file, "--pair-factor", factor)["step_s"] == step_s
 
 
 def test_pairs_in_files_of_torch() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import output
 from small import alike, built, simulated, whole_costs
 
 from pipeloom.checks.schedules import check
@@ -101,9 +99,8 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
     )
     (tmp_path / "__pycache__").write_text("a file, so that no folder can be made in its place")
     nowhere = {"NUMBA_CACHE_DIR": "", "HOME": str(file), "XDG_CACHE_HOME": str(file)}
-    run = [sys.executable, "-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='alone')"]
-    done = subprocess.run(run, env={**os.environ, **nowhere}, capture_output=True, text=True, check=False)
-    assert done.stdout == "1000000 None\n", done.stderr
+    code = f"import runpy; runpy.run_path({str(file)!r}, run_name='alone')"
+    assert output("-c", code, env=nowhere) == "1000000 None\n"
 
 
 def test_small_schedules_load_no_compiler() -> None:
@@ -115,4 +112,4 @@ def test_small_schedules_load_no_compiler() -> None:
         "lower(registry.build('1f1b', chain(4), (0, 1, 2, 3), 8), chain(4))\n"
         "assert 'numba' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output("-c", code)

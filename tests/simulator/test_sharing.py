@@ -8,14 +8,7 @@ from random import Random
 import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
-from shared_links import (
-    INSTANT,
-    nodes,
-    random_cluster,
-    treated,
-    treated_case,
-    uneven,
-)
+from shared_links import INSTANT, nodes, random_cluster, treated, treated_case, uneven
 from slow_simulator import Slow
 
 from pipeloom.ir import kernels

@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from small import alike, simulated
+from small import alike, changes, simulated
 
 from pipeloom.ir.action import OFFLOAD, SEND_F, STEP, Action, B, F, Kind, W
-from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, PlanError
 from pipeloom.ir.flow import dag
@@ -83,29 +83,13 @@ def test_drawn(timeline: Timeline, picture: str) -> None:
     assert drawn(timeline).split() == picture.split()
 
 
-def events(timeline: Timeline, stream: str) -> list[tuple[int, str, float, float]]:
-    return [(e.rank, e.action, e.start_s, e.end_s) for e in timeline.events if e.stream == stream]
-
-
 def memory(rank: int, timeline: Timeline) -> list[tuple[float, int]]:
-    """What is held from each time on, where it changes."""
-    curve = timeline.memory[rank]
-    last = dict(zip(curve.times_s, curve.sizes, strict=True))
-    steps = list(last.items())
-    return [s for i, s in enumerate(steps) if i == 0 or s[1] != steps[i - 1][1]]
+    return changes(timeline.memory[rank])
 
 
 def sized(**more: object) -> StageCost:
-    return StageCost(
-        forward_s=1.0,
-        backward_s=2.0,
-        input_grad_s=1.0,
-        weight_grad_s=1.0,
-        static_bytes={"parameters": 1000, "gradients": 1000},
-        residual_bytes=100,
-        carried_bytes=30,
-        **more,  # type: ignore[arg-type]
-    )
+    static = {"parameters": 1000, "gradients": 1000}
+    return replace(equal_costs(1, residual_bytes=100)[0], static_bytes=static, carried_bytes=30, **more)  # type: ignore[arg-type]
 
 
 def test_memory_of_one_stage() -> None:
@@ -224,10 +208,8 @@ def test_a_rank_waits_for_its_sends_before_it_passes_its_cap() -> None:
 
 
 def with_times(own_s: dict[Action, float]) -> Timeline:
-    device, link = Device(name="any", memory_bytes=1), Link(bandwidth_bytes_per_s=1e9)
     program = parse_program(1, (0,), ("0F0 0B0 0STEP",))
-    cluster = Cluster(devices=(device,), within_node=link)
-    return simulate(program, chain(1), equal_costs(1), cluster, action_s=own_s)
+    return simulate(program, chain(1), equal_costs(1), alike(1), action_s=own_s)
 
 
 def test_an_action_takes_its_own_time() -> None:
@@ -265,8 +247,5 @@ def test_the_host_holds_what_has_come_and_not_left(microbatches: int, peak: int)
     program = lower(registry.build("gpipe", chain(1), (0,), microbatches), chain(1), policy=policy)
     (cost,) = equal_costs(1)
     costs = (replace(cost, residual_bytes=8, offloaded_bytes=8),)
-    cluster = Cluster(
-        devices=(Device(name="any", memory_bytes=1),), within_node=Link(bandwidth_bytes_per_s=1.0)
-    )
-    (host,) = (c for c in simulate(program, chain(1), costs, cluster).memory if c.tier == "host")
+    (host,) = (c for c in simulate(program, chain(1), costs, alike(1)).memory if c.tier == "host")
     assert min(host.sizes) == 0 and max(host.sizes) == peak

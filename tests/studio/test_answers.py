@@ -1,7 +1,7 @@
 """What the studio answers, asked without a page: of plans, of schedules, and of a run's directory."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,6 @@ import pytest
 import torch
 import towers
 from filelock import FileLock
-from runs import shared_captures
 from torch import nn
 
 from pipeloom import Job, planning
@@ -35,12 +34,6 @@ JOB = Job(
     loss=lambda output, batch: output.square().mean(),
     name="deep",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def captured_once() -> Iterator[None]:
-    with shared_captures():
-        yield
 
 
 def planned(job: Job = JOB, **how: Any) -> Plan:

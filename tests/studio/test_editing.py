@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 from browser import needs_chromium
-from click.testing import CliRunner
-
-from pipeloom.cli import main
+from commands import good
 
 pytestmark = needs_chromium
 
@@ -128,15 +126,13 @@ def test_saved_files_are_read_by_the_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = edited(studio, **{"-p": "3", "-m": "6"})
-    run = CliRunner().invoke
     for name, file in (("rows .txt", "mine.txt"), ("CSV for torch", "mine.csv"), ("recipe .py", "mine.py")):
         assert saved(page, name, tmp_path).name == file
     for file in ("mine.txt", "mine.csv"):
-        assert "cannot block" in run(main, ["schedule", "check", file]).stdout
-    assert (tmp_path / "mine.csv").read_text() == run(main, "schedule export 1f1b -p 3 -m 6".split()).stdout
+        assert "cannot block" in good("schedule", "check", file)
+    assert (tmp_path / "mine.csv").read_text() == good(*"schedule export 1f1b -p 3 -m 6".split())
     for count in (6, 9):
-        shapes = ["-p", "3", "-m", str(count)]
-        rows = [run(main, ["schedule", "export", n, *shapes]).stdout for n in ("mine.py:mine", "1f1b")]
+        rows = [good("schedule", "export", n, "-p", 3, "-m", count) for n in ("mine.py:mine", "1f1b")]
         assert rows[0] == rows[1] != ""
 
 
@@ -160,5 +156,5 @@ def test_drawings_are_saved_for_papers_and_perfetto(studio: Any, tmp_path: Path)
     trace = saved(page, "Perfetto trace", tmp_path).read_text()
     assert '"PP:1B2"' in trace
     html = saved(page, "offline page", tmp_path).read_text()
-    run = CliRunner().invoke(main, f"schedule show 1f1b -p 2 -m 3 --html {tmp_path}/shown.html".split())
-    assert run.exit_code == 0 and html == (tmp_path / "shown.html").read_text()
+    good(*f"schedule show 1f1b -p 2 -m 3 --html {tmp_path}/shown.html".split())
+    assert html == (tmp_path / "shown.html").read_text()

@@ -1,6 +1,5 @@
 """Plans and runs on the page: cuts that are moved, caps that are planned for, a run that is still going."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Any
 
 import pytest
 from browser import needs_chromium
-from click.testing import CliRunner
+from commands import figures
 from filelock import FileLock
 from simulated_steps import simulated_step
 from studio_page import running
 from tiny_run import prepare
 
-from pipeloom.cli import main
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.plan import load_plan
 from pipeloom.studio.plans import cuts_of, pieces, with_cuts
@@ -95,8 +93,7 @@ def test_a_plan_alone_is_drawn_by_its_own_times(studio: Any, plan_file: Path) ->
         assert "Name the plan's model" in page.page.inner_text("#cuts")
         rows = plan_file.with_name("plan.txt")
         rows.write_text(page.page.evaluate("state.entries[0].rows"))
-        words = ["schedule", "check", str(rows), "--times", str(plan_file), "--json"]
-        result = json.loads(CliRunner().invoke(main, words).stdout)
+        result = figures("schedule", "check", rows, "--times", plan_file)
         assert page.figures()["step_s"] == pytest.approx(result["step_s"])
         page.page.uncheck("#times")
         page.drawn()

@@ -1,23 +1,14 @@
 """Schedules on the page: controls, comparison, questions. Figures are those of the command line."""
 
-import json
 from typing import Any
 
 import pytest
 from browser import needs_chromium
-from click.testing import CliRunner
-
-from pipeloom.cli import main
+from commands import figures as command
 
 pytestmark = needs_chromium
 
 FIGURES = ("step_s", "bubble", "span_s", "span_bubble", "peak")
-
-
-def command(*words: str) -> Any:
-    result = CliRunner().invoke(main, [*words, "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.mark.sampled(3)

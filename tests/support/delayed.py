@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import runs
 import torch
 from torch import Tensor, nn
@@ -215,6 +216,15 @@ def stashed(job: Job, plan: Plan, *, steps: int = STEPS) -> Trained:
                 params[name].data.lerp_(made[-1][name], -correction)
             made.append({n: p.detach().clone() for n, p in params.items()})
     return Trained(losses, [None] * steps, made[-1])
+
+
+def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:
+    """Replicas were compared to the last bit when their parameters were merged."""
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    if expected.norms[0] is not None:
+        assert found.norms == pytest.approx(expected.norms, rel=tolerance)
+    worst, where = runs.difference(found.parameters, expected.parameters)
+    assert worst <= tolerance, f"{where} differs by {worst:.3g}"
 
 
 def assert_equal(found: Trained, expected: Trained) -> None:

@@ -131,13 +131,7 @@ class _Programme:
         more = self.first + count * sum(side == 1 for side, _ in self.known)
         spare = np.zeros(more - self.first)
         cost = np.concatenate(
-            [
-                residuals.besides,
-                np.zeros(count),
-                residuals.seconds[self.ops],
-                [task.s_per_byte],
-                spare,
-            ]
+            [residuals.besides, np.zeros(count), residuals.seconds[self.ops], [task.s_per_byte], spare]
         )
         upper = np.concatenate(
             [

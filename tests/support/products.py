@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from batches import normal
 from torch import Tensor, nn
 
 from pipeloom import Job
@@ -24,12 +25,8 @@ class Products(nn.Module):
 
 
 def job(width: int) -> Job:
-    def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        g = torch.Generator().manual_seed(seed)
-        return {"x": torch.randn(rows, width, generator=g), "y": torch.randn(rows, width, generator=g)}
-
     return Job(
         model=partial(Products, width),
-        batch=batch,
+        batch=normal(x=(width,), y=(width,)),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )

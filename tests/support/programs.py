@@ -9,6 +9,7 @@ from typing import NamedTuple
 import networkx as nx
 import torch
 import zoo
+from batches import normal
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as fn
@@ -122,11 +123,8 @@ def steps(*, random: bool = False) -> st.SearchStrategy[list[Step]]:
 def job_of(program: Sequence[Step]) -> Job:
     """A float64 job whose model is the program."""
 
-    def batch(seed: int, size: int) -> zoo.Batch:
-        g = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(size, CHANNELS, WIDTH, generator=g) for name in "xy"}
-
-    single = Job(model=lambda: Program(program), batch=batch, optimizer=zoo.sgd, name="program")
+    rows = normal(x=(CHANNELS, WIDTH), y=(CHANNELS, WIDTH))
+    single = Job(model=lambda: Program(program), batch=rows, optimizer=zoo.sgd, name="program")
     return zoo.in_double(replace(single, name="program"))
 
 

@@ -98,11 +98,7 @@ def chain_model(ops: int, *, host_bytes_per_s: float | None = None) -> CostModel
         made.append(Op(name=out.name, target="aten.some.default", inputs=(values[-1].name,), outputs=(out,)))
         values.append(out)
         costs[out.name] = OpCost(
-            forward_s=1.0,
-            input_grad_s=1.0,
-            weight_grad_s=0.0,
-            saves=(out.name,),
-            passes=(values[-2].name,),
+            forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.0, saves=(out.name,), passes=(values[-2].name,)
         )
     graph = OpGraph(
         name="chain", inputs=(values[0],), ops=tuple(made), parameters=(), buffers=(), loss=values[-1].name

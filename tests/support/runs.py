@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, planning
 from pipeloom.ir.graph import OpGraph, PartRows
-from pipeloom.ir.memory_policy import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy, Residual
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.options import mixed_precision
@@ -181,14 +181,17 @@ def even_plan(job: Job, stages: int, *, words: int = 1, **how: Any) -> Plan:
     return plan_for(captured, even(captured.graph, stages), **how)
 
 
+def residuals_of(job: Job, plan: Plan, stage: int = 0) -> Mapping[str, Residual]:
+    """Of a micro-batch on a stage, by name."""
+    captured = capture_of(job, plan.microbatch_size)
+    return stage_residuals(captured, plan.stage_graph(captured.graph), stage)
+
+
 def treated_plan(job: Job, plan: Plan, *treatments: str, ahead: tuple[int, ...] = ()) -> Plan:
     """The residuals of each stage treated in turn; what cannot be recomputed is kept."""
-    captured = capture_of(job, plan.microbatch_size)
-    stages = plan.stage_graph(captured.graph)
     policy = []
     for stage in range(len(plan.stages)):
-        residuals = stage_residuals(captured, stages, stage)
-        given = zip(residuals.items(), cycle(treatments), strict=False)
+        given = zip(residuals_of(job, plan, stage).items(), cycle(treatments), strict=False)
         policy.append(
             {name: "keep" if how == "recompute" and r.obstacle else how for (name, r), how in given}
         )

@@ -112,10 +112,7 @@ def chain_of(schedule: str, ranks: int, chunks: int, times: str, cap: float = in
         for s, rank in enumerate(placement)
     )
     return SearchProblem(
-        stages=stages,
-        microbatches=4 * ranks,
-        transfer_s=transfer,
-        caps=(cap,) * ranks if cap < inf else (),
+        stages=stages, microbatches=4 * ranks, transfer_s=transfer, caps=(cap,) * ranks if cap < inf else ()
     )
 
 

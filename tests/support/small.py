@@ -9,7 +9,7 @@ from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.timeline import Timeline
+from pipeloom.ir.timeline import MemoryCurve, Timeline
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.simulator.simulate import simulate
@@ -49,6 +49,12 @@ def simulated(
     stages = stages or chain(made.stages)
     program = lower(made, stages)
     return simulate(program, stages, costs or equal_costs(made.stages), where or alike(made.ranks))
+
+
+def changes(curve: MemoryCurve) -> list[tuple[float, int]]:
+    """What is held from each time on, where it changes."""
+    steps = list(dict(zip(curve.times_s, curve.sizes, strict=True)).items())
+    return [step for i, step in enumerate(steps) if i == 0 or step[1] != steps[i - 1][1]]
 
 
 def whole_costs(stages: int, seed: int) -> tuple[StageCost, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.planning import plan
@@ -31,6 +32,10 @@ def prepare(folder: Path, settings: dict[str, object], *, replicas: int = 1, **h
     return folder
 
 
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Of its metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in lines(run) if "loss" in line}

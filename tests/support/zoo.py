@@ -55,10 +55,7 @@ def shifted_tokens(batch: Mapping[str, Tensor]) -> Tensor:
 
 def image_batch(seed: int, size: int) -> Batch:
     g = _generator(seed)
-    return {
-        "x": torch.randn(size, 3, 8, 8, generator=g),
-        "y": torch.randint(0, 5, (size,), generator=g),
-    }
+    return {"x": torch.randn(size, 3, 8, 8, generator=g), "y": torch.randint(0, 5, (size,), generator=g)}
 
 
 def vector_batch(seed: int, size: int) -> Batch:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import runs
 import torch
+from batches import normal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,10 +47,9 @@ class Attention(nn.Module):
 
 
 def job(mask: Callable[[Tensor], Tensor], queries: int = TOKENS) -> Job:
-    def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        return {"given": torch.randn(rows, TOKENS, 8, generator=torch.Generator().manual_seed(seed))}
-
-    return Job(model=lambda: Attention(mask, queries), batch=batch, optimizer=torch.optim.SGD)
+    return Job(
+        model=lambda: Attention(mask, queries), batch=normal(given=(TOKENS, 8)), optimizer=torch.optim.SGD
+    )
 
 
 def causal(captured: Captured) -> list[bool]:
@@ -72,6 +72,7 @@ UNLIKE = {
     "far from the batch": lambda given: seen() & (deep(given)[:, None, None, :, 0] < 9.0),
     "added, too little": lambda _: added(-1.0),
     "one for all queries": lambda _: torch.ones(1, TOKENS, dtype=torch.bool),
+    "of fewer queries than keys": lambda _: seen(rows=4),
 }
 
 
@@ -84,11 +85,8 @@ def test_a_causal_mask_is_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_another_mask_stays(name: str) -> None:
-    assert causal(runs.capture_of(job(UNLIKE[name]))) == [False]
-
-
-def test_fewer_queries_than_keys_keep_their_mask() -> None:
-    assert causal(runs.capture_of(job(lambda _: seen(rows=4), queries=4))) == [False]
+    queries = 4 if "fewer" in name else TOKENS
+    assert causal(runs.capture_of(job(UNLIKE[name], queries))) == [False]
 
 
 def test_it_computes_the_same() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import runs
 import torch
+from batches import normal
 from torch import Tensor, nn
 
 from pipeloom import Job
@@ -23,10 +24,8 @@ class Joins(nn.Module):
 
 
 def capture_of(join: Callable[[Tensor], Tensor]) -> Captured:
-    def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        return {"given": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
-
-    return runs.capture_of(Job(model=lambda: Joins(join), batch=batch, optimizer=torch.optim.SGD))
+    job = Job(model=lambda: Joins(join), batch=normal(given=(4,)), optimizer=torch.optim.SGD)
+    return runs.capture_of(job)
 
 
 def empty(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

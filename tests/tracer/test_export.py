@@ -18,7 +18,7 @@ from odd.gradients import (
     tripled,
 )
 from odd.state import NormTwice, Shrinks
-from runs import assert_same, capture_of, even, even_plan, pipelined, plain, plan_for
+from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
 
 from pipeloom.checks.schedules import forwards_in_order
@@ -92,8 +92,7 @@ def test_autocast_switched_off_or_asked_for(model: type[nn.Module], autocast: to
     """Export knew nothing of the autocast around it, and forgets `no_grad` inside one."""
     made = job(model)
     batches = [made.batch(1, 4)]
-    captured = capture_of(made, 2, autocast=autocast)
-    plan = plan_for(captured, even(captured.graph, 1), microbatches=2)
+    plan = even_plan(made, 1, microbatches=2, autocast=autocast)
     found = pipelined(made, plan, batches, autocast=autocast)
     assert_same(found, plain(made, batches, 2, autocast=autocast), tolerance=1e-6)
 
@@ -103,9 +102,8 @@ def test_a_frozen_stage_under_autocast() -> None:
     """A stage without gradients ran without autocast."""
     frozen = zoo.job("frozen")
     batches = [frozen.batch(1, 4)]
-    captured = capture_of(frozen, 2, autocast=torch.bfloat16)
-    count = sum(not op.cheap for op in captured.graph.ops)
-    plan = plan_for(captured, even(captured.graph, count), microbatches=2, schedule="gpipe")
+    count = sum(not op.cheap for op in capture_of(frozen, 2, autocast=torch.bfloat16).graph.ops)
+    plan = even_plan(frozen, count, microbatches=2, schedule="gpipe", autocast=torch.bfloat16)
     found = pipelined(frozen, plan, batches, autocast=torch.bfloat16)
     assert_same(found, plain(frozen, batches, 2, autocast=torch.bfloat16), tolerance=1e-6)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.tracer.job import load_job
@@ -76,9 +77,7 @@ def test_a_file_may_have_the_name_of_a_library(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said(folder: Path, spec: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_job(spec)
-    assert message in str(caught.value)
+    assert message in refused(ConfigError, load_job, spec)
 
 
 @pytest.mark.parametrize(

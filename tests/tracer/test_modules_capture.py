@@ -92,10 +92,7 @@ blocks.3+head: blocks.3<0 y -> =loss""",
 ops, branches stay independent, and decisions between modules go along."""
 
 LISTS = [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3", "head"]]
-FURTHER = {
-    "independent branches": job(Branches),
-    "lists of modules": job(BranchInBlock, modules=LISTS),
-}
+FURTHER = {"independent branches": job(Branches), "lists of modules": job(BranchInBlock, modules=LISTS)}
 
 
 @pytest.mark.parametrize("name", PICTURES)

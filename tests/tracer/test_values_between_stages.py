@@ -13,8 +13,9 @@ from itertools import combinations
 import pytest
 import torch
 import zoo
+from batches import normal
 from cuts import ROWS, places, split_at
-from odd.case import images, job, normal
+from odd.case import images, job
 from odd.values import Attention, DroppingEncoder, Einsum, Encoder, Mixer, SharedHead, TurnedValues
 from parts import model_of, parts_of
 from runs import assert_same, capture_of, pipelined, plain, plan_for, threads

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from drawings import computing
 
-from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
 from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
@@ -59,13 +60,11 @@ class PlainPipeline:
             return self.model(**batch).loss.item()
 
     def measured(self) -> Timeline:
-        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=float(self.steps_done))
-        return Timeline(source="measured", ranks=1, events=(event,))
+        return computing((0, "0F0", 0.0, float(self.steps_done)), source="measured")
 
     def rehearse(self) -> Timeline:
         """Predicts a tenth more than the next step takes."""
-        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=1.1 * (self.steps_done + 1))
-        return Timeline(source="predicted", ranks=1, events=(event,))
+        return computing((0, "0F0", 0.0, 1.1 * (self.steps_done + 1)))
 
     def state(self) -> TrainState:
         return TrainState(parameters=dict(self.model.named_parameters()), optimizers=(self.optimizer,))

@@ -2,12 +2,12 @@
 
 import dataclasses
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_run import lines
 
 from pipeloom.ir.errors import CheckpointError, PipeloomError
 from pipeloom.train.config import Config
@@ -16,10 +16,6 @@ from pipeloom.train.loop import TrainOutcome, resume_from, train
 
 def console(terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
-
-
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def trained(out: Path) -> list[dict]:

@@ -3,9 +3,10 @@
 import re
 
 import pytest
+from drawings import computing
 from hypothesis import given, strategies as st
 
-from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.ir.timeline import Timeline
 from pipeloom.train.rehearsals import (
     AFTER,
     BEFORE,
@@ -17,8 +18,7 @@ from pipeloom.train.rehearsals import (
 
 
 def step(source: str, seconds: float) -> Timeline:
-    event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=seconds)
-    return Timeline(source=source, ranks=1, events=(event,))
+    return computing((0, "0F0", 0.0, seconds), source=source)
 
 
 class Machine:

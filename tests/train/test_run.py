@@ -19,20 +19,13 @@ import torch
 from commands import good
 from compiled import KnownRatios
 from runs import even_plan
+from tiny_run import lines
 
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
-from pipeloom.train.run import (
-    PreparedRun,
-    TrainRequest,
-    decide,
-    follow_plan,
-    prepare_run,
-    run,
-    with_caps,
-)
+from pipeloom.train.run import PreparedRun, TrainRequest, decide, follow_plan, prepare_run, run, with_caps
 from pipeloom.train.workload import Workload
 
 MODULE = sys.modules[run.__module__]
@@ -77,10 +70,6 @@ def start(here: None, tiny: Config, tmp_path: Path) -> Callable[..., int]:
 
 def one_stage(config: Config, workload: Workload, console: object) -> tuple[Plan, None]:
     return even_plan(workload.job, 1, microbatches=config.pipeline.microbatches), None
-
-
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_rank_trains_and_validates_what_it_was_handed_and_says_what_nobody_asked_for(

@@ -6,12 +6,11 @@ import math
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import start
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.train.run_directory import LOCK, Metrics, find_run, run_directory
@@ -108,8 +107,7 @@ def test_a_directory_is_held_until_the_end(here: Path) -> None:
     assert not (run / LOCK).exists()
     code = "import os, pathlib, signal; from pipeloom.train.run_directory import run_directory\n"
     code += "with run_directory('gpt', pathlib.Path('a'), resume=True): os.kill(os.getpid(), signal.SIGKILL)"
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -signal.SIGKILL and (run / LOCK).is_file()
+    assert start("-c", code).wait(300) == -signal.SIGKILL and (run / LOCK).is_file()
     with run_directory("gpt", run, resume=True) as path:  # who was killed holds nothing
         assert path == run
 

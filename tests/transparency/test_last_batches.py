@@ -1,20 +1,17 @@
 """Of one row a model may lack ops that it has of several: `step` named two fingerprints and gave up, where
 `evaluate` went on."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import zoo
 from odd.case import job
 from odd.values import CountsRows
-from runs import assert_same, capture_of, even, even_plan, pipelined, plain, plan_for
+from runs import assert_same, even_plan, pipelined, plain, treated_plan
 
 from pipeloom import Job
 from pipeloom.ir.errors import BatchError
-from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
-from pipeloom.tracer.stage.trace import stage_residuals
 
 GPT = Job(model=partial(zoo.GPT, 8, 1), batch=zoo.token_batch, optimizer=zoo.sgd, name="gpt")
 
@@ -51,19 +48,8 @@ def test_a_plan_for_one_row_trains_on_more() -> None:
 @pytest.mark.parametrize("treatment", ["recompute", "recompute ahead", "offload"])
 def test_with_a_memory_policy(treatment: str) -> None:
     """What the policy says of residuals that one row lacks is left out."""
-    captured = capture_of(GPT)
-    plan = plan_for(captured, even(captured.graph, 2), microbatches=3)
-    stages = plan.stage_graph(captured.graph)
-    treated = tuple(
-        {
-            name: treatment.split()[0]
-            for name, residual in stage_residuals(captured, stages, stage).items()
-            if not residual.obstacle
-        }
-        for stage in range(2)
-    )
-    policy = MemoryPolicy(stages=treated, ahead=(0, 1) if "ahead" in treatment else ())
-    check(GPT, replace(plan, memory=policy))
+    ahead = (0, 1) if "ahead" in treatment else ()
+    check(GPT, treated_plan(GPT, even_plan(GPT, 2, microbatches=3), treatment.split()[0], ahead=ahead))
 
 
 def test_what_eager_pytorch_refuses_is_refused_with_its_reason() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import runs
 from hypothesis import HealthCheck, Phase, event, given, strategies as st
+from joint_cases import PLANNERS_OF_ONE
 from programs import Step, job_of
 from trials import examples
 
@@ -15,15 +16,11 @@ from pipeloom import Job, Pipeline, Plan, plan
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner.planners import PLANNERS, OneSchedule
+from pipeloom.planner.planners import PLANNERS
 
 ROWS, MICROBATCHES = 64, 6
 KINDS = ("linear", "gelu", "tanh", "layer_norm", "add", "matmul", "view", "halves", "dropout")
-FREEING = [
-    name
-    for name, planner in PLANNERS.items()
-    if planner.optimises != "never" and isinstance(planner.plan, OneSchedule)
-]
+FREEING = [name for name in PLANNERS_OF_ONE if PLANNERS[name].optimises != "never"]
 
 
 def cluster_of(stages: int, cap: int | None) -> Cluster:

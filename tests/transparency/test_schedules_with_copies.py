@@ -14,22 +14,29 @@ import zoo
 from deep import GELU
 from hypothesis import Phase, given, settings, strategies as st
 from programs import policies
-from runs import assert_same, capture_of, each_rank, even, graph_of, pipelined, plain, plan_for, treated_plan
+from runs import (
+    assert_same,
+    capture_of,
+    each_rank,
+    even_plan,
+    graph_of,
+    pipelined,
+    plain,
+    residuals_of,
+    treated_plan,
+)
 
 from pipeloom import Options, Pipeline
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import COPYING, OFFLOAD
 from pipeloom.ir.cluster import Link
-from pipeloom.ir.memory_policy import Residual
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import cut
 from pipeloom.plan_request import CapturedModel, PlanRequest
 from pipeloom.planner.request import PlanOptions
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.launch import launch
 from pipeloom.schedules import registry
-from pipeloom.tracer.stage.trace import stage_residuals
 
 ROWS = 64
 CAP_SHARE = 0.7
@@ -41,23 +48,8 @@ JOB = zoo.in_double(replace(GELU, name="deep"))
 def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
     """All residuals of every stage leave where the schedule says so."""
     _, placement = registry.default_placement(name, ranks, chunks)
-    captured = capture_of(JOB, ROWS)
-    plan = plan_for(
-        captured,
-        even(captured.graph, len(placement)),
-        microbatches=microbatches,
-        microbatch_size=ROWS,
-        schedule=name,
-        placement=placement,
-    )
-    return treated_plan(JOB, plan, "offload")
-
-
-def residuals(plan: Plan) -> list[dict[str, Residual]]:
-    captured = capture_of(JOB, ROWS)
-    count = len(plan.stages)
-    stages = cut(captured.graph, even(captured.graph, count))
-    return [stage_residuals(captured, stages, s) for s in range(count)]
+    how = {"microbatches": microbatches, "microbatch_size": ROWS, "schedule": name, "placement": placement}
+    return treated_plan(JOB, even_plan(JOB, len(placement), **how), "offload")
 
 
 def thinned(plan: Plan, data: st.DataObject) -> Plan:
@@ -89,7 +81,8 @@ def test_partial_rows_and_mixed_treatments_equal_one_process(
 ) -> None:
     chunks = 2 if name == "zb_v" else chunks
     plan = planned(f"{name}:offload={min(offload, chunks)}", ranks, chunks, microbatches)
-    plan = replace(thinned(plan, data), memory=data.draw(policies(residuals(plan))))
+    residuals = [residuals_of(JOB, plan, stage) for stage in range(len(plan.stages))]
+    plan = replace(thinned(plan, data), memory=data.draw(policies(residuals)))
     batches = [JOB.batch(seed, ROWS * microbatches) for seed in (1, 2)]
     found = pipelined(JOB, plan, batches)
     assert_same(found, plain(JOB, batches, microbatches), tolerance=1e-12)
@@ -154,12 +147,8 @@ def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) 
 
     def made(memory: int, strategy: str) -> Plan:
         devices = (replace(device, memory_bytes=memory),) * ranks
-        options = PlanOptions(
-            ranks=ranks,
-            microbatches=microbatches,
-            planner=strategy,
-            treatments=("offload",),
-        )
+        how = {"ranks": ranks, "microbatches": microbatches, "planner": strategy}
+        options = PlanOptions(treatments=("offload",), **how)
         cluster = replace(cpu_cluster(ranks), devices=devices, within_node=link)
         return PlanRequest(cluster=cluster, options=options).plan(model)
 

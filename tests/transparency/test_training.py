@@ -55,12 +55,7 @@ def steps(job: Job, count: int, rows: int = 4) -> list[zoo.Batch]:
         pytest.param(
             GPT,
             [9, 9],
-            {
-                "accumulate": 2,
-                "clip_norm": 0.2,
-                "scheduler": partial(LR.ExponentialLR, gamma=0.5),
-                "seed": 5,
-            },
+            {"accumulate": 2, "clip_norm": 0.2, "scheduler": partial(LR.ExponentialLR, gamma=0.5), "seed": 5},
             marks=pytest.mark.slow,
         ),
     ],

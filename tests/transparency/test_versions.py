@@ -161,12 +161,7 @@ def test_after_a_step_that_was_broken_off_a_checkpoint_goes_on(tmp_path: Path) -
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("treatments", "ahead"),
-    [
-        (("recompute",), ()),
-        (("recompute",), (0, 1, 2)),
-        (("offload",), ()),
-        (("offload", "recompute"), (1,)),
-    ],
+    [(("recompute",), ()), (("recompute",), (0, 1, 2)), (("offload",), ()), (("offload", "recompute"), (1,))],
     ids=["inside", "ahead", "offload", "both"],
 )
 def test_what_is_recomputed_or_offloaded_changes_nothing(

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 from delayed import job_of, steady_plan, trained
+from small import alike
 
 from pipeloom.ir.action import F
-from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import chain
@@ -43,9 +43,9 @@ def simulated() -> dict[str, float]:
     """Action -> when it starts, with free messages."""
     stages = chain(DEPTH)
     body = build_steady("1f1b", stages, tuple(range(DEPTH)), UPDATES)
-    device = Device(name="any", memory_bytes=10**12)
-    cluster = Cluster(devices=(device,) * DEPTH, within_node=Link(bandwidth_bytes_per_s=1e18))
-    timeline = simulate(lower(body.unrolled, stages, updates=UPDATES), stages, equal_costs(DEPTH), cluster)
+    timeline = simulate(
+        lower(body.unrolled, stages, updates=UPDATES), stages, equal_costs(DEPTH), alike(DEPTH)
+    )
     return {event.action: event.start_s for event in timeline.events if event.stream == "compute"}
 
 

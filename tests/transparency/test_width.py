@@ -9,7 +9,7 @@ import every_schedule
 import pytest
 import runs
 import torch
-from delayed import Trained, delayed, job_of, steady_plan, trained
+from delayed import assert_close, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
 from pipeloom import Pipeline
@@ -23,15 +23,6 @@ ONE_WAY = [
     for name in every_schedule.SYNCHRONOUS
     if every_schedule.registry.entry(name).place in ("line", "loop", "wave")
 ]
-
-
-def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:
-    """Replicas were compared to the last bit when their parameters were merged."""
-    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
-    if expected.norms[0] is not None:
-        assert found.norms == pytest.approx(expected.norms, rel=tolerance)
-    worst, where = runs.difference(found.parameters, expected.parameters)
-    assert worst <= tolerance, f"{where} differs by {worst:.3g}"
 
 
 GPT = every_schedule.gpt_job()

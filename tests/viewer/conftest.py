@@ -1,11 +1,16 @@
 """Timelines to look at: one made by hand, and steps of 1F1B with transfers and memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from drawings import computing
 from simulated_steps import simulated_step
 
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
+from pipeloom.viewer.html import write_report
 
 MiB = 1024**2
 
@@ -16,9 +21,20 @@ def make_timeline() -> Callable[..., Timeline]:
 
 
 @pytest.fixture
+def page_of(tmp_path: Path) -> Callable[..., str]:
+    """The text of a report of what is given."""
+
+    def page(**what: Any) -> str:
+        write_report(tmp_path / "report.html", **({"title": "x"} | what))
+        return (tmp_path / "report.html").read_text()
+
+    return page
+
+
+@pytest.fixture
 def two_ranks() -> Timeline:
     """Rank 0: F F B B; rank 1: F B F B; forward 1 s, backward 2 s, then a step of 0.5 s on rank 0."""
-    rows = (
+    computed = computing(
         (0, "0F0", 0, 1),
         (0, "0F1", 1, 2),
         (0, "0B0", 4, 6),
@@ -29,12 +45,10 @@ def two_ranks() -> Timeline:
         (1, "1F1", 4, 5),
         (1, "1B1", 5, 7),
     )
-    compute = [Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in rows]
     wait = Event(rank=0, stream="recv", action="0RECV_B0<1", start_s=2, end_s=4)
-    return Timeline(
-        source="predicted",
-        ranks=2,
-        events=(*compute, wait),
+    return replace(
+        computed,
+        events=(*computed.events, wait),
         memory=(MemoryCurve(rank=0, times_s=(0.0, 1.0, 9.0), sizes=(10 * MiB, 30 * MiB, 10 * MiB)),),
         peaks=({"parameters": 10 * MiB, "residuals": 20 * MiB}, {"parameters": 10 * MiB}),
     )

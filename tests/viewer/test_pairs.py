@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from rich.console import Console
+from collections.abc import Callable
 
-from pipeloom.ir.timeline import Event, Timeline
+import pytest
+from drawings import computing, printed
+
+from pipeloom.ir.timeline import Timeline
 from pipeloom.viewer.chrome import chrome_trace
-from pipeloom.viewer.html import write_report
 from pipeloom.viewer.picture import TICKS, pictures
 from pipeloom.viewer.terminal import gantt
 
-
-def step(*at: tuple[int, str, float, float], pairs: tuple[tuple[str, str], ...]) -> Timeline:
-    events = [Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in at]
-    return Timeline(source="predicted", ranks=1 + max(r for r, *_ in at), events=tuple(events), pairs=pairs)
-
-
-TIMELINE = step(
+TIMELINE = computing(
     (0, "0F0", 0, 1),
     (0, "0F1", 1, 2),
     (0, "0B0", 2, 4),
@@ -31,10 +26,7 @@ TIMELINE = step(
 
 
 def drawn(timeline: Timeline, width: int, *, colour: bool = False) -> list[str]:
-    console = Console(width=120, force_terminal=colour, color_system="truecolor" if colour else None)
-    with console.capture() as capture:
-        console.print(gantt(timeline, width=width))
-    return capture.get().splitlines()
+    return printed(gantt(timeline, width=width), colour=colour)
 
 
 def test_in_the_terminal_they_are_joined_and_underlined() -> None:
@@ -55,13 +47,12 @@ def test_without_pairs_nothing_says_so() -> None:
     assert pictures([plain])[0]["pairs"] == []
 
 
-def test_on_the_page_they_are_framed(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_on_the_page_they_are_framed(page_of: Callable[..., str]) -> None:
     (page,) = pictures([TIMELINE])
     found = [(rank, start * 7 / TICKS, end * 7 / TICKS) for rank, start, end in page["pairs"]]
     assert found == [(0, pytest.approx(1), pytest.approx(4)), (1, pytest.approx(4), pytest.approx(7))]
     assert page["partner"]["0B0"] == "0F1" and page["partner"]["0F1"] == "0B0"
-    write_report(tmp_path / "page.html", title="pairs", predicted=TIMELINE)
-    assert "pair: two actions that run as one unit" in (tmp_path / "page.html").read_text()
+    assert "pair: two actions that run as one unit" in page_of(predicted=TIMELINE)
 
 
 def test_in_a_trace_a_range_lies_around_both() -> None:
@@ -73,7 +64,7 @@ def test_in_a_trace_a_range_lies_around_both() -> None:
 
 
 def test_a_step_that_runs_a_program_twice_has_each_pair_twice() -> None:
-    twice = step(
+    twice = computing(
         (0, "0F1", 0, 1), (0, "0B0", 1, 2), (0, "0F1", 2, 3), (0, "0B0", 3, 4), pairs=(("0F1", "0B0"),)
     )
     assert [(a.start_s, b.end_s) for a, b in twice.paired] == [(0, 2), (2, 4)]

@@ -97,11 +97,7 @@ def test_a_way_through_stages_is_one_leg_and_repeats_are_folded() -> None:
         "B0 through stages 2…0",
     ]
     middle = [f"2{kind}{m}" for m in range(5) for kind in "FB"]
-    assert folded("0F0", "1F0", *middle) == [
-        "F0 through stages 0…2",
-        "2B0 2F1, 4 times, to 2B3 2F4",
-        "2B4",
-    ]
+    assert folded("0F0", "1F0", *middle) == ["F0 through stages 0…2", "2B0 2F1, 4 times, to 2B3 2F4", "2B4"]
     assert folded("0F0", "0F1", "0B0") == ["0F0 0F1 0B0"]
     assert folded("0F0", "!0B0", "0B0") == ["0F0 overhead before 0B0 0B0"]
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from drawings import printed
+from rich.console import RenderableType
 
 from pipeloom.ir.text import SizeUnit
 from pipeloom.ir.timeline import MemoryCurve, Timeline
@@ -30,10 +31,7 @@ ROWS = [
 
 
 def text(thing: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(thing)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(printed(thing, width))
 
 
 def slower(timeline: Timeline, factor: float = 2) -> Timeline:
@@ -52,10 +50,7 @@ def test_errors_are_shares_of_the_measured(two_ranks: Timeline) -> None:
     assert (step.predicted, step.measured, step.error, step.good) == (9.5, 19.0, -0.5, False)
     assert bubble.predicted == bubble.measured and bubble.error is None
     peaks = peak_figures(both)
-    assert [(p.predicted, p.measured) for p in peaks.values()] == [
-        (30 * MiB, 90 * MiB),
-        (10 * MiB, 30 * MiB),
-    ]
+    assert [(p.predicted, p.measured) for p in peaks.values()] == [(30 * MiB, 90 * MiB), (10 * MiB, 30 * MiB)]
     assert [p.error for p in peaks.values()] == [pytest.approx(-2 / 3)] * 2
     unknown = Comparison(name="x", predicted=99.0, measured=None)
     assert worst_peak([unknown, step]) == [step] and worst_peak([]) == []

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
+from drawings import computing, printed
 
-from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.ir.timeline import Timeline
 from pipeloom.schedules.scenario import Scenario, simulate_schedule
 from pipeloom.viewer.table import Table
 from pipeloom.viewer.tables import StageRow
@@ -13,18 +13,12 @@ from pipeloom.viewer.terminal import gantt, report
 
 
 def drawn(timeline: Timeline, *, colour: bool = False, columns_of: int = 120, **more: object) -> list[str]:
-    console = Console(width=columns_of, force_terminal=colour, color_system="truecolor" if colour else None)
-    with console.capture() as capture:
-        console.print(gantt(timeline, **more))  # type: ignore[arg-type]
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return printed(gantt(timeline, **more), columns_of, colour=colour)  # type: ignore[arg-type]
 
 
 def row(*actions: str) -> Timeline:
     """One rank that runs these for a second each."""
-    events = tuple(
-        Event(rank=0, stream="compute", action=a, start_s=i, end_s=i + 1) for i, a in enumerate(actions)
-    )
-    return Timeline(source="predicted", ranks=1, events=events)
+    return computing(*((0, action, i, i + 1) for i, action in enumerate(actions)))
 
 
 def test_it_is_a_picture_of_the_step(two_ranks: Timeline) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import bad, figures, good
 
 from pipeloom import search_schedule
-from pipeloom.cli import main
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.schedules.language.patterns import repeating
 from pipeloom.schedules.search.moments import written
@@ -47,12 +45,6 @@ def job():
 """
 
 
-def run(*words: str | Path, code: int = 0) -> str:
-    result = CliRunner().invoke(main, list(map(str, words)))
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 STAGES = [STAGE, pytest.param(SPLIT, marks=pytest.mark.slow)]
 TIMES = ("-p", 3, "-F", 1, "-I", 1.5, "-W", 1.5)
 
@@ -66,23 +58,23 @@ def chain(folder: Path, stage: str, ranks: int) -> Path:
 def trains_as_one_process(module: str, schedule: str) -> None:
     Path(f"{module}.py").write_text(JOB)
     words = ("--ranks", 3, "--microbatches", 4, "-s", schedule)
-    assert "equal within" in run("verify", f"{module}.py:job", *words)
+    assert "equal within" in good("verify", f"{module}.py:job", *words)
 
 
 def test_check_takes_what_a_search_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = chain(tmp_path, SPLIT, 2)
-    run("schedule", "search", file, "-m", "4", "--memory", "2", "--time-limit", "0", "-o", "checked.py")
+    good("schedule", "search", file, "-m", "4", "--memory", "2", "--time-limit", "0", "-o", "checked.py")
     check = ("schedule", "check", "checked.py:found", "-p", "2")
-    assert "42 actions on 2 ranks are complete" in run(*check, "-m", "7")
-    assert json.loads(run(*check, "-m", "7", "--json"))["microbatches"] == 7
-    assert "2 ranks, not 4" in run(*check[:3], code=1)
-    assert "not a schedule" in run("schedule", "check", "checked.py", code=1)
-    assert "--replicas and --operations" in run(*check, "--replicas", "2", code=2)
+    assert "42 actions on 2 ranks are complete" in good(*check, "-m", "7")
+    assert figures(*check, "-m", "7")["microbatches"] == 7
+    assert "2 ranks, not 4" in bad(1, *check[:3])
+    assert "not a schedule" in bad(1, "schedule", "check", "checked.py")
+    assert "--replicas and --operations" in bad(2, *check, "--replicas", "2")
     Path("edited.py").write_text(Path("checked.py").read_text().replace("1F 1I", "1I 1F"))
-    assert "no rank can move" in run("schedule", "check", "edited.py:found", "-p", "2", code=1)
+    assert "no rank can move" in bad(1, "schedule", "check", "edited.py:found", "-p", "2")
     Path("rows.txt").write_text("0F0 0B0\n")
-    assert "-p and -m" in run("schedule", "check", "rows.txt", "-p", "2", "-m", "4", code=2)
+    assert "-p and -m" in bad(2, "schedule", "check", "rows.txt", "-p", "2", "-m", "4")
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=["whole", "split"])
@@ -92,12 +84,12 @@ def test_a_found_schedule_is_one_of_your_own(
     """It is shown for other micro-batches, its rows pass `check`, and trains as one process does."""
     monkeypatch.chdir(tmp_path)
     found = tmp_path / f"found_{len(stage)}.py"
-    command = ["schedule", "search", chain(tmp_path, stage, 3), "-m", 8, "--memory", 3, "-o", found]
-    figures, name = json.loads(run(*command, "--json")), f"{found}:found"
-    shown = json.loads(run("schedule", "show", name, "-m", 8, *TIMES, "--json"))
-    assert shown["step_s"] == pytest.approx(figures["repeating_step_s"]) and shown["peak"] <= 3
-    run("schedule", "export", name, "-m", 5, "-o", "rows.txt", *TIMES)
-    assert "cannot block" in run("schedule", "check", "rows.txt")
+    command = ("schedule", "search", chain(tmp_path, stage, 3), "-m", 8, "--memory", 3, "-o", found)
+    result, name = figures(*command), f"{found}:found"
+    shown = figures("schedule", "show", name, "-m", 8, *TIMES)
+    assert shown["step_s"] == pytest.approx(result["repeating_step_s"]) and shown["peak"] <= 3
+    good("schedule", "export", name, "-m", 5, "-o", "rows.txt", *TIMES)
+    assert "cannot block" in good("schedule", "check", "rows.txt")
     trains_as_one_process(f"net_{len(stage)}", name)
 
 
@@ -108,23 +100,13 @@ def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
     joint = '[[stage]]\nname = "loss"\nF = 1\nB = 1\nafter = ["image", "text"]\nranks = [0, 1]\n'
     (tmp_path / "towers.toml").write_text(f"transfer = 0.5\n{towers}{joint}")
     rows, code = tmp_path / "found.txt", tmp_path / "found_towers.py"
-    command = [
-        "schedule",
-        "search",
-        tmp_path / "towers.toml",
-        "-m",
-        "6",
-        "--memory",
-        "2,3",
-        "--effort",
-        "0.2",
-    ]
-    output = run(*command, "-o", rows)
+    command = ("schedule", "search", tmp_path / "towers.toml", "-m", 6, "--memory", "2,3", "--effort", 0.2)
+    output = good(*command, "-o", rows)
     assert "gap" in output and len(rows.read_text().splitlines()) == 2
-    run(*command, "-o", code)
-    shown = json.loads(run("schedule", "show", f"{code}:found", "-p", 2, "-m", 4, "--json"))
+    good(*command, "-o", code)
+    shown = figures("schedule", "show", f"{code}:found", "-p", 2, "-m", 4)
     assert shown["stages"] == 4  # the loss has a shard on each rank
-    assert "is for 2 ranks, not 3" in run("schedule", "show", f"{code}:found", "-p", 3, "-m", 4, code=1)
+    assert "is for 2 ranks, not 3" in bad(1, "schedule", "show", f"{code}:found", "-p", 3, "-m", 4)
 
 
 OPERATIONS = """
@@ -145,11 +127,11 @@ def test_an_operation_of_your_own_is_placed(
     mine, found = tmp_path / f"press_{len(stage)}.py", tmp_path / f"found_press_{len(stage)}.py"
     mine.write_text(OPERATIONS)
     command = ["schedule", "search", chain(tmp_path, stage, 3), "-m", 6, "--operations", mine]
-    figures = json.loads(run(*command, "-o", found, "--effort", 0.3, "--json"))
-    assert figures["step_s"] >= figures["bound_s"] - 1e-9
-    assert [row.count("PRESS") for row in figures["rows"]] == [6, 6, 0]
-    shown = json.loads(run("schedule", "show", f"{found}:found", "-m", 6, *TIMES, "--json"))
-    assert shown["step_s"] == pytest.approx(figures["repeating_step_s"])
+    result = figures(*command, "-o", found, "--effort", 0.3)
+    assert result["step_s"] >= result["bound_s"] - 1e-9
+    assert [row.count("PRESS") for row in result["rows"]] == [6, 6, 0]
+    shown = figures("schedule", "show", f"{found}:found", "-m", 6, *TIMES)
+    assert shown["step_s"] == pytest.approx(result["repeating_step_s"])
     trains_as_one_process(f"net_press_{len(stage)}", f"{found}:found")
 
 
@@ -162,9 +144,9 @@ def test_stages_without_ranks_get_some() -> None:
 def test_a_plan_says_what_its_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net_plan.py").write_text(JOB)
-    run("plan", "net_plan.py:job", "--ranks", 2, "-m", 4, "-o", "plan.json", "--no-rehearse")
-    figures = json.loads(run("schedule", "search", "--times", "plan.json", "-m", 4, "--json"))
-    assert figures["ranks"] == 2 and figures["gap"] >= 0 and figures["bound"]
+    good("plan", "net_plan.py:job", "--ranks", 2, "-m", 4, "-o", "plan.json", "--no-rehearse")
+    result = figures("schedule", "search", "--times", "plan.json", "-m", 4)
+    assert result["ranks"] == 2 and result["gap"] >= 0 and result["bound"]
 
 
 def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path) -> None:
@@ -172,12 +154,12 @@ def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path
     stages = chain(tmp_path, SPLIT, 3)
     stages.write_text(f"transfer = 0.5\n{stages.read_text()}")
     by_step, by_span = (
-        json.loads(run("schedule", "search", stages, "-m", 6, "--memory", 6, "--json", "--shortest", what))
+        figures("schedule", "search", stages, "-m", 6, "--memory", 6, "--shortest", what)
         for what in ("step", "span")
     )
     assert by_step["step_s"] == 27.0 < by_span["step_s"]
     assert by_span["span_s"] == 26.0 < by_step["span_s"] and by_span["gap"] == 0.0
-    told = run("schedule", "search", stages, "-m", 2, "--shortest", "span", "--time-limit", "0")
+    told = good("schedule", "search", stages, "-m", 2, "--shortest", "span", "--time-limit", "0")
     assert "longest span" in told and "no span is shorter than" in told
 
 
@@ -205,7 +187,7 @@ def test_too_little_memory_names_the_rank() -> None:
 
 
 def test_a_file_has_to_end_in_what_can_be_written(tmp_path: Path) -> None:
-    wrong = run("schedule", "search", chain(tmp_path, STAGE, 2), "-o", tmp_path / "found.json", code=2)
+    wrong = bad(2, "schedule", "search", chain(tmp_path, STAGE, 2), "-o", tmp_path / "found.json")
     assert "end the name in .py or .txt" in wrong
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import zoo
+from batches import Batch, MakeBatch
 from runs import Numbers, difference
 from torch import Tensor, nn
 
@@ -24,9 +25,6 @@ CLASSES = 5
 WORDS = 11
 
 ANYWHERE = ("anywhere",)
-
-Batch = dict[str, Tensor]
-MakeBatch = Callable[[int, int], Batch]
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -60,16 +58,6 @@ def series(seed: int, rows: int) -> Batch:
         "x": torch.randn(rows, 6, WIDTH, generator=generator),
         "y": torch.randint(0, CLASSES, (rows,), generator=generator),
     }
-
-
-def normal(**shapes: tuple[int, ...]) -> MakeBatch:
-    """Batches of normal numbers, by name and the shape of a row."""
-
-    def batch(seed: int, rows: int) -> Batch:
-        generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(rows, *shape, generator=generator) for name, shape in shapes.items()}
-
-    return batch
 
 
 def words_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from batches import normal
 from torch import Tensor, nn
 
 from .case import (
@@ -24,7 +25,6 @@ from .case import (
     Deciding,
     Stack,
     images,
-    normal,
     words,
     words_loss,
 )

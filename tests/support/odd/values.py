@@ -8,10 +8,11 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from batches import normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from .case import ANYWHERE, CLASSES, WIDTH, Case, Stack, images, normal, series
+from .case import ANYWHERE, CLASSES, WIDTH, Case, Stack, images, series
 
 
 class NamedLikeOps(nn.Module):

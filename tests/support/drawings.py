@@ -1,0 +1,22 @@
+"""Timelines by hand, and what is drawn of them."""
+
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+
+from pipeloom.ir.timeline import Event, Timeline
+
+
+def computing(
+    *at: tuple[int, str, float, float], pairs: Iterable[tuple[str, str]] = (), source: str = "predicted"
+) -> Timeline:
+    """Of actions on ranks, each with its start and end."""
+    events = tuple(Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in at)
+    return Timeline(source=source, ranks=1 + max(r for r, *_ in at), events=events, pairs=tuple(pairs))
+
+
+def printed(thing: RenderableType, width: int = 120, *, colour: bool = False) -> list[str]:
+    console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
+    with console.capture() as capture:
+        console.print(thing)
+    return [line.rstrip() for line in capture.get().splitlines()]
