@@ -158,8 +158,121 @@ def test_numbers_that_are_none_pass_for_nothing() -> None:
     result = verified(job_of(NotFinite))
     assert result.loss <= result.tolerance
     assert result.gradients["head.bias"] == float("inf")
-    with pytest.raises(VerifyError, match=r"head\.bias .* inf"):
+    with pytest.raises(VerifyError, match=r"gradient of head\.bias of .* is not finite in plain PyTorch too"):
         result.require()
+
+
+class Logarithm(Stack):
+    """Its loss is not a number, in plain PyTorch and in a pipeline."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (super().forward(x, y)["loss"] - 1e3).log()}
+
+
+def test_a_loss_that_is_nan_in_plain_pytorch_is_no_difference() -> None:
+    result = verified(job_of(Logarithm))
+    assert not result.passed and result.verdict == "the loss of Logarithm is nan in plain PyTorch too"
+    assert report(result)[-2] == result.verdict and "logarithms" in report(result)[-1]
+    with pytest.raises(VerifyError, match="nan in plain PyTorch too\nhint: look at its logarithms"):
+        result.require()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_only_the_pipeline_makes_not_finite_is_a_difference(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Pipeline.step
+    monkeypatch.setattr(Pipeline, "step", lambda *args, **how: step(*args, **how) * wrong)
+    result = verified(JOB)
+    assert not result.passed and not result.not_finite
+    assert result.verdict.startswith("loss differs by inf") and report(result)[-1].startswith("NOT equal")
+
+
+class Masked(Stack):
+    def prepare(self) -> None:
+        self.register_buffer("mask", torch.full((WIDTH,), -float("inf")))
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h + self.mask.exp())
+
+
+def test_a_mask_of_infinities_is_equal() -> None:
+    """A buffer that is not finite was infinitely different."""
+    result = verified(job_of(Masked))
+    result.require()
+    assert result.buffers == {"mask": 0.0}
+
+
+# Whether the loss is a mean over rows
+
+
+class TokenMean(Stack):
+    """The mean over those rows alone that count: micro-batches have more or fewer of them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        counts = (x[..., 0] > 0).to(x.dtype)
+        each = self.run(x).square().mean(-1)
+        return {"loss": (each * counts).sum() / (counts.sum() + 1.0)}
+
+
+class NormedTokenMean(TokenMean, Averaging):
+    pass
+
+
+class FrozenTokenMean(NormedTokenMean):
+    """Its statistics are fixed."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.norm.eval()
+
+
+class DroppedTokenMean(TokenMean, Dropping):
+    pass
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records if record.name == "pipeloom"]
+    return [text for text in told if "trains with other numbers" in text]
+
+
+@pytest.mark.parametrize("model", [TokenMean, FrozenTokenMean])
+def test_a_loss_that_is_no_mean_over_rows_is_warned_of(
+    model: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    result = verified(job_of(model))
+    assert result.passed and result.off_mean is not None and result.off_mean > result.tolerance
+    assert warnings_of(caplog) == [result.warning]
+    assert model.__name__ in result.warning and f"{result.off_mean:.2g} relative" in result.warning
+
+
+def test_a_mean_over_rows_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    result = verified(JOB)
+    assert result.off_mean is not None and result.off_mean <= result.tolerance
+    assert not result.warning and not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("model", [NormedTokenMean, DroppedTokenMean])
+def test_where_rows_cannot_be_told_apart_nothing_is_said(model: type[nn.Module]) -> None:
+    result = verified(job_of(model))
+    assert result.passed and result.off_mean is None and not result.warning
+
+
+def test_nothing_is_said_where_a_weight_is_given() -> None:
+    result = verified(replace(job_of(TokenMean), weight=lambda batch: (batch["x"][..., 0] > 0).sum() + 1.0))
+    assert result.passed and result.off_mean is None and not result.warning
+
+
+class FixedSize(Stack):
+    """It takes no more rows than a micro-batch has."""
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h.reshape(2, *h.shape[1:]))
+
+
+def test_a_model_that_takes_no_whole_batch_is_verified_without_it() -> None:
+    result = verified(job_of(FixedSize))
+    assert result.passed and result.off_mean is None
 
 
 # Before a first run
@@ -226,6 +339,23 @@ def test_a_model_that_is_equal_is_remembered(cache: Path, schedule: str, compare
     assert len(compared.rows) == 1
     train(JOB, even_plan(JOB, 3, microbatches=4))  # as many stages as never before
     assert len(compared.rows) == 2
+
+
+def test_a_loss_that_is_no_mean_is_warned_of_before_every_run(
+    cache: Path, compared: Comparisons, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_of(TokenMean)
+    plan = even_plan(job, 2, microbatches=4)
+    for run in (1, 2):
+        train(job, plan)
+        assert len(warnings_of(caplog)) == run
+    assert len(list(cache.iterdir())) == len(compared.rows) == 1
+
+
+def test_a_loss_that_is_nan_in_plain_pytorch_is_refused_with_that_reason() -> None:
+    job = job_of(Logarithm)
+    with pytest.raises(VerifyError, match="the loss of Logarithm is nan in plain PyTorch too"):
+        train(job, even_plan(job, 2, microbatches=4))
 
 
 class Random(Averaging):

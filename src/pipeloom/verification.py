@@ -27,7 +27,7 @@ from .caches import cache_folder, cache_key, keep
 from .clusters.names import machine_memory
 from .ir.errors import BatchError, VerifyError
 from .ir.flow import flow_of
-from .ir.graph import OpGraph, PartRows, storages
+from .ir.graph import Op, OpGraph, PartRows, storages
 from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
 from .ir.text import format_bytes
@@ -36,7 +36,7 @@ from .options import Options
 from .profiler.measure_op import torch_threads
 from .profiler.measurement import usable_cores
 from .runnable import require_runnable_plan, require_training
-from .runtime.batches import loss_shares, split_batch
+from .runtime.batches import loss_shares, off_mean, rows_of, split_batch
 from .runtime.channel import Channel, run_threads
 from .runtime.checkpoint import joined
 from .tracer.autocast import Autocast, autocast_region
@@ -58,6 +58,11 @@ whichever is more: a gradient that is zero but for rounding has no digits to com
 
 EAGER = "the module itself, eager"
 
+NOT_FINITE_HINT = (
+    "look at its logarithms, its divisions and the batch; `Pipeline(find_nan=True)` with compare=False "
+    "(Options.compare) names the op"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
@@ -66,6 +71,13 @@ class Verification:
     gradients, parameters, buffers: by FQN.  reference: what the one process ran, with the reason if that was
     not the module itself: then what capturing the model may have changed is not seen. A difference is
     infinite where either side has a value that is not finite: of such numbers nothing can be said.
+    not_finite: what is not finite in plain PyTorch, too, and in the same places, as `largest` calls it, with
+    a sentence on it.
+    off_mean: how far the loss of all micro-batches as one batch, in plain PyTorch, is from the mean over
+    theirs, relative; 0 if neither is finite. None where that says nothing: with `Job.weight`, with one
+    micro-batch, and of a model that draws random numbers, has batch statistics or changes its buffers, or
+    that takes no batch so large.
+    warning: if all is equal, and that is above the tolerance, what it means.
     """
 
     loss: float
@@ -74,6 +86,9 @@ class Verification:
     buffers: Mapping[str, float]
     tolerance: float
     reference: str
+    not_finite: Mapping[str, str] = field(default_factory=dict)
+    off_mean: float | None = None
+    warning: str = ""
 
     @property
     def worst(self) -> float:
@@ -81,15 +96,21 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        return self.worst <= self.tolerance
+        return self.worst <= self.tolerance and not self.not_finite
+
+    @property
+    def hint(self) -> str | None:
+        """What to do where numbers are not finite in plain PyTorch, too, and nothing else differs."""
+        return NOT_FINITE_HINT if self.not_finite and self.worst <= self.tolerance else None
 
     @property
     def largest(self) -> tuple[str, float]:
-        """What differs most, in words, and by how much."""
+        """What differs most, in words, and by how much; what is `not_finite` is left out."""
         where = {"loss": self.loss} | {f"gradient of {n}": d for n, d in self.gradients.items()}
         where |= {f"updated {n}": d for n, d in self.parameters.items()}
         where |= {f"buffer {n}": d for n, d in self.buffers.items()}
-        return max(where.items(), key=lambda item: item[1])
+        comparable = {name: d for name, d in where.items() if name not in self.not_finite}
+        return max(comparable.items(), key=lambda item: item[1], default=("loss", 0.0))
 
     @property
     def independent(self) -> bool:
@@ -98,16 +119,17 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """What differs most, by how much, and the tolerance."""
+        """What differs most, by how much, and the tolerance; or what is not finite in plain PyTorch, too."""
+        if self.hint is not None:
+            return next(iter(self.not_finite.values()))
         name, difference = self.largest
         return f"{name} differs by {difference:.3g} relative, the tolerance is {self.tolerance:.3g}"
 
     def require(self) -> None:
-        """Raises: VerifyError if a difference is above the tolerance."""
+        """Raises: VerifyError if a difference is above the tolerance, or numbers are not finite."""
         if not self.passed:
-            raise VerifyError(
-                self.verdict, hint="report it with the model and the plan: equal numbers are a promise"
-            )
+            promise = "report it with the model and the plan: equal numbers are a promise"
+            raise VerifyError(self.verdict, hint=self.hint or promise)
 
 
 def verify(
@@ -126,7 +148,8 @@ def verify(
     the pipeline's own gradients in one process: those are compared already, and Adam would turn the
     rounding of a zero gradient into a full-sized update. The one process runs the user's own module. Where
     the model draws random numbers it draws those of its captured graph, run uncut; if it cannot, that graph
-    is what the pipeline is compared with, and `reference` says so.
+    is what the pipeline is compared with, and `reference` says so. A loss that is no mean over rows is warned
+    of: the step's is the mean over its micro-batches, see `Verification.off_mean`.
 
     job, plan: as a `Pipeline` gets them.  options: of both runs, which are on the CPU; `keep_gradients` is on
     and `compare` off.
@@ -158,18 +181,55 @@ def verify(
     pipelined = pipelined_step(job, plan, options, batch, captured)
     expected, reference = _reference(job, plan, options, batch, pipelined)
     initial = {name: t for name, t in expected.initial.items() if name not in pipelined.buffers}
-    return Verification(
+    buffers = {n: t for n, t in pipelined.buffers.items() if n in expected.buffers}
+    expected_buffers = {n: expected.buffers[n] for n in buffers}
+    not_finite = dict[str, str]()
+    if _same_not_finite(torch.tensor(pipelined.loss), torch.tensor(expected.loss)):
+        not_finite["loss"] = f"the loss of {job.name} is {expected.loss} in plain PyTorch too"
+
+    def compared(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+        apart = differences(found, wanted)
+        for name in [n for n, d in apart.items() if d == inf and n in found and n in wanted]:
+            if what == "buffer" and torch.equal(_wide(found[name]), _wide(wanted[name])):
+                apart[name] = 0.0  # such as a mask, whose infinities are meant
+            elif _same_not_finite(found[name], wanted[name]):
+                of = f"{what} {name}"
+                not_finite[of] = f"{of} of {job.name} is not finite in plain PyTorch too"
+        return apart
+
+    gradients = compared("gradient of", pipelined.gradients, expected.gradients)
+    updated = _updated(job, initial, pipelined.gradients, options.clip_norm)  # which uses up the gradients
+    tolerance = rounding(expected.initial, options.autocast) if tolerance is None else tolerance
+    result = Verification(
         loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
-        gradients=differences(pipelined.gradients, expected.gradients),
-        parameters=differences(  # after the gradients, which it uses up
-            pipelined.parameters, _updated(job, initial, pipelined.gradients, options.clip_norm)
-        ),
-        buffers=differences(
-            {n: t for n, t in pipelined.buffers.items() if n in expected.buffers},
-            {n: t for n, t in expected.buffers.items() if n in pipelined.buffers},
-        ),
-        tolerance=rounding(expected.initial, options.autocast) if tolerance is None else tolerance,
+        gradients=gradients,
+        parameters=compared("updated", pipelined.parameters, updated),
+        buffers=compared("buffer", buffers, expected_buffers),
+        tolerance=tolerance,
         reference=reference,
+        not_finite=not_finite,
+        off_mean=expected.off_mean,
+    )
+    if result.passed and (off := result.off_mean or 0.0) > tolerance:
+        result = replace(result, warning=_no_mean(job, plan, rows_of(batch), off))
+        _log.warning("%s", result.warning)
+    return result
+
+
+def _same_not_finite(found: Tensor, wanted: Tensor) -> bool:
+    """Whether there are values that are not finite, and the same in both."""
+    found, wanted = _wide(found).double(), _wide(wanted).double()
+    bad = ~torch.isfinite(wanted)
+    same = torch.equal(bad, ~torch.isfinite(found))
+    return bool(bad.any()) and same and torch.allclose(found[bad], wanted[bad], equal_nan=True)
+
+
+def _no_mean(job: Job, plan: Plan, rows: int, off: float) -> str:
+    return (
+        f"{job.name} trains with other numbers than one process without micro-batches: its loss of "
+        f"{rows} rows at once differs by {off:.2g} relative from the mean over their {plan.microbatches} "
+        "micro-batches; if it is a mean over tokens, and not over rows, give their number as the weight of "
+        "Job or Pipeline (docs/troubleshooting.md)"
     )
 
 
@@ -181,6 +241,9 @@ class StepNumbers:
     autocast: the mixed precision that the model was captured in.
     draws: the random numbers that a pipeline of one rank has drawn, see `tracer.random`.
     random, python_random: whether a forward draws any, of PyTorch's or of Python's.
+    by_rows: a forward draws nothing, has no batch statistics, and leaves all buffers as they were, so that it
+    may be run once more for other rows.
+    off_mean: see `Verification`.
     rows: of a pipeline's parameters that are parts of one.
     """
 
@@ -193,6 +256,8 @@ class StepNumbers:
     draws: list[tuple[str, Tensor]] = field(default_factory=list)
     random: bool = False
     python_random: bool = False
+    by_rows: bool = False
+    off_mean: float | None = None
     rows: Mapping[str, PartRows] = field(default_factory=dict)
 
 
@@ -203,10 +268,12 @@ def plain_step(
     batch: Mapping[str, Tensor],
     autocast: Autocast | None = None,
     draws: list[tuple[str, Tensor]] | None = None,
+    *,
+    whole: bool = False,
 ) -> StepNumbers:
     """Build the model, and run forward and backward of each micro-batch in plain PyTorch; no update.
 
-    draws: random numbers to draw.
+    draws: random numbers to draw.  whole: also run the forward of the whole batch, for `off_mean`.
     Raises: OtherDraws if it draws others.
     """
     parts = split_batch(batch, plan.microbatches)
@@ -216,23 +283,38 @@ def plain_step(
         model = job.model()
         named: dict[str, nn.Parameter] = dict(model.named_parameters())
         initial = _copies(named)
-        total = 0.0
+        total, losses = 0.0, list[float]()
         replay = DrawReplay(draws) if draws is not None else None
         with replay or nullcontext():
             for part, share in zip(parts, shares, strict=True):
                 with autocast_region(autocast):
-                    loss = scalar_loss(job, call_model(job, model, part), part) * share
+                    own = scalar_loss(job, call_model(job, model, part), part)
+                    loss = own * share
+                losses.append(float(own.detach()))
                 total += float(loss.detach())
                 torch.autograd.backward(loss)
         if replay is not None:
             replay.require_all()
+        whole_loss = _whole_loss(job, model, batch, autocast) if whole else None
     held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
     return StepNumbers(  # nobody has the module from now on, so nothing of it is copied
         loss=total,
         gradients={name: param.grad for name, param in named.items() if param.grad is not None},
         initial=initial,
         buffers={name: tensor.detach() for name, tensor in held.items()},
+        off_mean=None if whole_loss is None else off_mean(whole_loss, losses, [rows_of(p) for p in parts]),
     )
+
+
+def _whole_loss(
+    job: Job, model: nn.Module, batch: Mapping[str, Tensor], autocast: Autocast | None
+) -> float | None:
+    """None where the model cannot take so many rows: only micro-batches are promised to it."""
+    try:
+        with torch.no_grad(), autocast_region(autocast):
+            return float(scalar_loss(job, call_model(job, model, batch), batch))
+    except Exception:
+        return None
 
 
 def pipelined_step(
@@ -250,6 +332,8 @@ def pipelined_step(
             random = any(op.random for op in graph.ops)
             python_random = pipeline.captured.draws_python_random
             may_stand_for_module = random or python_random
+            by_rows = not may_stand_for_module and not any(op.updates or _mixes_rows(op) for op in graph.ops)
+            by_rows = by_rows and not _has_batch_norm(pipeline.captured.blueprint.model)
             initial = _copies(pipeline.weights.params) if may_stand_for_module else {}
             # Of another size than the plan's, the stages are captured and traced now: nothing can be
             # captured while draws are recorded, and what it draws would be counted as the step's.
@@ -267,6 +351,7 @@ def pipelined_step(
                 draws=recorder.draws if recorder is not None else [],
                 random=random,
                 python_random=python_random,
+                by_rows=by_rows,
                 rows=graph.rows,
             )
 
@@ -281,6 +366,16 @@ def pipelined_step(
     )
 
 
+def _mixes_rows(op: Op) -> bool:
+    return "batch_norm" in op.target and "no_training" not in op.target
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    """Of a model that is cut between its modules the graph has no such op."""
+    norms = (each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+    return any(each.training or each.running_mean is None for each in norms)
+
+
 def _reference(
     job: Job,
     plan: Plan,
@@ -290,7 +385,8 @@ def _reference(
 ) -> tuple[StepNumbers, str]:
     """What one process gives, and what it ran."""
     if not pipelined.random and not pipelined.python_random:
-        return plain_step(job, plan, options, batch, pipelined.autocast), EAGER
+        whole = pipelined.by_rows and job.weight is None and plan.microbatches > 1
+        return plain_step(job, plan, options, batch, pipelined.autocast, whole=whole), EAGER
     uncut = pipelined
     if plan.ranks > 1:
         ops = tuple(op for stage in plan.stages for op in stage.ops)
@@ -406,14 +502,17 @@ LONG_S = 5.0
 def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> None:
     """Compare with plain PyTorch before a model's first run here, and remember that the numbers were equal.
 
-    Does nothing if `options.compare` is off. What cannot be compared is said in a warning. One rank calls it,
+    Does nothing if `options.compare` is off. What cannot be compared is said in a warning; that a loss is no
+    mean over rows is said in one before every run. One rank calls it,
     before it trains. The model is built twice in this process, on the CPU.
-    Raises: VerifyError if the numbers differ.
+    Raises: VerifyError if the numbers differ, or are not finite.
     """
     if not options.compare:
         return
     marker = cache_folder("compared") / _key(job, plan, captured, options)
     if marker.is_file():
+        if job.weight is None and (warning := marker.read_text("utf-8").partition("\n")[2].strip()):
+            _log.warning("%s", warning)
         return
     start = time.perf_counter()
     result = compare_what_fits(job, plan, captured, options)
@@ -422,6 +521,8 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
         return
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
+    if result.hint is not None:
+        result.require()
     if not result.passed:
         raise VerifyError(
             f"{job.name} does not train as in plain PyTorch: in its first {MICROBATCHES} micro-batches "
@@ -432,7 +533,7 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
     if not result.independent:
         _warn(job, f"it was compared with {result.reference}")
         return
-    keep(marker, f"equal within {result.tolerance:g}: {result.worst:.3g}\n")
+    keep(marker, f"equal within {result.tolerance:g}: {result.worst:.3g}\n{result.warning}\n")
 
 
 def compare_what_fits(job: Job, plan: Plan, captured: Captured, options: Options) -> Verification | str:

@@ -66,7 +66,8 @@ def verify(
     """Train MODEL one step in one process and in the pipeline, and compare.
 
     Prints the largest relative difference of the loss, of the gradients, of the updated parameters and of the
-    buffers; exits with 1 if one is above the tolerance.
+    buffers; exits with 1 if one is above the tolerance or not finite. Warns if the loss of all micro-batches
+    as one batch is not the mean over theirs.
     """
     from ..ir.plan import load_plan
 
@@ -101,6 +102,8 @@ def report(verification: Verification) -> list[str]:
         if differences:
             worst = max(differences, key=differences.__getitem__)
             lines.append(f"  {what:<11} {differences[worst]:.2e}  ({worst}, of {len(differences)})")
+    if verification.hint is not None:
+        return [*lines, verification.verdict, f"hint: {verification.hint}"]
     verdict = "equal within" if verification.passed else "NOT equal within"
     own = "" if verification.independent else ", compared with its own graph"
     return [*lines, f"{verdict} the tolerance {verification.tolerance:.0e}{own}"]

@@ -28,6 +28,7 @@ from ..ir.errors import ConfigError
 from ..options import Options
 from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
+from ..runtime.batches import off_mean
 from ..runtime.connect import connect
 from .as_one_process import load_optimizer_states, mapped, optimizer_states, random_kept, repeated
 
@@ -475,9 +476,8 @@ def _step_of(model: Any, hook: str, batch: Any) -> Any:
 def _is_mean(whole: Tensor, parts: list[Tensor], batches: list[Any]) -> bool:
     if not parts:
         return True
-    sizes = [_rows(batch) for batch in batches]
-    mean = sum(float(part) * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
-    return abs(mean - float(whole)) <= 1e-4 * max(1.0, abs(mean))
+    rows = [_rows(batch) for batch in batches]
+    return off_mean(float(whole), [float(part) for part in parts], rows, least=1.0) <= 1e-4
 
 
 def _checked_rows(name: str, how: dict[str, Any], rows: int) -> dict[str, Any]:

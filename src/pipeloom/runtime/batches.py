@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
 from typing import TypeAlias
 
 import torch
@@ -81,6 +82,24 @@ def loss_shares(
     if total <= 0:
         raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
     return [each / total for each in weights]
+
+
+def off_mean(whole: float, parts: Sequence[float], rows: Sequence[int], *, least: float = 1e-12) -> float:
+    """How far a number of a whole batch is from the mean over its rows, relative to the largest number.
+
+    whole: of all rows.  parts, rows: of each part of the batch, and how many it has.
+    least: what it is relative to where all are smaller.
+    Returns: 0 where neither is finite, of which nothing can be said; infinity where one of them is not.
+
+    >>> off_mean(3.0, [2.0, 6.0], [3, 1]), off_mean(4.0, [2.0, 6.0], [3, 1])
+    (0.0, 0.16666666666666666)
+    """
+    mean = sum(part * count for part, count in zip(parts, rows, strict=True)) / sum(rows)
+    if not isfinite(mean) and not isfinite(whole):
+        return 0.0
+    if not isfinite(mean) or not isfinite(whole):
+        return inf
+    return abs(mean - whole) / max(abs(whole), *map(abs, parts), least)
 
 
 Round: TypeAlias = tuple[Mapping[int, Tensor], Sequence[Microbatch]]
