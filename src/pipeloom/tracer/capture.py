@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
-from ..ir.errors import CaptureError
+from ..ir.errors import CaptureError, of_type
 from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
@@ -202,12 +202,12 @@ def _refuse_backward_hooks(model: nn.Module, name: str) -> None:
 def _check_batch(batch: Mapping[str, Tensor]) -> None:
     if not isinstance(batch, Mapping):
         raise CaptureError(
-            f"Job.batch returned a {type(batch).__name__}, not a dictionary",
+            f"Job.batch returned {of_type(batch)}, not a dictionary",
             hint="let it return the arguments of the model's forward by name, as {'x': x, 'y': y}",
         )
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise CaptureError(
-                f"batch entry {key!r} is a {type(value).__name__}, not a tensor",
+                f"batch entry {key!r} is {of_type(value)}, not a tensor",
                 hint="let Job.batch return tensors only; bind other arguments in Job.model",
             )

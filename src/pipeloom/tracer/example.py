@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
-from ..ir.errors import BatchError, ConfigError
+from ..ir.errors import BatchError, ConfigError, of_type
 from .job import Job
 
 Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
@@ -38,7 +38,7 @@ class BatchForm:
         if batch is None or isinstance(batch, Mapping) != (self.names is None):
             expected = "a dictionary" if self.names is None else f"{len(self.names)} tensors in a row"
             raise BatchError(
-                f"the batch is a {type(batch).__name__}, and should be {expected}",
+                f"the batch is {of_type(batch)}, and should be {expected}",
                 hint="give batches of one form, as the example that the pipeline was made with",
             )
         if isinstance(batch, Mapping):
@@ -55,7 +55,7 @@ class BatchForm:
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise BatchError(
-                    f"{name} of the batch is a {type(value).__name__}, no tensor",
+                    f"{name} of the batch is {of_type(value)}, no tensor",
                     hint="leave it out of what the loader collects, or make a tensor of it: nested batches "
                     "are to be flattened into one dictionary",
                 )
@@ -76,7 +76,7 @@ def job_of(
     """
     if not isinstance(example, Mapping | Tensor | Iterable) or isinstance(example, str):
         raise BatchError(
-            f"the example is a {type(example).__name__}, no batch",
+            f"the example is {of_type(example)}, no batch",
             hint="give one batch of the loader, as next(iter(loader))",
         )
     form = BatchForm()
@@ -124,7 +124,7 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise ConfigError(
-                f"the model is a {type(model).__name__}",
+                f"the model is {of_type(model)}",
                 hint="give an nn.Module, or a function that makes one, as lambda: Net(config)",
             )
         return model
