@@ -186,10 +186,10 @@ class _Returns(nn.Module):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (lambda h: h, "got NoneType"),
+        (lambda h: h, "has no .loss"),
         (lambda h: {"loss": h}, r"got shape \(2, 8\)"),
-        (lambda h: {"loss": 3.0}, "got float"),
-        (lambda h: None, "got NoneType"),
+        (lambda h: {"loss": 3.0}, "got a float"),
+        (lambda h: None, "has no .loss"),
     ],
 )
 def test_an_output_without_a_loss(what: object, message: str) -> None:

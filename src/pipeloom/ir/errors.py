@@ -144,9 +144,11 @@ def shown(value: object) -> str:
 def of_type(value: object) -> str:
     """What a value is, with its article.
 
-    >>> of_type(3), of_type([])
-    ('an int', 'a list')
+    >>> of_type(3), of_type([]), of_type(None)
+    ('an int', 'a list', 'None')
     """
+    if value is None:
+        return "None"
     name = type(value).__name__
     return f"{'an' if name.startswith(tuple('aeiouAEIOU')) else 'a'} {name}"
 

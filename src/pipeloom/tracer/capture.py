@@ -30,7 +30,7 @@ from .guards import (
     statistics_in_checkpoints_refused,
 )
 from .job import Job
-from .job_calls import ModelWithLoss, sample_batch
+from .job_calls import LossError, ModelWithLoss, sample_batch
 from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
 from .random import one_thread_at_a_time, python_random_kept, python_state
@@ -155,6 +155,8 @@ def _capture_instead(
     blueprint = make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))
     try:
         return _as_modules(job, batch, blueprint, error.message, autocast)
+    except LossError as second:  # no way of capturing would help
+        raise second from error
     except CaptureError as second:
         if second.message == error.message:
             raise error from None

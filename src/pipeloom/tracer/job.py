@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..ir.errors import ConfigError, PipeloomError, did_you_mean, of_type
 
@@ -62,6 +62,9 @@ class Job:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     name: str = "model"
     modules: Sequence[Sequence[str]] | None = None
+
+    loss_setting: ClassVar[str] = "Job.loss"
+    """What messages call the place where a loss is given."""
 
 
 _HINT = "name a function that returns a pipeloom.Job, as file.py:function or package.module:function"

@@ -86,6 +86,16 @@ def definition_of(function: Callable[..., Any] | type) -> str:
     return "" if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
 
 
+def own_definition(function: Callable[..., Any] | type) -> str:
+    """The same, and "" too if it is not in the user's code.
+
+    >>> own_definition(torch.nn.Linear), own_definition(user_line)
+    ('', '')
+    """
+    place = definition_of(function)
+    return place if is_user_file(place.rpartition(":")[0]) else ""
+
+
 def at(place: str) -> str:
     """A place as it stands behind what is there, or nothing where none is known.
 
