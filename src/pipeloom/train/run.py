@@ -259,10 +259,10 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
         fixed["time_limit"] = None
     overridden = set(map(key_of, overrides))
     for key, value in fixed.items():
-        given = getattr(settings, key)
+        given, known = getattr(settings, key), "none" if value is None else value
         if f"pipeline.{key}" in overridden and str(given) != str(value):
             raise ConfigError(
-                f"pipeline.{key} is to be {given}, but the plan {settings.plan} has {'none' if value is None else value}",
+                f"pipeline.{key} is to be {given}, but the plan {settings.plan} has {known}",
                 hint="leave one of them out; --set pipeline.plan= does without the plan file",
             )
     for key in {"planner", "schedule"} - names_to_plan_by(plan).keys():
