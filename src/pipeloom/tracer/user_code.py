@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -79,10 +79,7 @@ def definition_of(function: Callable[..., Any] | type) -> str:
     >>> definition_of(len), "user_code.py:" in definition_of(user_line)
     ('', True)
     """
-    while isinstance(function, partial):
-        function = function.func
-    function = getattr(function, "forward", function) if isinstance(function, type) else function
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    code = _code_of(function)
     return "" if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
 
 
@@ -92,8 +89,15 @@ def own_definition(function: Callable[..., Any] | type) -> str:
     >>> own_definition(torch.nn.Linear), own_definition(user_line)
     ('', '')
     """
-    place = definition_of(function)
-    return place if is_user_file(place.rpartition(":")[0]) else ""
+    code = _code_of(function)
+    return definition_of(function) if code is not None and is_user_file(code.co_filename) else ""
+
+
+def _code_of(function: Callable[..., Any] | type) -> CodeType | None:
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "forward", function) if isinstance(function, type) else function
+    return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def at(place: str) -> str:
