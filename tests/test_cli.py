@@ -14,6 +14,7 @@ import torch
 from commands import bad, figures, good, run
 from safetensors.torch import load_file
 
+from pipeloom import plan_request
 from pipeloom.cli import main
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster
@@ -58,6 +59,25 @@ def test_profile_and_plan_add_up_and_save(folder: Path) -> None:
 def test_the_largest_micro_batch_is_planned_for(folder: Path) -> None:
     words = ("--cluster", "2 x v100-16 with 16KiB", "--max-batch", "--no-what-if")
     assert figures("plan", "mine.py:job", *words)["microbatch_size"] > 1
+
+
+def test_the_largest_micro_batch_that_is_looked_at_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plan_request, "LARGEST_MICROBATCH", 8)
+    words = ("plan", "mine.py:job", "--cluster", "2 x a100-40", "--max-batch", "--no-what-if")
+    assert figures(*words)["microbatch_size"] == 8 and "8 rows are the largest" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [("-s", "1f2b"), ("--planner", "auot")])
+@pytest.mark.parametrize("command", [("plan", "mine.py:job"), ("train", "--job", "mine.py:job")])
+def test_names_are_looked_up_before_the_model_is_captured(
+    command: tuple[str, ...], wrong: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("pipeloom.planning", "pipeloom.train.run"):
+        monkeypatch.setattr(f"{module}.capture", None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # so that no ranks start beside it
+    assert "did you mean" in bad(1, *command, *wrong)
 
 
 def test_planners_are_listed() -> None:
@@ -145,6 +165,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
         ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
         ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),
+        ([*PLAN, "--planner", "exact", "--time-limit", "9"], 2, "9 s is given, and planner exact takes none"),
         (["plan", "./mine:job"], 2, "did you mean ./mine.py:job?"),
         (["plan", "./yours:job"], 2, "'./yours' is no name of a module"),
         (["plan", "-o", ""], 2, "names no file"),
@@ -213,13 +234,13 @@ def test_what_is_not_read_any_more_changes_neither_the_exit_status_nor_files(
     assert (folder / "s.html").is_file() == (status == 0)
 
 
-def test_ctrl_c_is_one_word_and_errors_of_the_users_code_keep_their_traceback(folder: Path) -> None:
+def test_ctrl_c_is_one_word_and_errors_of_the_users_code_name_their_line(folder: Path) -> None:
     (folder / "broken.py").write_text(
         "def stops():\n    raise KeyboardInterrupt\ndef fails():\n    raise RuntimeError('mine')\n"
     )
     assert bad(130, "verify", "broken.py:stops") == "interrupted\n"
-    with pytest.raises(RuntimeError, match="mine"):
-        run("verify", "broken.py:fails")
+    told = bad(2, "verify", "broken.py:fails")
+    assert told == "error: broken.py:fails fails: RuntimeError: mine (broken.py:4)\n"
 
 
 def test_writing_leaves_links_pipes_and_other_files_alone(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .ir.errors import ConfigError, did_you_mean
 from .ir.plan import Plan
 from .options import Options
-from .planning import capture, plan_here
+from .planning import capture, plan_here, refuse_names
 from .ranks import rank_device, result_of_rank_0
 from .runtime.channel import Channel
 from .runtime.connect import connect
@@ -124,6 +124,7 @@ def plan_on_rank_0(
         ranks = connect(device, group=group, timeout_s=options.timeout_s)
     count = 1 if ranks is None else ranks.size()
     settings = asked.settings(ranks=count, rows=rows)
+    refuse_names(settings)
     captured = capture(job, settings.microbatch_size, autocast=options.autocast, device=device.type)
 
     def make() -> Plan:

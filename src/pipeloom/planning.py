@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -29,9 +30,10 @@ from .plan_request import CapturedModel, PlanRequest, fastest, fitting
 from .plan_words import best_words, in_parts
 from .planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size, shared_rows
 from .planner.plan_costs import PlanCosts, with_planned_state
-from .planner.planners import chooses, planner
+from .planner.planners import chooses, planner, searches
 from .planner.request import PlanOptions, SearchWatch
 from .profiler.roofline import roofline
+from .schedules import registry
 from .schedules.registry import with_chunks
 from .settings import PlanSettings
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
     from .tracer.captured import Captured
     from .tracer.job import Job
+
+_log = logging.getLogger("pipeloom")
 
 
 def capture(
@@ -254,11 +258,26 @@ def plan(
     return plan_size(make_request(settings, **changes), job, captured=captured, profiled=profiled)[0]
 
 
+def refuse_names(settings: PlanSettings) -> None:
+    """Refuse what no plan can be made by, which needs no model: `make_request` does it, too.
+
+    Raises: PlanError for a planner, ScheduleError for a schedule that is unknown; ConfigError for a time
+        limit of a planner that takes none.
+    """
+    registry.entry(settings.named_schedule)
+    if not searches(settings.planner) and settings.time_limit is not None:
+        raise ConfigError(
+            f"a time limit of {settings.time_limit} s is given, and planner {settings.planner} takes none",
+            hint="leave it out, or plan by auto",
+        )
+
+
 def make_request(
     settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
 ) -> PlanRequest:
     """What settings mean on this machine; see `plan`. watch: told how the search goes on."""
     settings = (settings or PlanSettings()).changed(**changes)
+    refuse_names(settings)
     treatments, optimises = settings.allowed, planner(settings.planner).optimises
     if settings.offload_dir is not None and treatments is None and optimises != "never":
         treatments = TREATMENTS["both"]
@@ -614,7 +633,10 @@ def largest_plan(request: PlanRequest, model_at: ModelAt) -> tuple[Plan, Profile
     while index + 1 < len(sizes) and fits(index + 1):
         index += 1
     model = capturable.near(index) or next(iter(ends), None) or model_at(sizes[first])
-    return plan_with_advice(request, model), model
+    plan = plan_with_advice(request, model)
+    if request.options.global_batch is None and model.size == sizes[-1]:
+        _log.warning("%s rows are the largest micro-batch that is looked at: more may fit", f"{sizes[-1]:,}")
+    return plan, model
 
 
 MOST_VERIFIED = 3

@@ -141,7 +141,7 @@ def test_ranks_exchange_data(quick_rehearsals: None) -> None:
     ("handler", "words"),
     [
         (lambda context: context.all_reduce(torch.zeros(1)), "exchanges data, but meets no other"),
-        (lambda context: 3, ".OP. returned a int"),
+        (lambda context: 3, ".OP. returned an int"),
     ],
 )
 def test_a_handler_that_does_what_cannot_be_is_named(handler: Callable[..., object], words: str) -> None:

@@ -28,6 +28,12 @@ constant = 3
 
 def broken():
     raise RuntimeError("the user's own error")
+
+def deep():
+    return broken()
+
+def ends():
+    raise SystemExit(3)
 """
 
 
@@ -38,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(GOOD)
     (tmp_path / "helper_beside.py").write_text("def model():\n    return None\n")
     (tmp_path / "lacking.py").write_text("import a_module_nobody_has\n")
+    (tmp_path / "cut_off.py").write_text("import torch\ndef job(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
@@ -72,7 +79,7 @@ def test_a_file_may_have_the_name_of_a_library(folder: Path) -> None:
         ("nowhere:make", "no module nowhere"),
         ("jobs_here.py:maek", "did you mean make?"),
         ("jobs_here.py:constant", "not a function"),
-        ("jobs_here.py:number", "returned a int"),
+        ("jobs_here.py:number", "returned an int"),
         ("jobs_here.py:needs", "without arguments"),
     ],
 )
@@ -81,13 +88,25 @@ def test_what_is_wrong_is_said(folder: Path, spec: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "error"),
+    ("spec", "error", "message"),
     [
-        ("jobs_here.py:broken", RuntimeError),
-        ("lacking.py:make", ModuleNotFoundError),
-        ("lacking:make", ModuleNotFoundError),
+        ("jobs_here.py:broken", RuntimeError, "fails: RuntimeError: the user's own error (jobs_here.py:17)"),
+        ("jobs_here.py:deep", RuntimeError, "(jobs_here.py:20, jobs_here.py:17)"),
+        ("lacking.py:make", ModuleNotFoundError, "No module named 'a_module_nobody_has' (lacking.py:1)"),
+        ("lacking:make", ModuleNotFoundError, "No module named 'a_module_nobody_has' (lacking.py:1)"),
+        ("cut_off.py", SyntaxError, "cut_off.py, line 2: SyntaxError: invalid syntax"),
+        ("cut_off:job", SyntaxError, "cut_off.py, line 2: SyntaxError: invalid syntax"),
     ],
 )
-def test_errors_of_the_users_code_stay_theirs(folder: Path, spec: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match="the user's own error|a_module_nobody_has"):
+def test_errors_of_the_users_code_are_told_with_their_lines(
+    folder: Path, spec: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         load_job(spec)
+    assert message in str(caught.value)
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_a_job_may_end_the_process(folder: Path) -> None:
+    with pytest.raises(SystemExit):
+        load_job("jobs_here.py:ends")

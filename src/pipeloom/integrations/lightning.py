@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from ..ir.errors import ConfigError
+from ..ir.errors import ConfigError, of_type
 from ..options import Options
 from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
@@ -357,7 +357,7 @@ class _StepsAsForward:
         assert logged is not None, "a step logs while it is taken"
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigError(
-                f"{name} is logged, and is a {type(value).__name__}, no tensor of one number",
+                f"{name} is logged, and is {of_type(value)}, no tensor of one number",
                 hint="log tensors as they are computed; metrics that keep a state go into a hook",
             )
         if how.get("reduce_fx", "mean") not in ("mean", torch.mean):
@@ -501,7 +501,7 @@ def _rows(batch: Any) -> int:
     tensors = _tensors(batch) if isinstance(batch, Tensor | Mapping | list | tuple) else []
     if not tensors:
         raise ConfigError(
-            f"a batch is a {type(batch).__name__} without tensors",
+            f"a batch is {of_type(batch)} without tensors",
             hint="let the loader give a tensor, a tuple of tensors, or a dictionary of them",
         )
     return len(tensors[0])

@@ -141,6 +141,18 @@ def shown(value: object) -> str:
     return str(float(value)) if isinstance(value, float) else _SHOWN.repr(value)
 
 
+def of_type(value: object) -> str:
+    """What a value is, with its article.
+
+    >>> of_type(3), of_type([]), of_type(None)
+    ('an int', 'a list', 'None')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name.startswith(tuple('aeiouAEIOU')) else 'a'} {name}"
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     """A hint that names the known word that is nearest; if none is near, what to say instead.
 

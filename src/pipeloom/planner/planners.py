@@ -782,9 +782,14 @@ def finder_of(name: str) -> Finder:
     return plan.finder
 
 
+def searches(name: str) -> bool:
+    """Whether a planner goes through many schedules, until it is stopped if need be."""
+    return isinstance(planner(name).plan, JointPlanner)
+
+
 def chooses(options: PlanOptions) -> bool:
     """Whether the planner chooses the schedule."""
-    return isinstance(planner(options.planner).plan, JointPlanner) and options.schedule is None
+    return searches(options.planner) and options.schedule is None
 
 
 def first_way(options: PlanOptions, by: str = FREEING[0]) -> PlanOptions:
@@ -794,8 +799,7 @@ def first_way(options: PlanOptions, by: str = FREEING[0]) -> PlanOptions:
     >>> [way.planner for way in ways]
     ['dawnpiper', 'exact']
     """
-    joint = isinstance(planner(options.planner).plan, JointPlanner)
-    return options.changed(planner=by) if joint else options
+    return options.changed(planner=by) if searches(options.planner) else options
 
 
 def ways_of(options: PlanOptions) -> list[PlanOptions]:

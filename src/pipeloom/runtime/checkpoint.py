@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ir.errors import CheckpointError, shown
+from ..ir.errors import CheckpointError, of_type, shown
 from ..ir.graph import PartRows
 from . import checkpoint_files as files
 from .channel import Channel
@@ -490,7 +490,7 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
                     values.setdefault(own, {})[key] = value
                 else:
                     raise CheckpointError(
-                        f"optimizer state {key!r} of {own} is a {type(value).__name__}",
+                        f"optimizer state {key!r} of {own} is {of_type(value)}",
                         hint="checkpoints hold optimizer state that is tensors, numbers, strings or None",
                     )
     return tensors, Index(
@@ -584,7 +584,7 @@ def _plain_hyper(key: str, value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     raise CheckpointError(
-        f"optimizer setting {key!r} is a {type(value).__name__}",
+        f"optimizer setting {key!r} is {of_type(value)}",
         hint="checkpoints hold settings that are numbers, strings, None, or lists of these",
     )
 

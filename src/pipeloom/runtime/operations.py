@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ir.action import KINDS, Kind
-from ..ir.errors import ScheduleError
+from ..ir.errors import ScheduleError, of_type
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
 from ..ir.schedule import Program
 from ..tracer.stage.functions import Tensors
@@ -137,7 +137,7 @@ class Operations:
             return
         if not callable(wait):
             raise ScheduleError(
-                f"the handler of {work.text} returned a {type(wait).__name__}",
+                f"the handler of {work.text} returned {of_type(wait)}",
                 hint="return None, or a function that waits for what the handler has begun",
             )
         self.begun.append(_Begun(work, wait))

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
-from ..ir.errors import CaptureError
+from ..ir.errors import CaptureError, of_type
 from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
@@ -30,7 +30,7 @@ from .guards import (
     statistics_in_checkpoints_refused,
 )
 from .job import Job
-from .job_calls import ModelWithLoss, sample_batch
+from .job_calls import LossError, ModelWithLoss, sample_batch
 from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
 from .random import one_thread_at_a_time, python_random_kept, python_state
@@ -155,6 +155,8 @@ def _capture_instead(
     blueprint = make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))
     try:
         return _as_modules(job, batch, blueprint, error.message, autocast)
+    except LossError as second:  # no way of capturing would help
+        raise second from error
     except CaptureError as second:
         if second.message == error.message:
             raise error from None
@@ -202,12 +204,12 @@ def _refuse_backward_hooks(model: nn.Module, name: str) -> None:
 def _check_batch(batch: Mapping[str, Tensor]) -> None:
     if not isinstance(batch, Mapping):
         raise CaptureError(
-            f"Job.batch returned a {type(batch).__name__}, not a dictionary",
+            f"Job.batch returned {of_type(batch)}, not a dictionary",
             hint="let it return the arguments of the model's forward by name, as {'x': x, 'y': y}",
         )
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise CaptureError(
-                f"batch entry {key!r} is a {type(value).__name__}, not a tensor",
+                f"batch entry {key!r} is {of_type(value)}, not a tensor",
                 hint="let Job.batch return tensors only; bind other arguments in Job.model",
             )

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
-from ..ir.errors import BatchError, ConfigError
+from ..ir.errors import BatchError, ConfigError, of_type
 from .job import Job
+from .user_code import at, own_definition
 
 Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
 """A dictionary (or `BatchEncoding`), a tuple or list, or one tensor, as a loader gives it."""
@@ -38,7 +39,7 @@ class BatchForm:
         if batch is None or isinstance(batch, Mapping) != (self.names is None):
             expected = "a dictionary" if self.names is None else f"{len(self.names)} tensors in a row"
             raise BatchError(
-                f"the batch is a {type(batch).__name__}, and should be {expected}",
+                f"the batch is {of_type(batch)}, and should be {expected}",
                 hint="give batches of one form, as the example that the pipeline was made with",
             )
         if isinstance(batch, Mapping):
@@ -55,11 +56,17 @@ class BatchForm:
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise BatchError(
-                    f"{name} of the batch is a {type(value).__name__}, no tensor",
+                    f"{name} of the batch is {of_type(value)}, no tensor",
                     hint="leave it out of what the loader collects, or make a tensor of it: nested batches "
                     "are to be flattened into one dictionary",
                 )
         return named
+
+
+class ExampleJob(Job):
+    """Made of the arguments of a `Pipeline`."""
+
+    loss_setting = "Pipeline loss="
 
 
 def job_of(
@@ -72,14 +79,15 @@ def job_of(
 ) -> tuple[Job, BatchForm]:
     """A job whose batches are made of the rows of one, and the form of its batches; see `Pipeline`.
 
-    Raises: BatchError if the example is no batch; ConfigError if the model is none.
+    Raises: BatchError if the example is no batch; ConfigError if the model is none, or the loss takes more
+        than such a batch has.
     """
     if not isinstance(example, Mapping | Tensor | Iterable) or isinstance(example, str):
         raise BatchError(
-            f"the example is a {type(example).__name__}, no batch",
+            f"the example is {of_type(example)}, no batch",
             hint="give one batch of the loader, as next(iter(loader))",
         )
-    form = BatchForm()
+    form, for_loss = BatchForm(), 0
     if not isinstance(example, Mapping):
         parts = 1 if isinstance(example, Tensor) else len(tuple(example))
         for_loss = 0 if loss is None else min(max(0, _positional(loss) - 1), parts - 1)
@@ -88,6 +96,8 @@ def job_of(
     tensors = form.tensors(example)
     if not tensors or any(not t.ndim or not len(t) for t in tensors.values()):
         raise BatchError("the example has no rows", hint="the first dimension of every tensor is the batch")
+    if loss is not None and form.names is not None:
+        _refuse_loss(loss, len(form.names), for_loss)
 
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
         """Rows of the example, over and over."""
@@ -101,7 +111,7 @@ def job_of(
         def whole(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
             return loss(outputs, *[tensor for name, tensor in batch.items() if name.startswith("target")])
 
-    job = Job(
+    job = ExampleJob(
         model=_maker(model),
         batch=batch,
         loss=whole,
@@ -113,18 +123,38 @@ def job_of(
 
 
 def _positional(function: Callable[..., Any]) -> int:
-    """Arguments without a default that are given by position."""
+    """Arguments without a default that are given by position; 2, outputs and target, of a builtin."""
     called = function.forward if isinstance(function, nn.Module) else function
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = signature(called).parameters.values()
+    try:
+        arguments = signature(called).parameters.values()
+    except ValueError:
+        return 2
     return sum(a.kind in kinds and a.default is Parameter.empty for a in arguments)
+
+
+def _refuse_loss(loss: Callable[..., Any], parts: int, for_loss: int) -> None:
+    """Raises: ConfigError if a loss does not take the output and the last parts of a batch."""
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        signature(called).bind(None, *range(for_loss))
+    except ValueError:  # of a builtin
+        return
+    except TypeError as error:
+        last = "the last part" if for_loss == 1 else f"the last {for_loss} parts"
+        gets = f"the output and {last} of a batch of {parts}" if for_loss else "only the output"
+        why = ", because the batch is one tensor" if parts == 1 else ""
+        raise ConfigError(
+            f"the loss cannot be called{at(own_definition(called))}: {error}; it gets {gets}{why}",
+            hint="give batches as (inputs, targets), or as a dictionary, of which the loss gets all",
+        ) from None
 
 
 def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise ConfigError(
-                f"the model is a {type(model).__name__}",
+                f"the model is {of_type(model)}",
                 hint="give an nn.Module, or a function that makes one, as lambda: Net(config)",
             )
         return model

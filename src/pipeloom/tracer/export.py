@@ -284,7 +284,7 @@ def _detach(node: fx.Node) -> fx.Node:
 
 # What torch.export prints when it fails is not shown: its error is reported in one sentence instead.
 
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes",)
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
 class _StreamWithoutGraphs:

@@ -7,13 +7,14 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..ir.errors import ConfigError, did_you_mean
+from ..ir.errors import ConfigError, PipeloomError, did_you_mean, of_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,6 +63,9 @@ class Job:
     name: str = "model"
     modules: Sequence[Sequence[str]] | None = None
 
+    loss_setting: ClassVar[str] = "Job.loss"
+    """What messages call the place where a loss is given."""
+
 
 _HINT = "name a function that returns a pipeloom.Job, as file.py:function or package.module:function"
 
@@ -70,7 +74,7 @@ def load_job(spec: str) -> Job:
     """Import the module and call the function; of a file by itself, its function `job`.
 
     Raises: ConfigError if the file, module or function is missing, the function wants arguments, or what
-        it returns is no Job. An exception inside the user's code is left as it is.
+        it returns is no Job; and for an exception inside the user's code, which is its cause.
     """
     where, colon, name = (spec, ":", "job") if spec.endswith(".py") else spec.rpartition(":")
     if not colon or not where or not name:
@@ -83,7 +87,7 @@ def load_job(spec: str) -> Job:
         raise ConfigError(f"{where} {what} {name}", hint=did_you_mean(name, known, _HINT))
     job = _call(spec, function)
     if not isinstance(job, Job):
-        raise ConfigError(f"{spec} returned a {type(job).__name__} instead of a pipeloom.Job", hint=_HINT)
+        raise ConfigError(f"{spec} returned {of_type(job)} instead of a pipeloom.Job", hint=_HINT)
     return job
 
 
@@ -93,7 +97,27 @@ def _call(spec: str, function: object) -> object:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(f"{spec} cannot be called without arguments: {error}", hint=_HINT) from None
-    return function()
+    with _own_errors_told(f"{spec} fails"):
+        return function()
+
+
+@contextmanager
+def _own_errors_told(what: str) -> Iterator[None]:
+    """An exception inside the user's code becomes a sentence that ends with the user's lines it came through.
+    Its traceback, which is mostly ours, stays with it as the cause."""
+    try:
+        yield
+    except PipeloomError:
+        raise
+    except Exception as error:  # the user's code raises every kind of exception
+        from .user_code import at, lines_of, shown_file  # only now: it needs torch
+
+        kind = type(error).__name__
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:
+            place = f"{shown_file(error.filename)}, line {error.lineno}"
+            raise ConfigError(f"{place}: {kind}: {error.msg}") from error
+        text = str(error).strip() or "no message"
+        raise ConfigError(f"{what}: {kind}: {text}{at(', '.join(lines_of(error)))}") from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -113,7 +137,8 @@ def _from_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with _own_errors_told(f"{path.name} cannot be imported"):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module.__name__]
         raise
@@ -126,9 +151,10 @@ def _from_name(name: str, function: str) -> ModuleType:
         raise ConfigError(f"{name!r} is no name of a module", hint=near)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # something that the module itself wants is missing
-        raise ConfigError(f"there is no module {name}", hint=_HINT) from None
+    with _own_errors_told(f"{name} cannot be imported"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name + ".").startswith(error.name + "."):
+                raise  # something that the module itself wants is missing
+            raise ConfigError(f"there is no module {name}", hint=_HINT) from None

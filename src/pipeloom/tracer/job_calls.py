@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import Parameter, signature
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..ir.errors import CaptureError, ConfigError
+from ..ir.errors import CaptureError, ConfigError, of_type
 from .job import Job
 from .random import one_thread_at_a_time
+from .user_code import at, own_definition, raised_at
 
 
 @one_thread_at_a_time
@@ -85,15 +87,49 @@ class ModelWithLoss(nn.Module):
 
 def call_model(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """The outputs of a job's model for a batch. Entries that its forward has no argument for are the loss's,
-    if the job has a loss of its own; parts of a tuple, called "0", "1", ..., are passed by position."""
-    if "0" in batch:
-        return model(*[tensor for name, tensor in batch.items() if name.isdigit()])
-    if job.loss is None:
-        return model(**batch)
-    arguments = signature(model.forward).parameters
-    if any(argument.kind is Parameter.VAR_KEYWORD for argument in arguments.values()):
-        return model(**batch)
-    return model(**{name: tensor for name, tensor in batch.items() if name in arguments})
+    if the job has a loss of its own; parts of a tuple, called "0", "1", ..., are passed by position.
+
+    Raises: CaptureError if the forward does not take them.
+    """
+    parts = [tensor for name, tensor in batch.items() if name.isdigit()] if "0" in batch else []
+    named = {} if parts else dict(batch)
+    if named and job.loss is not None:
+        arguments = signature(model.forward).parameters
+        if all(argument.kind is not Parameter.VAR_KEYWORD for argument in arguments.values()):
+            named = {name: tensor for name, tensor in batch.items() if name in arguments}
+    try:
+        return model(*parts, **named)
+    except TypeError as error:
+        if (refusal := _not_taken(job, model, parts, named)) is None:
+            raise
+        raise refusal from error
+
+
+def _not_taken(
+    job: Job, model: nn.Module, parts: Sequence[Tensor], named: Mapping[str, Tensor]
+) -> CaptureError | None:
+    """Which entries of a batch a forward does not take; None if it takes them."""
+    form = signature(model.forward)
+    try:
+        form.bind(*parts, **named)
+    except TypeError as error:
+        why = str(error)
+    else:
+        return None
+    where = at(own_definition(type(model)))
+    if (more := [name for name in named if name not in form.parameters]) and job.loss is None:
+        names = " and ".join(map(repr, more))
+        return CaptureError(
+            f"the forward of {job.name} takes no {names}{where}",
+            hint=f"give {job.loss_setting}, which gets {names}, or leave that out of the batch",
+        )
+    if parts:
+        given, hint = f"{len(parts)} parts of a batch", f"give {job.loss_setting}, which gets the last parts"
+        if job.loss is not None:
+            hint = "the loss gets as many of the last parts as it has arguments beside the outputs"
+    else:
+        given, hint = f"a batch of {', '.join(named)}", "name entries of the batch as the forward's arguments"
+    return CaptureError(f"the forward of {job.name} cannot take {given}: {why}{where}", hint=hint)
 
 
 def named_outputs(outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,9 +167,37 @@ def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:
             loss = outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        if loss is None and job.loss is None:
+            raise CaptureError(
+                f"the output of {job.name} has no .loss",
+                hint=f"give {job.loss_setting}, a function of the outputs that returns a scalar tensor",
+            )
+        a_tensor = isinstance(loss, Tensor)
+        got = f"shape {tuple(loss.shape)}" if a_tensor else of_type(loss)
         raise CaptureError(
             f"the loss of {job.name} must be a scalar tensor, got {got}",
-            hint="return outputs with a `.loss`, or give Job(loss=...) a function that returns a scalar",
+            hint="return its mean" if a_tensor else "return a tensor of one number",
         )
     return loss.reshape(())
+
+
+class LossError(CaptureError):
+    """The job's loss fails."""
+
+
+def failed_call(job: Job, batch: Mapping[str, Tensor], error: Exception) -> CaptureError:
+    """What failed when the job's model and loss were called: the loss, or the forward."""
+    lines = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {lines[0] if lines else 'no message'}{at(raised_at(error))}"
+    loss = scalar_loss.__code__
+    if not any(frame.f_code is loss for frame, _ in walk_tb(error.__traceback__)):
+        return CaptureError(
+            f"the forward of {job.name} fails: {what}",
+            hint="run one training step of the model in plain PyTorch on such a batch",
+        )
+    if "0" not in batch:
+        gets, has = "(outputs, batch)", f"the batch has {', '.join(batch)}"
+    else:
+        gets = f"({', '.join(['outputs', *(name for name in batch if not name.isdigit())])})"
+        has = "call it in plain PyTorch with the outputs of the model for such a batch"
+    return LossError(f"the loss of {job.name} fails: {what}; it gets {gets}", hint=has)

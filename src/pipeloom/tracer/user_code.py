@@ -7,7 +7,8 @@ import sysconfig
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from types import FrameType
+from traceback import walk_tb
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -50,17 +51,26 @@ def user_line(frame: FrameType | None = None) -> str:
 
 def raised_at(error: BaseException) -> str:
     """The innermost line of the user's code through which an error came; "" if there is none."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        if is_user_file(trace.tb_frame.f_code.co_filename):
-            place = f"{_short(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+    return next(reversed(_way_of(error)), "")
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of the user's code through which an error came, each once, the innermost last. Of lines in
+    installed packages only that one is told."""
+    way = _way_of(error)
+    own = [place for place in way if not any(part in place for part in _INSTALLED)]
+    return list(dict.fromkeys([*own, *way[-1:]]))
+
+
+def _way_of(error: BaseException) -> list[str]:
+    steps = walk_tb(error.__traceback__)
+    files = ((frame.f_code.co_filename, line) for frame, line in steps)
+    return [f"{shown_file(file)}:{line}" for file, line in files if is_user_file(file)]
 
 
 def line_of(frame: FrameType) -> str:
     """A frame's file and line."""
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def definition_of(function: Callable[..., Any] | type) -> str:
@@ -69,11 +79,25 @@ def definition_of(function: Callable[..., Any] | type) -> str:
     >>> definition_of(len), "user_code.py:" in definition_of(user_line)
     ('', True)
     """
+    code = _code_of(function)
+    return "" if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
+
+
+def own_definition(function: Callable[..., Any] | type) -> str:
+    """The same, and "" too if it is not in the user's code.
+
+    >>> own_definition(torch.nn.Linear), own_definition(user_line)
+    ('', '')
+    """
+    code = _code_of(function)
+    return definition_of(function) if code is not None and is_user_file(code.co_filename) else ""
+
+
+def _code_of(function: Callable[..., Any] | type) -> CodeType | None:
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "forward", function) if isinstance(function, type) else function
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return "" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}"
+    return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def at(place: str) -> str:
@@ -85,7 +109,7 @@ def at(place: str) -> str:
     return f" ({place})" if place else ""
 
 
-def _short(name: str) -> str:
+def shown_file(name: str) -> str:
     """A file as a user would name it: relative to the working folder if it is below."""
     path, here = Path(name), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else name

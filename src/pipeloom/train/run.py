@@ -27,7 +27,8 @@ from ..ir.weights import WEIGHT_POLICIES
 from ..options import Options
 from ..pipeline import Pipeline
 from ..plan_request import settings_of, times_of
-from ..planning import capture, plan_here
+from ..planner.planners import searches
+from ..planning import capture, plan_here, refuse_names
 from ..ranks import checkpoint_step, rank_device, result_of_rank_0
 from ..runnable import names_to_plan_by, require_runnable, require_training
 from ..runtime.connect import connect
@@ -193,6 +194,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> tuple[Pla
         return with_caps(load_plan(Path(settings.plan)), settings.memory), None
     with console.status("capturing, profiling and planning"):
         job, device = workload.job, device_of(config)
+        refuse_names(config.plan_settings)
         captured = capture(job, settings.microbatch_size, autocast=autocast_of(config), device=device)
         plan = plan_here(job, config.plan_settings, captured, device=device)
     for sentence in times_of(plan):
@@ -253,12 +255,14 @@ def follow_plan(config: Config, plan: Plan, overrides: tuple[Override, ...]) -> 
         fixed["chunks"] = len(plan.stages) * plan.width // plan.ranks
     if settings.global_batch is not None:
         fixed["global_batch"] = plan.microbatches * plan.microbatch_size
+    if (name := names_to_plan_by(plan).get("planner")) is not None and not searches(name):
+        fixed["time_limit"] = None
     overridden = set(map(key_of, overrides))
     for key, value in fixed.items():
-        given = getattr(settings, key)
+        given, known = getattr(settings, key), "none" if value is None else value
         if f"pipeline.{key}" in overridden and str(given) != str(value):
             raise ConfigError(
-                f"pipeline.{key} is to be {given}, but the plan {settings.plan} has {value}",
+                f"pipeline.{key} is to be {given}, but the plan {settings.plan} has {known}",
                 hint="leave one of them out; --set pipeline.plan= does without the plan file",
             )
     for key in {"planner", "schedule"} - names_to_plan_by(plan).keys():

@@ -25,7 +25,7 @@ import numpy as np
 from ...checks.schedules import check
 from ...ir.action import Action, B, F
 from ...ir.columns import F_, Columns, Floats, Rows, columns_of
-from ...ir.errors import DeadlockError, ScheduleError
+from ...ir.errors import DeadlockError, ScheduleError, of_type
 from ...ir.operation import Operation
 from ...ir.schedule import Program, Schedule
 from ...lowering.transfers import add_transfers
@@ -210,7 +210,7 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
     answer = family(shape)
     if not isinstance(answer, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(answer)):
         raise ScheduleError(
-            f"the schedule's function returned a {type(answer).__name__}", hint="return a Recipe, or several"
+            f"the schedule's function returned {of_type(answer)}", hint="return a Recipe, or several"
         )
     recipes = _several(answer)
     few = (2 if shape.chunks > 1 else 3) * shape.ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from ...ir.errors import CutError
+from ...ir.errors import CutError, of_type
 from .torch_functions import leaves_in
 
 
@@ -96,7 +96,7 @@ def refuse_absent_inside(arguments: Sequence[Any], unit: str) -> None:
     for leaf in arguments:
         if any(isinstance(t, MissingValue) or has_no_data(t) for t in tensors_inside(leaf)):
             raise CutError(
-                f"{unit} is called with a {type(leaf).__name__} that holds tensors of another stage, which "
+                f"{unit} is called with {of_type(leaf)} that holds tensors of another stage, which "
                 "are not sent",
                 hint=KEEP_TOGETHER,
             )

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...ir.errors import CaptureError, CutError, PipeloomError
+from ...ir.errors import CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
 from ..autocast import Autocast, autocast_region
 from ..blueprint import Blueprint
+from ..export import without_export_output
 from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks
 from ..job import Job
-from ..job_calls import evaluation_mode
+from ..job_calls import evaluation_mode, failed_call
 from ..op_graph import model_buffers, model_parameters
 from ..tensors import zeros_like_value
 from ..user_code import at, definition_of
@@ -249,9 +250,9 @@ def _record(
     problem: Exception | None = None
     for device, fake in attempts:
         try:
-            return _attempt(
-                job, batch, skeleton, autocast, TrialParameters(skeleton, device, fake=fake), forced
-            )
+            parameters = TrialParameters(skeleton, device, fake=fake)
+            with without_export_output():
+                return _attempt(job, batch, skeleton, autocast, parameters, forced)
         except PipeloomError:
             raise
         except Exception as error:  # the user's forward raises every kind of exception
@@ -259,11 +260,8 @@ def _record(
             problem = error
         finally:
             skeleton.rest()
-    text = str(problem).strip().splitlines()
-    raise CaptureError(
-        f"the forward of {job.name} fails: {type(problem).__name__}: {text[0] if text else 'no message'}",
-        hint="run one training step of the model in plain PyTorch on a batch of Job.batch",
-    ) from problem
+    assert problem is not None, "there was an attempt"
+    raise failed_call(job, batch, problem) from problem
 
 
 def _attempt(

@@ -1,0 +1,81 @@
+"""A loss that fails, and batches that a forward or a loss does not take, are what is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeloom import Job, Pipeline, PipeloomError, capture
+from pipeloom.ir.errors import CaptureError, ConfigError
+
+X, Y = torch.ones(4, 3), torch.zeros(4, 3)
+
+
+class Cleans(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        return self.layer(noisy)
+
+
+def captured(loss: Any = None, **batch: Tensor) -> object:
+    return capture(Job(model=Cleans, batch=lambda seed, rows: batch, loss=loss), 4)
+
+
+def pipeline(example: Any, loss: Any = None) -> object:
+    return Pipeline(Cleans(), example=example, loss=loss, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "word", "hint"),
+    [
+        (
+            lambda: captured(lambda o, b: (o - b["claen"]).mean(), noisy=X, clean=Y),
+            CaptureError,
+            r"^the loss of model fails: KeyError: 'claen' \(.*:\d+\); it gets \(outputs, batch\)\n",
+            "the batch has noisy, clean",
+        ),
+        (lambda: captured(lambda o: o.mean(), noisy=X), CaptureError, "it gets", "noisy"),
+        (lambda: captured(noisy=X, clean=Y), CaptureError, r"takes no 'clean' \(.*:\d+\)", "Job.loss"),
+        (lambda: captured(lambda o, b: o, nosy=X), CaptureError, "of : missing .*'noisy'", "name"),
+        (lambda: captured(noisy=X), CaptureError, "^the output of model has no .loss\n", "Job.loss"),
+        (lambda: captured(lambda o, b: o, noisy=X), CaptureError, "got shape", "mean"),
+        (lambda: captured(lambda o, b: None, noisy=X), CaptureError, "got None", "one number"),
+        (lambda: pipeline(X), CaptureError, "^the output of Cleans has no .loss\n", "Pipeline loss="),
+        (lambda: pipeline((X, Y)), CaptureError, "cannot take 2 parts", "Pipeline loss="),
+        (lambda: pipeline((X, Y), lambda o: o.mean()), CaptureError, "cannot take 2 parts", "the loss gets"),
+        (
+            lambda: pipeline(X, lambda o, b: o.mean()),
+            ConfigError,
+            r"\(.*:\d+\): missing a required argument: 'b'; it gets only the output, because the batch is",
+            "dictionary",
+        ),
+        (lambda: pipeline((X, Y), lambda o, a, b: o.mean()), ConfigError, "the last part of", "dictionary"),
+        (lambda: pipeline((X, Y), lambda o, b: o.nope()), CaptureError, "gets .outputs, target.", "PyTorch"),
+        (lambda: pipeline({"noisy": X, "clean": Y}), CaptureError, "no 'clean'", "Pipeline loss="),
+    ],
+)
+def test_what_failed_is_told(
+    made: Callable[[], object], error: type[PipeloomError], word: str, hint: str
+) -> None:
+    with pytest.raises(error, match=word) as caught:
+        made()
+    assert hint in (caught.value.hint or "") and "torch.export" not in caught.value.message.split(";")[0]
+
+
+def test_a_type_error_inside_the_forward_is_its_own() -> None:
+    class Odd(Cleans):
+        def forward(self, noisy: Tensor) -> Tensor:
+            return super().forward(noisy, 3)  # type: ignore[call-arg]
+
+    with pytest.raises(CaptureError, match="the forward of model fails: TypeError.*\n.* such a batch"):
+        capture(Job(model=Odd, batch=lambda seed, rows: {"noisy": X}), 4)
+
+
+def test_a_builtin_gets_outputs_and_target() -> None:
+    with pytest.raises(CaptureError, match="got shape"):
+        pipeline((X, Y), torch.cosine_similarity)
