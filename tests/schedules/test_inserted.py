@@ -229,7 +229,7 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
     built(f"{file}:order:k=2", 2, 2)
     for function, problem in {
         f"{file}:ordre": "has no ordre",
-        f"{file}:wrong": "a int",
+        f"{file}:wrong": "an int",
         f"{file}:NoFunction": "not a function of one Shape",
         f"{file}:none": "not a function of one Shape",
         f"{file}:": "not a schedule",
