@@ -18,7 +18,7 @@ from ..search.problem import Cuts
 from ..stage_cost.tensors import Indices
 from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, Estimate, climb, neighbours
-from .search import FAR, Axis, JointSearch, Judged, Point
+from .search import FAR, TINY, Axis, JointSearch, Judged, Point
 
 SIMULATED, BESIDE, EVERY = 3, 5, 130
 """Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all
@@ -42,8 +42,12 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
     less; again from what was found."""
     while True:
         found = line.found
-        if line.fits:
-            estimate = search.estimate_of(line)
+        if line.fits or search.places <= TINY:
+            # What was freed for this cut may not do for others: few are judged by what may be freed.
+            few = search.places <= TINY
+            estimate = (
+                search.estimate(line.point.request, line.point.search) if few else search.estimate_of(line)
+            )
             here = estimate.cuts.places(found.cuts)
             places = _promising(search, line, estimate, here)
             near = [estimate.cuts.cut(row) for row in places if (row != here).any()]

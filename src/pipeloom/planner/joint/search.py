@@ -467,6 +467,7 @@ class JointSearch:
         if self.places <= TINY:
             first = {judged.point.request.layout: judged for judged in reversed(ranked) if judged.fits}
             near += [judged for judged in first.values() if judged not in near]
+            best_s *= 1 + CLOSE
         return near + [j for j in ranked if not j.fits and j.step_s < best_s][:LINES]
 
     def _improve(self) -> None:
