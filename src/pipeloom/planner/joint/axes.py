@@ -42,12 +42,12 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
     less; again from what was found."""
     while True:
         found = line.found
-        if line.fits or search.places <= TINY:
-            # What was freed for this cut may not do for others: few are judged by what may be freed.
-            few = search.places <= TINY
-            estimate = (
-                search.estimate(line.point.request, line.point.search) if few else search.estimate_of(line)
-            )
+        tiny = search.places <= TINY
+        if line.fits or tiny:
+            # Of few cuts all are simulated, with what may be freed: what was freed for this one, or how much
+            # it may take, keeps others from their caps.
+            point = line.point
+            estimate = search.estimate(point.request, point.search) if tiny else search.estimate_of(line)
             here = estimate.cuts.places(found.cuts)
             places = _promising(search, line, estimate, here)
             near = [estimate.cuts.cut(row) for row in places if (row != here).any()]
