@@ -42,23 +42,26 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
     less; again from what was found."""
     while True:
         found = line.found
-        tiny = search.places <= TINY
-        if line.fits or tiny:
-            # Of few cuts all are simulated, with what may be freed: what was freed for this one, or how much
-            # it may take, keeps others from their caps.
-            point = line.point
-            estimate = search.estimate(point.request, point.search) if tiny else search.estimate_of(line)
-            here = estimate.cuts.places(found.cuts)
-            places = _promising(search, line, estimate, here)
-            near = [estimate.cuts.cut(row) for row in places if (row != here).any()]
-        else:
-            near = list(_relieved(line))
+        near = _better(search, line) if line.fits else list(_relieved(line))
+        if search.places <= TINY:
+            # With what may be freed: what was freed for this cut, or how much it may take, keeps others from
+            # their caps.
+            others = search.estimate(line.point.request, line.point.search)
+            if others.cuts.possible_cuts <= EVERY:
+                near += [others.cuts.cut(row) for row in climb(others, others.cuts.places(found.cuts))]
         for cuts in near:
             yield replace(line.point, cuts=cuts)
         best = search.best_of[line.point.way]
         if best.key >= line.key:
             return
         line = best
+
+
+def _better(search: JointSearch, line: Judged) -> list[Cuts]:
+    estimate = search.estimate_of(line)
+    here = estimate.cuts.places(line.found.cuts)
+    places = _promising(search, line, estimate, here)
+    return [estimate.cuts.cut(row) for row in places if (row != here).any()]
 
 
 def _promising(search: JointSearch, line: Judged, estimate: Estimate, here: Indices) -> list[Indices]:
