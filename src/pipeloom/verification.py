@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
@@ -73,7 +73,7 @@ class Verification:
     infinite where either side has a value that is not finite: of such numbers nothing can be said.
     not_finite: what is not finite in plain PyTorch, too, and in the same places, as `largest` calls it, with
     a sentence on it.
-    off_mean: how far the loss of all micro-batches as one batch, in plain PyTorch, is from the mean over
+    off_mean: how far the loss of two micro-batches as one batch, in plain PyTorch, is from the mean over
     theirs, relative; 0 if neither is finite. None where that says nothing: with `Job.weight`, with one
     micro-batch, and of a model that draws random numbers, has batch statistics or changes its buffers, or
     that takes no batch so large.
@@ -211,7 +211,7 @@ def verify(
         off_mean=expected.off_mean,
     )
     if result.passed and (off := result.off_mean or 0.0) > tolerance:
-        result = replace(result, warning=_no_mean(job, plan, rows_of(batch), off))
+        result = replace(result, warning=_no_mean(job, off))
         _log.warning("%s", result.warning)
     return result
 
@@ -224,12 +224,11 @@ def _same_not_finite(found: Tensor, wanted: Tensor) -> bool:
     return bool(bad.any()) and same and torch.allclose(found[bad], wanted[bad], equal_nan=True)
 
 
-def _no_mean(job: Job, plan: Plan, rows: int, off: float) -> str:
+def _no_mean(job: Job, off: float) -> str:
     return (
-        f"{job.name} trains with other numbers than one process without micro-batches: its loss of "
-        f"{rows} rows at once differs by {off:.2g} relative from the mean over their {plan.microbatches} "
-        "micro-batches; if it is a mean over tokens, and not over rows, give their number as the weight of "
-        "Job or Pipeline (docs/troubleshooting.md)"
+        f"{job.name} trains with other numbers than one process without micro-batches: its loss of two of "
+        f"them at once differs by {off:.2g} relative from the mean over both; if it is a mean over tokens, "
+        "and not over rows, give their number as the weight of Job or Pipeline (docs/troubleshooting.md)"
     )
 
 
@@ -269,11 +268,11 @@ def plain_step(
     autocast: Autocast | None = None,
     draws: list[tuple[str, Tensor]] | None = None,
     *,
-    whole: bool = False,
+    joined: bool = False,
 ) -> StepNumbers:
     """Build the model, and run forward and backward of each micro-batch in plain PyTorch; no update.
 
-    draws: random numbers to draw.  whole: also run the forward of the whole batch, for `off_mean`.
+    draws: random numbers to draw.  joined: also run the forward of two micro-batches at once, for `off_mean`.
     Raises: OtherDraws if it draws others.
     """
     parts = split_batch(batch, plan.microbatches)
@@ -295,26 +294,34 @@ def plain_step(
                 torch.autograd.backward(loss)
         if replay is not None:
             replay.require_all()
-        whole_loss = _whole_loss(job, model, batch, autocast) if whole else None
+        off = _off_mean(job, model, parts[:2], losses[:2], autocast) if joined else None
     held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
     return StepNumbers(  # nobody has the module from now on, so nothing of it is copied
         loss=total,
         gradients={name: param.grad for name, param in named.items() if param.grad is not None},
         initial=initial,
         buffers={name: tensor.detach() for name, tensor in held.items()},
-        off_mean=None if whole_loss is None else off_mean(whole_loss, losses, [rows_of(p) for p in parts]),
+        off_mean=off,
     )
 
 
-def _whole_loss(
-    job: Job, model: nn.Module, batch: Mapping[str, Tensor], autocast: Autocast | None
+def _off_mean(
+    job: Job,
+    model: nn.Module,
+    parts: Sequence[Mapping[str, Tensor]],
+    losses: Sequence[float],
+    autocast: Autocast | None,
 ) -> float | None:
-    """None where the model cannot take so many rows: only micro-batches are promised to it."""
+    """See `Verification`. None where the model cannot take so many rows: only micro-batches are promised to
+    it. Of few parts, as a forward holds as much more as it has more rows."""
+    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     try:
         with torch.no_grad(), autocast_region(autocast):
-            return float(scalar_loss(job, call_model(job, model, batch), batch))
-    except Exception:
+            whole = float(scalar_loss(job, call_model(job, model, batch), batch))
+    except Exception as error:  # the user's code raises every kind of exception
+        _log.debug("the loss of %s is not compared with its mean over rows: %r", job.name, error)
         return None
+    return off_mean(whole, losses, [rows_of(part) for part in parts])
 
 
 def pipelined_step(
@@ -385,8 +392,8 @@ def _reference(
 ) -> tuple[StepNumbers, str]:
     """What one process gives, and what it ran."""
     if not pipelined.random and not pipelined.python_random:
-        whole = pipelined.by_rows and job.weight is None and plan.microbatches > 1
-        return plain_step(job, plan, options, batch, pipelined.autocast, whole=whole), EAGER
+        joined = pipelined.by_rows and job.weight is None and plan.microbatches > 1
+        return plain_step(job, plan, options, batch, pipelined.autocast, joined=joined), EAGER
     uncut = pipelined
     if plan.ranks > 1:
         ops = tuple(op for stage in plan.stages for op in stage.ops)
