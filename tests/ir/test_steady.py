@@ -75,3 +75,20 @@ def test_steps_stand_where_the_gradients_are_complete_and_sums_are_awaited_late(
         "0F0 0F1 0B0 0F2 0B1 0REDUCE0 0F3 0B2 0STEP0 0F4 0B3 0REDUCE1 0F5 0B4 0B5 0STEP1 0REDUCE2 0STEP2",
         "1F0 1B0 1F1 1B1 1REDUCE0 1F2 1B2 1F3 1B3 1STEP0 1REDUCE1 1F4 1B4 1F5 1B5 1STEP1 1REDUCE2 1STEP2",
     ]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("policy", ["2bw", "stash"])
+def test_small_messages_are_held_to_the_end_of_their_own_step(policy, clips):
+    """So ten steps hold no more than five, and more than where each is let go of when it is through."""
+    stages, body = built("1f1b", 2, 4, policy)
+    updates = Updates(policy=policy, every=4)
+
+    def peaks(steps, small_bytes):
+        program = lower(body.unroll(steps), stages, updates=updates, clips=clips)
+        timeline = simulate(program, stages, equal_costs(2), alike(2, 8.0), small_bytes=small_bytes)
+        return [timeline.peak_bytes(rank) for rank in range(2)]
+
+    few, many, none_held = peaks(5, 4), peaks(10, 4), peaks(10, 0)
+    assert few == many
+    assert all(held > free for held, free in zip(many, none_held, strict=True))

@@ -40,9 +40,11 @@ from ..ir.columns import (
     RECOMPUTE_,
     RECV_B_,
     RECV_F_,
+    REDUCE_,
     RELOAD_,
     SEND_B_,
     SEND_F_,
+    STEP_,
     Bools,
     Floats,
     Ints,
@@ -425,10 +427,11 @@ def byte_changes(
 def with_held_sends(memory: Memory, small_bytes: int, caps: Sequence[int] = ()) -> Memory:
     """The same step with messages held until their sender notices that they are through.
 
-    A rank looks after its sends between two actions. A small message is looked at only at the end of the
-    step, since that takes longer than it does. Where an action would pass the rank's cap because of that, the
-    runtime waits for its sends before it; so the peak is then that of messages that go when they are through.
-    small_bytes: messages up to this size are held until the end.  caps: bytes of each rank, or none.
+    A rank looks after its sends between two actions. A small message is looked at only at the end of a step,
+    of which a program of several updates has as many, since that takes longer than it does. Where an action
+    would pass the rank's cap because of that, the runtime waits for its sends before it; so the peak is then
+    that of messages that go when they are through.
+    small_bytes: messages up to this size are held until a step's end.  caps: bytes of each rank, or none.
     """
     noticed, sender = _noticed(memory, small_bytes)
     late = replace(memory, gone_s=noticed)
@@ -436,6 +439,25 @@ def with_held_sends(memory: Memory, small_bytes: int, caps: Sequence[int] = ()) 
         return late
     over = np.array([sum(peak.values()) > cap for peak, cap in zip(late.peaks(), caps, strict=True)])
     return replace(memory, gone_s=np.where(over[sender], memory.state.transfer_end, noticed))
+
+
+def _first_from(times: Floats, ends: Floats) -> Floats:
+    """For each time the first of ascending ends that is not before it; the time itself if there is none."""
+    at = np.searchsorted(ends, times)
+    return np.where(at < len(ends), ends[np.minimum(at, len(ends) - 1)], times)
+
+
+def _step_ends(p: ProgramLayout, row: Longs) -> Longs:
+    """The last entries of the steps that a row has, but for what ends with it. A sum over ranks begins with
+    the last backward of its step, and what waits for it is late in the next one.
+
+        0B3 0REDUCE0 | 0F7 0B4 ... 0STEP0 ... 0REDUCE1 |        0B3 0STEP0 1STEP0 | 0F4 ... 0STEP1 1STEP1 |
+    """
+    if p.updates == 1:
+        return row[:0]
+    sums, steps = row[p.kind[row] == REDUCE_], row[p.kind[row] == STEP_]
+    closing = sums if len(sums) else steps
+    return closing[np.diff(p.microbatch[closing], append=-1) != 0]
 
 
 def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
@@ -461,12 +483,12 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
             continue
         message = p.message[sends]
         through = s.transfer_end[message]
-        at = np.searchsorted(ends, through)
-        seen = np.where(at < len(ends), ends[np.minimum(at, len(ends) - 1)], through)
-        seen = np.where(through <= s.end[sends], through, seen)
-        gone[message] = np.where(size[message] <= small_bytes, max(ends[-1], through.max()), seen)
+        seen = np.where(through <= s.end[sends], through, _first_from(through, ends))
+        step_ends = np.append(s.end[_step_ends(p, here)], max(ends[-1], through.max()))
+        late = np.maximum(seen, _first_from(s.end[sends], step_ends))
+        gone[message] = np.where(size[message] <= small_bytes, late, seen)
         sender[message] = rank
-    # A small message is held to the end of the step, and larger ones behind it are not. `_next_sent` wants
+    # A small message is held to the end of a step, and larger ones behind it are not. `_next_sent` wants
     # times that ascend along a channel.
     for channel in range(len(p.target)):
         low, high = int(p.first_message[channel]), int(p.first_message[channel + 1])
