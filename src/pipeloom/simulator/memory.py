@@ -457,8 +457,8 @@ def _step_ends(p: ProgramLayout, row: Longs) -> Longs:
         return row[:0]
     sums, steps = row[p.kind[row] == REDUCE_], row[p.kind[row] == STEP_]
     closing = sums if len(sums) else steps
-    last: Bools = np.diff(p.microbatch[closing], append=-1) != 0
-    return closing[last]
+    last: Longs = closing[np.diff(p.microbatch[closing], append=-1) != 0]
+    return last
 
 
 def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
