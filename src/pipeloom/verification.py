@@ -31,6 +31,7 @@ from .ir.graph import Op, OpGraph, PartRows, storages
 from .ir.memory_policy import KEEP_ALL
 from .ir.plan import Plan, StagePlan
 from .ir.text import format_bytes
+from .ir.user_code import is_user_file
 from .ir.weights import FLUSH
 from .options import Options
 from .profiler.measure_op import torch_threads
@@ -44,7 +45,6 @@ from .tracer.captured import Captured
 from .tracer.job import Job
 from .tracer.job_calls import call_model, make_optimizer, scalar_loss
 from .tracer.random import DrawRecorder, DrawReplay, OtherDraws
-from .tracer.user_code import is_user_file
 
 _log = logging.getLogger("pipeloom")
 

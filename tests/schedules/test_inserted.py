@@ -13,7 +13,7 @@ from small import built, by_hand, simulated
 from pipeloom.checks.schedules import check
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, W, register_kind
 from pipeloom.ir.costs import equal_costs
-from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.errors import ConfigError, DeadlockError, ScheduleError
 from pipeloom.ir.operation import OPERATIONS, Operation, declare
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
@@ -233,10 +233,11 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         f"{file}:NoFunction": "not a function of one Shape",
         f"{file}:none": "not a function of one Shape",
         f"{file}:": "not a schedule",
-        "nowhere.py:order": "no file nowhere.py",
     }.items():
         with pytest.raises(ScheduleError, match=problem):
             built(function, 2, 2)
+    with pytest.raises(ConfigError, match="no file nowhere"):
+        built("nowhere.py:order", 2, 2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,19 @@ def test_a_file_with_declared_operations_is_checked(tmp_path: Path) -> None:
     assert "cannot block" in good(*words)
     file.write_text(file.read_text().replace("0W0 0COMPRESS0", "0COMPRESS0 0W0"))
     assert "rank 0 runs 0COMPRESS0 before 0W0" in bad(1, *words)
+
+
+@pytest.mark.parametrize(
+    ("lines", "word"),
+    [
+        ("def mine(s):\n    return half(s)\n\ndef half(s):\n    return 1 / 0\n", r"mine\.py:2, .*mine\.py:5"),
+        ("def mine(s:\n", r"mine\.py, line 1: SyntaxError"),
+        ("import nowhere_to_be_found\n", r"ModuleNotFoundError.*mine\.py:1"),
+    ],
+)
+def test_a_mistake_in_a_file_of_ones_own_is_told_with_its_lines(
+    lines: str, word: str, tmp_path: Path
+) -> None:
+    (file := tmp_path / "mine.py").write_text(lines)
+    told = bad(2, "schedule", "show", f"{file}:mine", "-p", "2")
+    assert re.search(word, told.replace("\n", "")) and "Traceback" not in told

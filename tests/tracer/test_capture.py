@@ -245,7 +245,7 @@ def test_attributes_are_put_back() -> None:
 
 ASK = """
 import torch
-from pipeloom.tracer.user_code import is_user_file
+from pipeloom.ir.user_code import is_user_file
 print(is_user_file(torch.__file__), is_user_file("a.py"))
 """
 

@@ -20,6 +20,7 @@ from ..ir.errors import DeadlockError, ScheduleError, shown
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep, steady_step
+from ..ir.user_code import own_errors_told
 from ..ir.weights import FLUSH, Updates
 from .copies import Copies, place_copies
 from .families import bidirectional as two_ways, grouped, simple, v_shape as vee, zero_bubble as zb
@@ -249,7 +250,8 @@ def build(
     shape = replace(shape, options={**shape.options, **parsed.family_options})
     copies = library_entry.copies(parsed, shape)
     try:
-        made, slices, pairs = library_entry.make(shape, copied=copies is not None)
+        with own_errors_told(f"{parsed.written} fails"):
+            made, slices, pairs = library_entry.make(shape, copied=copies is not None)
         if split_backward and pairs:
             raise ScheduleError(
                 f"{parsed.written} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward "

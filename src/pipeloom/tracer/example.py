@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
 from ..ir.errors import BatchError, ConfigError, of_type
+from ..ir.user_code import at, own_definition
 from .job import Job
-from .user_code import at, own_definition
 
 Batch: TypeAlias = Mapping[str, Any] | Iterable[Any] | Tensor
 """A dictionary (or `BatchEncoding`), a tuple or list, or one tensor, as a loader gives it."""

@@ -25,9 +25,9 @@ from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from ..ir.errors import CaptureError
+from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
 from .modules.torch_functions import READS, function_name, sized_by_data
-from .user_code import at, is_user_file, raised_at, user_line
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 

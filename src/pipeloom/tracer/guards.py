@@ -32,8 +32,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.errors import CaptureError
+from ..ir.user_code import at, definition_of, is_user_file, line_of, user_line
 from .tensors import tensors_of
-from .user_code import at, definition_of, is_user_file, line_of, user_line
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ALL_ATTRIBUTES = "__dict__"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..ir.errors import ConfigError, PipeloomError, did_you_mean, of_type
+from ..ir.errors import ConfigError, did_you_mean, of_type
+from ..ir.user_code import load_user_file, own_errors_told
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,7 +78,7 @@ def load_job(spec: str) -> Job:
     where, colon, name = (spec, ":", "job") if spec.endswith(".py") else spec.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"model {spec!r} names no function", hint=_HINT)
-    module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where, name)
+    module = load_user_file(Path(where), hint=_HINT) if where.endswith(".py") else _from_name(where, name)
     function = getattr(module, name, None)
     if not callable(function):
         what = "has no function" if function is None else "has something that is not a function under"
@@ -97,52 +96,8 @@ def _call(spec: str, function: object) -> object:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ConfigError(f"{spec} cannot be called without arguments: {error}", hint=_HINT) from None
-    with _own_errors_told(f"{spec} fails"):
+    with own_errors_told(f"{spec} fails"):
         return function()
-
-
-@contextmanager
-def _own_errors_told(what: str) -> Iterator[None]:
-    """An exception inside the user's code becomes a sentence that ends with the user's lines it came through.
-    Its traceback, which is mostly ours, stays with it as the cause."""
-    try:
-        yield
-    except PipeloomError:
-        raise
-    except Exception as error:  # the user's code raises every kind of exception
-        from .user_code import at, lines_of, shown_file  # only now: it needs torch
-
-        kind = type(error).__name__
-        if isinstance(error, SyntaxError) and error.filename and error.lineno:
-            place = f"{shown_file(error.filename)}, line {error.lineno}"
-            raise ConfigError(f"{place}: {kind}: {error.msg}") from error
-        text = str(error).strip() or "no message"
-        raise ConfigError(f"{what}: {kind}: {text}{at(', '.join(lines_of(error)))}") from error
-
-
-def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}", hint=_HINT)
-    path = path.resolve()
-    # Under its own name in sys.modules, so that classes in it can be pickled and import each other.
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
-    if loaded is not None:  # such as a file called json.py: it must not hide the real one
-        spec.name = spec.loader.name = f"pipeloom_job_{path.stem}"  # type: ignore[attr-defined]
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        with _own_errors_told(f"{path.name} cannot be imported"):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
-    return module
 
 
 def _from_name(name: str, function: str) -> ModuleType:
@@ -151,7 +106,7 @@ def _from_name(name: str, function: str) -> ModuleType:
         raise ConfigError(f"{name!r} is no name of a module", hint=near)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    with _own_errors_told(f"{name} cannot be imported"):
+    with own_errors_told(f"{name} cannot be imported"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:

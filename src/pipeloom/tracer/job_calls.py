@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..ir.errors import CaptureError, ConfigError, of_type
+from ..ir.user_code import at, own_definition, raised_at
 from .job import Job
 from .random import one_thread_at_a_time
-from .user_code import at, own_definition, raised_at
 
 
 @one_thread_at_a_time

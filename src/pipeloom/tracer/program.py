@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..ir.errors import CaptureError
+from ..ir.user_code import at
 from .blueprint import Blueprint
 from .captured import Captured
 from .causal_masks import replace_causal_masks
@@ -22,7 +23,6 @@ from .job import Job
 from .op_graph import build_op_graph, model_buffers, model_parameters, reached
 from .product_copies import unfold_copies
 from .tensors import tensors_of
-from .user_code import at
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,

@@ -8,9 +8,7 @@ found.csv                       a file that lists every action; or .txt, with a 
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ...ir.errors import ScheduleError
+from ...ir.user_code import load_user_file
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "gpipe": ("ScheduleGPipe", "fill_drain", "f_then_b"),
@@ -187,8 +186,7 @@ _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:fun
 
 
 def load_user_schedule(name: ScheduleName) -> Any:
-    """What `file.py:function` names: a recipe's function, or an Entry. An exception inside the user's code
-    is left as it is."""
+    """What `file.py:function` names: a recipe's function, or an Entry."""
     file, _, function = name.family.partition(":")
     if not function:
         raise ScheduleError(
@@ -214,23 +212,5 @@ def load_user_schedule(name: ScheduleName) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, once. Raises: ScheduleError if there is none."""
-    if not path.is_file():
-        raise ScheduleError(f"there is no file {path}", hint=_HINT)
-    path = path.resolve()
-    # The user's job may be in the same file, which `tracer.job` has then imported under such a name.
-    names = (path.stem, f"pipeloom_job_{path.stem}", f"pipeloom_schedule_{path.stem}")
-    for module_name in names:
-        if getattr(sys.modules.get(module_name), "__file__", None) == str(path):
-            return sys.modules[module_name]
-    name = names[0] if names[0] not in sys.modules else names[2]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    """Import a file with a schedule or an operation, once. Raises: ConfigError if there is none."""
+    return load_user_file(path, hint=_HINT)

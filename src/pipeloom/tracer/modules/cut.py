@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...ir.errors import CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import Stage, StageGraph
+from ...ir.user_code import at, definition_of
 from ..autocast import Autocast, autocast_region
 from ..blueprint import Blueprint
 from ..export import without_export_output
@@ -24,7 +25,6 @@ from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
 from ..op_graph import model_buffers, model_parameters
 from ..tensors import zeros_like_value
-from ..user_code import at, definition_of
 from .functions import ModuleFunctions
 from .ops import ModuleOp, build_ops, is_dynamic
 from .path import PATH_PREFIX, ForwardPath, encode_path

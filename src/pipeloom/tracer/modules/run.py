@@ -34,9 +34,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CutError
 from ...ir.stages import StageGraph
+from ...ir.user_code import at, raised_at
 from ..job import Job
 from ..random import seeded
-from ..user_code import at, raised_at
 from .absent import (
     KEEP_TOGETHER,
     MissingValue,

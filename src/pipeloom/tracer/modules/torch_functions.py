@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_leaves
 
 from ...ir.errors import CaptureError
-from ..user_code import at, user_line
+from ...ir.user_code import at, user_line
 
 READS = frozenset(
     """

@@ -1,17 +1,20 @@
-"""Which line of the user's own files something comes from, for messages that ask for a change there."""
+"""The user's own files: how one is imported, and which line of them something comes from, for messages that
+ask for a change there."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import walk_tb
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import torch
+from .errors import ConfigError, PipeloomError
 
 
 def _named(folder: Path) -> tuple[str, ...]:
@@ -19,7 +22,9 @@ def _named(folder: Path) -> tuple[str, ...]:
     return tuple({str(folder), str(folder.resolve())})
 
 
-_NOT_USERS = (*_named(Path(__file__).parents[1]), *_named(Path(torch.__file__).parent))
+_TORCH = find_spec("torch")
+assert _TORCH is not None and _TORCH.origin is not None, "pipeloom requires torch"
+_NOT_USERS = (*_named(Path(__file__).parents[1]), *_named(Path(_TORCH.origin).parent))
 """Folders of pipeloom and of torch."""
 
 _LIBRARY = _named(Path(sysconfig.get_path("stdlib")))
@@ -30,12 +35,60 @@ _INSTALLED = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 def is_user_file(name: str) -> bool:
     """Whether code of this file is neither ours nor torch's nor Python's own.
 
+    >>> import torch
     >>> is_user_file(torch.__file__), is_user_file("model.py")
     (False, True)
     """
     if name.startswith("<") or name.startswith(_NOT_USERS):
         return False
     return not name.startswith(_LIBRARY) or any(part in name for part in _INSTALLED)
+
+
+def load_user_file(path: Path, *, hint: str) -> ModuleType:
+    """Import a file, once, under its own name in `sys.modules`, so that classes in it can be pickled.
+
+    Raises: ConfigError if there is none, or for an exception in it; see `own_errors_told`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", hint=hint)
+    path = path.resolve()
+    # A file called json.py must not hide the real one.
+    names = (path.stem, f"pipeloom_file_{path.stem}")
+    for name in names:
+        if getattr(sys.modules.get(name), "__file__", None) == str(path):
+            return sys.modules[name]
+    spec = spec_from_file_location(names[path.stem in sys.modules], path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        with own_errors_told(f"{path.name} cannot be imported"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+@contextmanager
+def own_errors_told(what: str) -> Iterator[None]:
+    """An exception inside the user's code becomes a ConfigError that ends with the user's lines it came
+    through; its traceback, mostly ours, stays as the cause. One without such lines is a fault of ours."""
+    try:
+        yield
+    except PipeloomError:
+        raise
+    except Exception as error:  # the user's code raises every kind of exception
+        kind = type(error).__name__
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:
+            place = f"{shown_file(error.filename)}, line {error.lineno}"
+            raise ConfigError(f"{place}: {kind}: {error.msg}") from error
+        if not (lines := lines_of(error)):
+            raise
+        text = str(error).strip() or "no message"
+        raise ConfigError(f"{what}: {kind}: {text}{at(', '.join(lines))}") from error
 
 
 def user_line(frame: FrameType | None = None) -> str:
@@ -86,6 +139,7 @@ def definition_of(function: Callable[..., Any] | type) -> str:
 def own_definition(function: Callable[..., Any] | type) -> str:
     """The same, and "" too if it is not in the user's code.
 
+    >>> import torch
     >>> own_definition(torch.nn.Linear), own_definition(user_line)
     ('', '')
     """
