@@ -17,8 +17,9 @@ from boards import local_boards
 from processes import ends_of, start_ranks
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.errors import CommunicationError
+from pipeloom.ir.errors import CommunicationError, PipeloomError
 from pipeloom.runtime import connect
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.watch import CtrlC, Watch, shorten_peer_errors
 
 SCRIPT = textwrap.dedent(
@@ -142,6 +143,19 @@ def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
     threads = {thread for thread in threading.enumerate() if thread not in before}
     connect._leave_ranks()
     assert threads and not any(thread.is_alive() for thread in threads)
+
+
+def test_several_ranks_may_close_again_and_do_nothing_after_that() -> None:
+    job = zoo.job("skips")
+    plan = runs.even_plan(job, 2, microbatches=2)
+
+    def rank(_: int, channel: Channel) -> None:
+        with Pipeline(job, plan, channel=channel) as pipeline:
+            pipeline.close()
+        with pytest.raises(PipeloomError, match="closed"):
+            pipeline.step(job.batch(0, 4))
+
+    runs.threads(2, rank, timeout_s=60.0)
 
 
 @pytest.mark.parametrize("blocked", [True, False])

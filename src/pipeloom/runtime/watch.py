@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
-from ..ir.errors import CommunicationError, PeerError
+from ..ir.errors import CommunicationError, PeerError, PipeloomError
 from .board import FINISHED, Board, Failure, RankStatus, who_waits
 from .child import PEER_FAILED
 from .flight_recorder import write_recorded
@@ -93,6 +93,7 @@ class Watch:
         self.waiting: Waiting | None = None
         self.device_waits: Callable[[], Waiting | None] = lambda: None
         self._main_knows = threading.Event()
+        self._left = False
         self._recorded = threading.Lock()
         self._on_failure: list[Callable[[], None]] = []
         self._on_exit: list[Callable[[], None]] = []
@@ -112,6 +113,7 @@ class Watch:
         return self._board.failure
 
     def __enter__(self) -> Watch:
+        self._left = False
         self._board.start(self._own_status, self._failure_known)
         if self._exit_after_s is not None:
             shorten_peer_errors()
@@ -121,12 +123,15 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        if self._left:
+            return
         try:
             if error is None:
                 self._finish()
             elif not _is_clean(error):
                 self.fail(error)
         finally:
+            self._left = True
             self._main_knows.set()
             if self._board.failure is not None:
                 self._interrupt()
@@ -135,11 +140,16 @@ class Watch:
                     ended.callback(end)
 
     def check(self) -> None:
-        """Raises: PeerError if another rank failed. Cheap."""
+        """Raises: PeerError if another rank failed; PipeloomError if this one has left the others. Cheap."""
         failure = self._board.failure
         if failure is not None:
             self._main_knows.set()
             raise peer_error(failure, self.rank)
+        if self._left and self.ranks > 1:
+            raise PipeloomError(
+                f"rank {self.rank} has left the other ranks: its pipeline was closed",
+                hint="call this before close(), or inside the with",
+            )
 
     def fail(self, error: BaseException, *, main_thread: bool = True) -> Failure:
         """Tell all ranks that this one failed; returns the first failure, which may be another rank's.
