@@ -20,7 +20,7 @@ from .action_hooks import Look, OnAction
 from .clusters.devices import peak_flops_per_s
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
-from .ir.errors import ConfigError, PlanError
+from .ir.errors import BatchError, CheckpointError, ConfigError, PipeloomError, PlanError
 from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
 from .ir.timeline import Timeline
@@ -369,10 +369,12 @@ class Pipeline:
         return taken
 
     @contextmanager
-    def _call(self, what: str, *, heals: bool = False) -> Iterator[None]:
+    def _call(
+        self, what: str, *, heals: bool = False, refuses: tuple[type[PipeloomError], ...] = ()
+    ) -> Iterator[None]:
         """Do something that is not a step, once nothing is in flight."""
         self._run.drain()
-        with self._run.call(what, heals=heals):
+        with self._run.call(what, heals=heals, refuses=refuses):
             yield
 
     def evaluate(self, batch: Batch | None = None) -> float:
@@ -407,7 +409,7 @@ class Pipeline:
 
     def _evaluate(self, given: Batch | None, variants: StageVariants) -> float:
         self._run.drain()
-        with self._run.call("an evaluation", refuses_batches=True):
+        with self._run.call("an evaluation", refuses=(BatchError,)):
             batch = given if self._first is None else self._first.take(given, whole=True) or {}
             agree = partial(agree_on_shapes, self.channel)
             part, size = self.batches.take(batch, step=self.steps_done, variants=variants, agree=agree)
@@ -482,7 +484,7 @@ class Pipeline:
         if self.schedulers:
             states = [scheduler.state_dict() for scheduler in self.schedulers]
             state["scheduler"] = states[0] if len(states) == 1 else {"schedulers": states}
-        with self._call("saving a checkpoint"):
+        with self._call("saving a checkpoint", refuses=(CheckpointError,)):
             return checkpoint.save(
                 Path(directory),
                 self._train_state(self.weights.previous),
@@ -501,9 +503,9 @@ class Pipeline:
         Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
         """
         previous: dict[str, Tensor] = {}
-        with self._call("loading a checkpoint", heals=True):
-            part = self._train_state(previous)
-            step, state = checkpoint.load(Path(directory), part, channel=self.channel)
+        with self._call("loading a checkpoint", heals=True, refuses=(CheckpointError,)):
+            part, overwrite = self._train_state(previous), self._run.overwrite
+            step, state = checkpoint.load(Path(directory), part, channel=self.channel, overwrite=overwrite)
             self.weights.restart_versions(step if self.weights.updates is not None else 0, previous)
             self.weights.cast_parameters()
             if self.schedulers and "scheduler" in state:
@@ -570,7 +572,8 @@ class Pipeline:
         self._run.drain()
         state = self._train_state({})
         found = find_weights(state, read, channel=self.channel, stays=stays)
-        with self._call("loading weights", heals=True):
+        with self._call("loading weights"):
+            self._run.overwrite()
             for name, tensor in found.items():
                 state.model[name].copy_(tensor)
             self.weights.cast_parameters()
@@ -586,7 +589,7 @@ class Pipeline:
         """
         path, whole = Path(path), self.state_dict()
         aliases = self._train_state({}).aliases
-        with self._call("writing the weights"):
+        with self._call("writing the weights", refuses=(CheckpointError,)):
             write_weights(path, {n: t for n, t in whole.items() if n not in aliases}, aliases, self.channel)
         return path
 

@@ -97,7 +97,7 @@ class SteadyRun(Run):
         return [self.control, *norms, *super().groups(stages, placement)]
 
     def feed(self, number: int, batch: Any) -> None:
-        with self.call(f"step {number + 1}", refuses_batches=True):
+        with self.call(f"step {number + 1}", refuses=(BatchError,)):
             microbatches, size = self.batches.take(batch, step=number, agree=self._agree)
         with self.call(f"step {number + 1}"):
             self.run_row(number, microbatches, size)
@@ -111,10 +111,12 @@ class SteadyRun(Run):
 
     def _abandon(self) -> bool:
         """Rows go over from step to step, so that none can be taken back alone."""
+        torn = bool(self.fed or self._open) or self.worker.reduce_and_step.updating
         self.fed, self.last = 0, -1
+        self._ring = [None] * len(self._ring)
         for left in (self._open, self._under_way, self._told, self._digests, self._batch_bytes):
             left.clear()
-        return True
+        return torn
 
     def _agree(self, shapes: tuple[str, ...], refusal: BatchError | None) -> None:
         """Tell the others the shapes of a batch, and drain if they have changed, alike on all ranks, or all

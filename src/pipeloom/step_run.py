@@ -117,6 +117,7 @@ class Run(ABC):
     reports: list[StepReport] = field(default_factory=list)
     _broken: str = ""
     _torn: bool = False
+    _overwriting: bool = False
     _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @abstractmethod
@@ -136,31 +137,40 @@ class Run(ABC):
         return self.worker.reduce_and_step.groups(stages, placement)
 
     @contextmanager
-    def call(self, what: str, *, heals: bool = False, refuses_batches: bool = False) -> Iterator[None]:
+    def call(
+        self, what: str, *, heals: bool = False, refuses: tuple[type[PipeloomError], ...] = ()
+    ) -> Iterator[None]:
         """Do `what`, such as "step 3". If it is broken off, as by Ctrl-C, the next call starts from nothing,
         or refuses if it cannot.
 
         heals: it makes parameters, buffers and optimizer anew.
-        refuses_batches: nothing is sent or computed yet, and all ranks raise a BatchError if one does. So it
-            breaks nothing off: the next call starts from where this one did.
+        refuses: errors that all ranks raise if one does, while nothing of a step is sent or computed. So they
+            break nothing off: the next call starts from where this one did.
         """
         self._recover(heals)
         self.watch.check()
         self._buffers = dict(self.worker.weights.buffers)
+        self._overwriting = False
         try:
             with out_of_memory_told(self.worker.ledger, lambda: what):
                 yield
         except BaseException as error:
-            if refuses_batches and isinstance(error, BatchError):
+            if isinstance(error, refuses) and not self._overwriting:
                 raise
             first = str(error).partition("\n")[0]
             by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
-            self._broken, self._torn = f"{what} was broken off ({by})", self._abandon()
+            self._broken = f"{what} was broken off ({by})"
+            self._torn = self._abandon() or self._overwriting or self._torn
             if self.watch.ranks > 1:
                 self.watch.fail(error)
             raise
         self.worker.reduce_and_step.updating = False
+        self._broken, self._torn = "", False
         self._buffers = {}  # what they were is not needed, and must not stay in memory
+
+    def overwrite(self) -> None:
+        """The call that is under way begins to write weights that it has read somewhere."""
+        self._overwriting = True
 
     def _recover(self, heals: bool) -> None:
         """Clear away what a broken call has left, or refuse to go on."""
@@ -179,7 +189,9 @@ class Run(ABC):
         self.worker.forget()
         for name, buffer in self._buffers.items():
             self.worker.weights.replace_buffer(name, buffer)
-        self._broken, self._torn, self.worker.reduce_and_step.updating = "", False, False
+        self.worker.reduce_and_step.updating = False
+        if not self._torn:
+            self._broken = ""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -190,7 +202,7 @@ class FlushedRun(Run):
 
     def feed(self, number: int, batch: Any) -> None:
         start, what = time.perf_counter(), f"step {number + 1}"
-        with self.call(what, refuses_batches=True):
+        with self.call(what, refuses=(BatchError,)):
             microbatches, size = self.batches.take(batch, step=number, agree=self._agree)
             self.record.ledger.set("batch", size)
         with self.call(what):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import delayed
 import pytest
 import runs
 import torch
@@ -15,7 +16,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
-from pipeloom.ir.errors import PipeloomError
+from pipeloom.ir.errors import CheckpointError, PipeloomError
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileTier
@@ -155,10 +156,62 @@ def test_a_torn_update_needs_a_checkpoint(tmp_path: Path) -> None:
                 "some parameters may be updated and others not"
             )
             assert caught.value.hint == "load the newest checkpoint, or make the pipeline again"
+        with pytest.raises(CheckpointError):
+            pipeline.load(tmp_path / "nowhere")
+        with pytest.raises(PipeloomError, match="updated"):
+            pipeline.step(JOB.batch(1, 4))
         pipeline.load(tmp_path)
         for name, param in pipeline.weights.params.items():
             assert torch.equal(param, expected[name])
         pipeline.step(JOB.batch(1, 4))
+
+
+def test_weights_that_were_loaded_in_part_need_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pipeline(JOB, runs.even_plan(JOB, 1, microbatches=2)) as pipeline:
+        pipeline.save(tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("pipeloom.runtime.checkpoint._restore_optimizers", stop)
+            pipeline.load(tmp_path)
+        with pytest.raises(PipeloomError, match="loading a checkpoint"):
+            pipeline.step(JOB.batch(1, 4))
+        pipeline.load(tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(pipeline.weights, "cast_parameters", stop)
+            pipeline.load_state_dict(pipeline.state_dict())
+        with pytest.raises(PipeloomError, match="loading weights"):
+            pipeline.step(JOB.batch(1, 4))
+
+
+def stop(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("ranks", "steady"), [(1, False), (1, True), (2, False), (2, True)])
+def test_a_checkpoint_that_all_ranks_refuse_breaks_nothing_off(
+    ranks: int, steady: bool, tmp_path: Path
+) -> None:
+    job = delayed.job_of() if steady else JOB
+    plan = delayed.steady_plan(job, ranks, 2) if steady else runs.even_plan(job, ranks, microbatches=2)
+
+    def losses(refused: bool) -> list[float]:
+        def rank(_: int, channel: Channel) -> list[float]:
+            with Pipeline(job, plan, channel=channel) as pipeline:
+                losses = [pipeline.step(job.batch(0, 4))]
+                for call in (
+                    lambda: pipeline.load(tmp_path / "nowhere"),
+                    lambda: pipeline.save(tmp_path, extra={"what": object()}),
+                    lambda: pipeline.export(tmp_path),
+                ):
+                    if refused:
+                        with pytest.raises(CheckpointError):
+                            call()
+                return [*losses, pipeline.step(job.batch(1, 4))]
+
+        return runs.threads(ranks, rank, timeout_s=60.0)[-1]
+
+    assert losses(refused=True) == losses(refused=False)
 
 
 def test_two_ranks_refuse_to_go_on() -> None:

@@ -152,12 +152,19 @@ def save(
     return partial.with_suffix("")
 
 
-def load(directory: Path, state: TrainState, *, channel: Channel | None = None) -> tuple[int, dict[str, Any]]:
+def load(
+    directory: Path,
+    state: TrainState,
+    *,
+    channel: Channel | None = None,
+    overwrite: Callable[[], None] = lambda: None,
+) -> tuple[int, dict[str, Any]]:
     """Fill `state` from the newest checkpoint in `directory` (or from that checkpoint itself).
 
     Every rank calls it with its own part, however the parts were spread when saving. The parameters and
     buffers are filled in place; optimizers may be fresh ones without state yet.
 
+    overwrite: called just before the first tensor of `state` is written.
     Returns: the step it was saved at, and `extra`.
     Raises: CheckpointError, on all ranks, if the checkpoint is missing, damaged, or of another model or
         optimizer. Damage and mismatches are found before anything is overwritten.
@@ -187,6 +194,7 @@ def load(directory: Path, state: TrainState, *, channel: Channel | None = None) 
             f"checkpoint {path} holds {leftover[0]}{more}, which the model does not have",
             hint="load a checkpoint of this model",
         )
+    overwrite()
     try:
         for name, tensor in state.model.items():
             own = state.own_name(name)
