@@ -295,7 +295,7 @@ def test_what_only_counts_batches_is_no_stage_of_its_own() -> None:
 
 def test_a_batch_that_one_rank_alone_cannot_use_is_refused_by_all() -> None:
     def work(pipe: pipeloom.Pipeline) -> float:
-        with pytest.raises(BatchError):
+        with pytest.raises(BatchError, match="list"):
             pipe.step(named() if pipe.rank == 0 else [1, 2])
         return pipe.step(named())
 

@@ -148,13 +148,13 @@ def agree_on_shapes(channel: Channel, shapes: tuple[str, ...], refusal: BatchErr
     mine = shapes_digest(shapes, refusal)
     total = mine.clone()
     channel.all_reduce(total)
+    if total[2]:  # first, as whoever refuses may not know any shapes
+        agree_on_refusal(channel, refusal)
     if not torch.equal(total[:2], channel.ranks * mine[:2]):
         raise BatchError(
             f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
             hint="give all ranks the same batch",
         )
-    if total[2]:
-        agree_on_refusal(channel, refusal)
 
 
 def shapes_digest(shapes: tuple[str, ...], refusal: BatchError | None) -> Tensor:
