@@ -122,6 +122,8 @@ def test_a_batch_of_rank_0_that_is_none_is_refused_by_all_and_can_be_replaced() 
     def work(pipe: pipeloom.Pipeline) -> float:
         with pytest.raises(BatchError, match="text"):
             pipe.step({"x": named()["x"], "text": "no tensor"} if pipe.rank == 0 else None)
+        with pytest.raises(BatchError, match="rank 0"):
+            pipe.step()
         return pipe.step(named() if pipe.rank == 0 else None)
 
     assert on_two_ranks(work, net(), named(), data="first")[1] == pytest.approx(plain_losses(net(), 1)[0])

@@ -338,8 +338,10 @@ class Pipeline:
             if a copy or a message fails; PeerError if another rank failed; PipeloomError if an earlier call
             was broken off and this one cannot go on from there, which holds for all methods.
         """
-        *_, last = self.steps([batch])
-        return last.loss
+        before, reports = self.steps_done, list(self.steps([batch]))
+        if self.steps_done == before:
+            raise BatchError("rank 0 was given no batch", hint="give step() a batch on rank 0")
+        return reports[-1].loss
 
     @property
     def drains_each_step(self) -> bool:
