@@ -252,6 +252,10 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
         ({"ranks": 3}, "started"),
         ({"microbatches": 16}, "rows"),
         ({"data": "frist"}, "frist"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"timeout_s": 0.0}, "timeout_s"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:

@@ -59,7 +59,7 @@ class Options:
     compare: before the first step of a model that was not trained here before, compare two micro-batches with
     plain PyTorch; see `verification.py`. Off by default where PIPELOOM_COMPARE is 0.
 
-    Raises: ConfigError for an `autocast` that cannot be trained with.
+    Raises: ConfigError for an `autocast` that cannot be trained with, or a number that cannot be.
 
     >>> options = Options(device="cpu", clip_norm=1.0, accumulate=2, autocast=torch.bfloat16)
     >>> options.device, options.timeout_s
@@ -83,3 +83,9 @@ class Options:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", named_device(self.device))
         mixed_precision(self.autocast, self.device)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm is {self.clip_norm}", hint="use more than 0, or None not to clip")
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate is {self.accumulate}", hint="use 1 round or more")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}", hint="use a number of seconds above 0")
