@@ -256,10 +256,17 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"accumulate": 0}, "accumulate"),
         ({"timeout_s": 0.0}, "timeout_s"),
+        ({"accumulate": 4, "microbatches": 4}, "8 rows"),
+        ({"accumulate": 16}, "8 rows"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:
     assert word in refused(ConfigError, pipeloom.Pipeline, net(), example=named(), loss=of_named, **how)
+
+
+def test_micro_batches_have_no_more_rows_than_asked_for() -> None:
+    with pipeloom.Pipeline(net(), example=named(), loss=of_named, microbatch_size=3, compare=False) as pipe:
+        assert (pipe.plan.microbatches, pipe.plan.microbatch_size) == (3, 3)
 
 
 def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:

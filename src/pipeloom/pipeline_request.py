@@ -67,14 +67,16 @@ class PipelineRequest:
             )
         if rows is None or "global_batch" in given:
             return PlanSettings(**given)
-        rows //= self.options.accumulate
+        rounds, given_rows = self.options.accumulate, rows
+        rows //= rounds
         count, size = given.get("microbatches"), given.get("microbatch_size")
         if count is None:
-            count = max(1, rows // size) if size else max(1, min(PlanSettings().microbatches, rows))
+            count = max(1, -(-rows // size) if size else min(PlanSettings().microbatches, rows))
         if rows < count:
+            times = f", {rounds} times," if rounds > 1 else ""
             raise ConfigError(
-                f"{count} micro-batches are asked for, the example has {rows} rows",
-                hint="give larger batches, or ask for fewer micro-batches",
+                f"{count} micro-batches are asked for{times} and the example has {given_rows} rows",
+                hint="give larger batches, or ask for fewer micro-batches" + (" or rounds" if times else ""),
             )
         given |= {"microbatches": count, "microbatch_size": size or -(-rows // count)}
         return PlanSettings(**given)
