@@ -48,22 +48,26 @@ class Look:
             self.on_action(text, made)
         if not self.find_nan or not (bad := [name for name, tensor in made.items() if not _finite(tensor)]):
             return
-        where = None if inputs is None else self._first_op(self.stages.origin(stage), state, inputs)
-        if given := [name for name, tensor in (inputs or {}).items() if not _finite(tensor)]:
-            where = f"its input {given[0]}"
-        elif weights := [name for name, tensor in state.items() if not _finite(tensor)]:
-            where = f"{weights[0]}, which is read"
+        origin = self.stages.origin(stage)
+        where = None if inputs is None else self._first(bad[0], origin, state, inputs)
+        if where is None:
+            read = {n: state[n] for n in self.stages.params[origin]} | dict(inputs or {})
+            where = next((name for name, tensor in read.items() if not _finite(tensor)), None)
         raise NumbersError(
             f"{bad[0]} is not finite after {text} on stage {stage}"
             + (f"; the first such number is in {where}" if where else ""),
             hint="look at the learning rate, at what is divided or taken the logarithm of, and at the batch",
         )
 
-    def _first_op(self, stage: int, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> str | None:
-        """The first op of a stage whose result is not finite; None if it cannot be run again here."""
+    def _first(
+        self, bad: str, stage: int, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> str | None:
+        """Where what is not finite in a result of a stage comes from: the first op whose such numbers led
+        there, or what the stage reads; None if it cannot be run again here. Others may be meant, as the -inf
+        of a mask, of which a softmax makes zeros."""
         if self.captured.cut is not None:
             return None
-        device = next(iter(inputs.values())).device
+        device = next((tensor.device for tensor in (*inputs.values(), *state.values())), torch.device("cpu"))
         module = extract(self.captured, self.stages, stage, str(device))
         given = [inputs[name] if name in inputs else state[name] for name in module.names]
         planned = [node.meta["val"].shape for node in module.module.graph.find_nodes(op="placeholder")]
@@ -72,19 +76,32 @@ class Look:
         found = _Interpreter(module.module)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             found.run(*given)
-        if found.first is None:
+        nodes = module.module.graph.nodes
+        results: Any = module.module.graph.output_node().args[0]
+        led = {node for name, node in zip(module.outputs, results, strict=True) if name == bad} & found.odd
+        for node in reversed(nodes):
+            if node in led:
+                led.update(found.odd.intersection(node.all_input_nodes))
+        first = next((node for node in nodes if node in led), None)
+        if first is None:
             return None
-        op = self.captured.graph.op[found.first.meta["custom"]["op"]]
+        if first.op == "placeholder":
+            return module.names[[n for n in nodes if n.op == "placeholder"].index(first)]
+        op = self.captured.graph.op[first.meta["custom"]["op"]]
         return f"{op.name} of {op.module or self.captured.graph.name}"
 
 
 class _Interpreter(fx.Interpreter):
-    first: fx.Node | None = None
+    """odd: nodes of which some numbers are not finite."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.odd: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if self.first is None and n.op == "call_function" and not all(map(_finite, tensors_of(result))):
-            self.first = n
+        if not all(map(_finite, tensors_of(result))):
+            self.odd.add(n)
         return result
 
 
