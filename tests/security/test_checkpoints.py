@@ -168,6 +168,11 @@ def test_latest_stays_in_its_directory(tmp_path: Path) -> None:
 def test_links_among_checkpoints_are_not_followed(tmp_path: Path) -> None:
     mine, other = save(tmp_path / "mine", a_state()), save(tmp_path / "other", a_state())
     (mine.parent / "step-00000009").symlink_to(other)
+    (mine.parent / "latest").rename(mine.parent / "elsewhere")
+    (mine.parent / "latest").symlink_to("elsewhere")
+    with pytest.raises(CheckpointError, match="link"):
+        newest(mine.parent)
+    (mine.parent / "latest").unlink()
     (mine.parent / "latest").write_text("step-00000009")
     assert newest(mine.parent) == mine
     content = (mine / "rank-0.safetensors").read_bytes()

@@ -119,13 +119,15 @@ def newest(directory: Path) -> Path:
     checkpoints = complete(directory)
     latest = directory / LATEST
     if latest.is_file():
-        name = read(latest).decode(errors="replace").strip()
+        hint = "write the one to go on with there: "
+        hint += ", ".join(path.name for path in checkpoints) or "none is there"
+        try:
+            name = read(latest).decode(errors="replace").strip()
+        except OSError as error:
+            why = "it is a link" if latest.is_symlink() else error.strerror
+            raise CheckpointError(f"cannot read {latest}: {why}", hint=hint) from None
         if _NAME.fullmatch(name) is None:
-            there = ", ".join(path.name for path in checkpoints) or "none is there"
-            raise CheckpointError(
-                f"{latest} names no checkpoint of its directory: {shown(name)}",
-                hint=f"write the one to go on with there: {there}",
-            )
+            raise CheckpointError(f"{latest} names no checkpoint of its directory: {shown(name)}", hint=hint)
         for named in (directory / name, directory / (name + ".old")):
             if named in checkpoints:
                 return named
