@@ -513,7 +513,7 @@ class Pipeline:
             if self.schedulers and "scheduler" in state:
                 states = state["scheduler"].get("schedulers", [state["scheduler"]])
                 for scheduler, loaded in zip(self.schedulers, states, strict=True):
-                    scheduler.load_state_dict(loaded)
+                    scheduler.load_state_dict(checkpoint.like_live(loaded, scheduler.state_dict()))
             self.steps_done = step
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])

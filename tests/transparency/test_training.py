@@ -177,3 +177,27 @@ def test_a_pipeline_in_no_grad_trains_as_outside(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # compared anew
     assert losses(torch.no_grad, compare=compare) == losses(nullcontext, compare=compare)
+
+
+# Learning rates.
+
+
+def in_turn(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return LR.SequentialLR(optimizer, [LR.LinearLR(optimizer, 0.5), LR.MultiStepLR(optimizer, [2])], [1])
+
+
+@pytest.mark.parametrize("scheduler", [partial(LR.MultiStepLR, milestones=[2, 3]), in_turn])
+def test_milestones_come_after_a_checkpoint_too(scheduler: Callable[..., object], tmp_path: Path) -> None:
+    """Their numbers are keys, which JSON writes as text."""
+    job = two_linears()
+    plan, rates = even_plan(job, 1, microbatches=2), []
+    for first in (0, 1):
+        with Pipeline(job, plan, options=Options(scheduler=scheduler)) as pipeline:
+            if first:
+                pipeline.load(tmp_path)
+            for step in range(first, 5):
+                if step == 1 and not first:
+                    pipeline.save(tmp_path)
+                pipeline.step(job.batch(step, 4))
+                rates.append(pipeline.lr)
+    assert rates[1:5] == rates[5:] and rates[1] > rates[4]

@@ -17,8 +17,10 @@ all of them see.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -468,7 +470,7 @@ def _agree(mine: tuple[CheckpointError | None, T], channel: Channel | None, what
 def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[dict[str, Tensor], Index]:
     """This rank's tensors by checkpoint key, and its part of the index."""
     try:
-        json.dumps(dict(extra))
+        plain = json.loads(json.dumps(dict(extra)))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"extra cannot be written as JSON: {error}", hint="use dicts, lists, strings and numbers"
@@ -504,7 +506,7 @@ def _flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple
     return tensors, Index(
         schema=SCHEMA,
         step=step,
-        extra=dict(extra),
+        extra=plain,
         aliases=state.aliases,
         model={state.own_name(n): (state.whole_shape(n), _dtype_name(t)) for n, t in model.items()},
         optimizers=kinds,
@@ -546,7 +548,7 @@ def _restore_optimizers(state: TrainState, index: Index, saved: SavedTensors) ->
             if not names:
                 continue
             for key, value in _common_hyper([*map(state.own_name, names)], index).items():
-                numbered[key] = _like_live(value, group.get(key))
+                numbered[key] = like_live(value, group.get(key))
             for name, number in zip(names, numbered["params"], strict=True):
                 own, rows = state.own_name(name), state.rows.get(name)
                 prefix = f"optimizer.{own}."
@@ -597,10 +599,18 @@ def _plain_hyper(key: str, value: Any) -> Any:
     )
 
 
-def _like_live(value: Any, live: Any) -> Any:
-    """JSON knows neither tuples nor tensors: follow the type of the live optimizer's setting."""
+def like_live(value: Any, live: Any) -> Any:
+    """JSON knows neither tuples nor tensors, nor numbers as keys: follow the type of what a live optimizer or
+    scheduler has there."""
     if isinstance(live, Tensor):
         return torch.full_like(live, value)
+    if isinstance(live, dict) and isinstance(value, dict):
+        numbers = bool(live) and all(isinstance(key, int) for key in live)
+        keys = {key: int(key) if numbers else key for key in value}
+        found = {keys[key]: like_live(each, live.get(keys[key])) for key, each in value.items()}
+        return Counter(found) if isinstance(live, Counter) else found
+    if isinstance(live, list) and isinstance(value, list):
+        return [like_live(each, one) for each, one in zip_longest(value, live[: len(value)])]
     return tuple(value) if isinstance(live, tuple) else value
 
 
