@@ -228,6 +228,17 @@ class SlowList(torch.optim.SGD):
         self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
 
 
+class Together(torch.optim.SGD):
+    """Counts its steps for all parameters together."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=1.0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["all"] = self.state.get("all", 0) + 1
+
+
 class Lists(torch.optim.SGD):
     """Keeps its groups under other names, too."""
 
@@ -273,6 +284,7 @@ def test_data_of_parameters_in_an_attribute_is_refused_where_the_optimizer_is_ma
         (Slow, "of its own"),
         (NeedsDataSlow, "of its own"),
         (SlowList, "slow"),
+        (Together, "'all'"),
         (lambda params: Holds(SlowList(params)), "SlowList"),
         (NeedsDataWhenMade, "meta"),
         (lambda params: Holds(), "Holds"),

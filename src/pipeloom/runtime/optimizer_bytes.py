@@ -199,8 +199,15 @@ def update_bytes(
 
 def refuse_kept_beside(optimizer: Optimizer) -> None:
     """Raises: PlanError if an optimizer keeps data of parameters in an attribute, where nobody can tell whose
-    it is (the list of a group may be there too), or if one that holds others has made state of its own."""
+    it is (the list of a group may be there too), or state that is no parameter's; or if one that holds others
+    has made state of its own."""
     parts = optimizers_of(optimizer)
+    for each in parts:
+        if odd := [key for key in each.state if not isinstance(key, Tensor)]:
+            raise PlanError(
+                f"{type(each).__name__} keeps state under {odd[0]!r}, which is no parameter",
+                hint="it would not be saved: keep it in state[p] of a parameter p, or in a parameter group",
+            )
     lists = {id(group["params"]) for part in parts for group in part.param_groups}
     for each in (optimizer, *parts):
         for name in vars(each).keys() - {"param_groups", "state", "defaults"}:
