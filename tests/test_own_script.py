@@ -261,6 +261,7 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
         ({"microbatches": 16}, "rows"),
         ({"data": "frist"}, "frist"),
         ({"clip_norm": -1.0}, "clip_norm"),
+        ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "compare": False}, "Plateau"),
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"accumulate": 0}, "accumulate"),
         ({"timeout_s": 0.0}, "timeout_s"),

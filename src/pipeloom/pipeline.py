@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .action_hooks import Look, OnAction
 from .clusters.devices import peak_flops_per_s
@@ -240,6 +240,11 @@ class Pipeline:
             # PyTorch's schedulers take no optimizer but its own: one that holds several gets one for each.
             inner = (optimizer,) if isinstance(optimizer, Optimizer) else optimizers_of(optimizer)
             self.schedulers = [self.options.scheduler(each) for each in inner]
+            if any(isinstance(each, ReduceLROnPlateau) for each in self.schedulers):
+                raise ConfigError(
+                    "ReduceLROnPlateau is stepped with a loss, and Options.scheduler without one",
+                    hint="use a scheduler that counts steps",
+                )
 
     def _make_run(self, rank_stages: RankStages) -> Run:
         plan, options = self.plan, self.options
