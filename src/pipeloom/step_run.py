@@ -72,6 +72,7 @@ class StepBatches:
         except BatchError as error:
             refusal = error
         agree(signature_of(whole), refusal)
+        keep = variants is None and self.plan.steady is not None
         variants = variants or self.training
         each = self.plan.microbatches // self.plan.replicas
         replicas = self.plan.replicas_on(self.rank)
@@ -83,7 +84,9 @@ class StepBatches:
             microbatches.append(
                 Microbatch(
                     variant=variant,
-                    inputs={n: _copy_to(self.device, t) for n, t in part.items() if here and n in read},
+                    inputs={
+                        n: _copy_to(self.device, t, keep=keep) for n, t in part.items() if here and n in read
+                    },
                     weight=share,
                     seed=microbatch_seed(self.seed, step, index),
                     number=step * each + index % each,
@@ -95,10 +98,13 @@ class StepBatches:
         return microbatches, size * self.plan.microbatches_on(self.rank) // self.plan.microbatches
 
 
-def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy from pinned memory: from any other the host would wait for the device at every tensor."""
+def _copy_to(device: torch.device, tensor: Tensor, *, keep: bool) -> Tensor:
+    """Copy from pinned memory: from any other the host would wait for the device at every tensor.
+
+    keep: it is used while the next batch is fed, for which a loader may write over it.
+    """
     if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
+        return tensor.to(device, copy=keep)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -116,6 +116,22 @@ def test_other_schedules(schedule: str) -> None:
     assert_close(trained(job, made), delayed(job, 8), 1e-9)
 
 
+def test_a_loader_may_write_over_the_batch_before() -> None:
+    job = job_of()
+
+    def loader() -> Iterator[dict[str, torch.Tensor]]:
+        batch = job.batch(0, 8)
+        for index in range(STEPS):
+            batch["x"].copy_(job.batch(index, 8)["x"])
+            yield batch
+
+    def losses(pipeline: Pipeline) -> list[float]:
+        return [report.loss for report in pipeline.steps(loader())]
+
+    found = runs.each_rank(job, steady_plan(job, 3, 4), losses)
+    assert found[0] == delayed(job, 4).losses
+
+
 def test_too_few_micro_batches_are_refused_with_the_number_that_suffices() -> None:
     with pytest.raises(ScheduleError, match="every 3"):
         steady_plan(job_of(), 4, 2)
