@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pipeloom
@@ -27,6 +27,18 @@ class Net(nn.Module):
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
         hidden = torch.tanh(self.hidden(self.norm(self.enter(x))))
         return {"logits": self.leave(hidden) * scale, "hidden": hidden, "norm": hidden.norm()}
+
+
+class Shares(Net):
+    """One buffer lies in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("all", torch.ones(16))
+        self.register_buffer("some", self.all[:6])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(x * self.some, scale=self.all.mean())
 
 
 class Plain(Net):
@@ -271,6 +283,12 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:
     assert word in refused(ConfigError, pipeloom.Pipeline, net(), example=named(), loss=of_named, **how)
+
+
+def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:
+    with pipeloom.Pipeline(net(Shares), example=named(), loss=of_named, compare=False) as pipe:
+        written = load_file(pipe.export(tmp_path / "model.safetensors"))
+        assert torch.equal(written["some"], torch.ones(6)) and torch.equal(written["all"], torch.ones(16))
 
 
 def test_micro_batches_have_no_more_rows_than_asked_for() -> None:

@@ -318,8 +318,7 @@ def write_weights(
     if channel.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(dense, path, metadata={"format": "pt", **aliases})
+            save_file(_apart(tensors), path, metadata={"format": "pt", **aliases})
         except (OSError, SafetensorError) as error:
             problem = CheckpointError(f"cannot write {path}: {error}", hint="choose another file")
     _agree((problem, None), channel, "rank 0 to write the weights")
@@ -405,16 +404,21 @@ class SavedTensors:
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Without a copy in memory, but of what is not contiguous or shares its storage with something else."""
+    save_file(_apart({k: torch.view_as_real(t) if _in_pairs(t) else t for k, t in tensors.items()}), file)
+    files.sync(file)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As safetensors takes them: without a copy in memory, but of what is not contiguous or shares its
+    storage with something else."""
     taken: set[int] = set()
     dense: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        plain = (torch.view_as_real(tensor) if _in_pairs(tensor) else tensor).contiguous()
+        plain = tensor.contiguous()
         storage = plain.untyped_storage()
         dense[key] = plain.clone() if storage.data_ptr() in taken else plain
         taken.add(storage.data_ptr())
-    save_file(dense, file)
-    files.sync(file)
+    return dense
 
 
 def _in_pairs(tensor: Tensor) -> bool:
