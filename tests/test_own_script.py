@@ -163,6 +163,8 @@ def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:
         assert pipe.evaluate(named()) == pytest.approx(loss)
         with pytest.raises(CheckpointError, match=r"enter\.weight"):
             pipe.load_state_dict({name: t for name, t in before.items() if name != "enter.weight"})
+        with pytest.raises(CheckpointError, match="ndarray"):
+            pipe.load_state_dict({name: t.numpy() for name, t in before.items()})  # type: ignore[misc]
         assert pipe.evaluate(named()) == pytest.approx(loss)
         return trained
 

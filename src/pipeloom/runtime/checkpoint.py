@@ -286,8 +286,12 @@ def find_weights(
             continue
         read_names = (read(each) for each in (own, *others.get(own, ())))
         loaded = next((each for each in read_names if each is not None), None)
-        if loaded is None or tuple(loaded.shape) != shape:
-            what = "is missing" if loaded is None else f"is {list(loaded.shape)}, not {list(shape)}"
+        if not isinstance(loaded, Tensor) or tuple(loaded.shape) != shape:
+            what = "is missing"
+            if isinstance(loaded, Tensor):
+                what = f"is {list(loaded.shape)}, not {list(shape)}"
+            elif loaded is not None:
+                what = f"is {of_type(loaded)}, no tensor"
             problem = CheckpointError(
                 f"among the weights {own} {what}", hint="give the weights of this model, by its own names"
             )
