@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pipeloom
-from pipeloom.ir.errors import BatchError, CheckpointError, ConfigError, NumbersError
+from pipeloom.ir.errors import BatchError, CaptureError, CheckpointError, ConfigError, NumbersError
 from pipeloom.runtime.channel import run_threads
+from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.example import job_of
 
 ROWS = 8
@@ -149,6 +150,23 @@ def test_outputs_are_those_of_the_model_for_the_whole_batch() -> None:
         torch.testing.assert_close(outputs["logits"], expected["logits"].detach())
         torch.testing.assert_close(outputs["hidden"], expected["hidden"].detach())
         assert loss == pytest.approx(float(of_named(expected, named()).detach()))
+
+
+def test_training_goes_on_after_an_evaluation_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_outputs(*args: Any, with_outputs: bool, **how: Any) -> Any:
+        if with_outputs:
+            raise CaptureError("no outputs on Sundays")
+        return capture_evaluation(*args, with_outputs=with_outputs, **how)
+
+    def work(pipe: pipeloom.Pipeline) -> float:
+        with pytest.raises(BatchError, match="fit the plan"):
+            pipe.evaluate(named() | {"x": torch.ones(ROWS, 7)})
+        with pytest.raises(CaptureError, match="Sundays"):
+            pipe.outputs(named())
+        return pipe.step(named())
+
+    monkeypatch.setattr("pipeloom.rank_stages.capture_evaluation", no_outputs)
+    assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 1)[0])
 
 
 def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from .action_hooks import Look, OnAction
 from .clusters.devices import peak_flops_per_s
 from .forecast import Forecast, Rehearsals
 from .ir.cluster import Cluster
-from .ir.errors import BatchError, CheckpointError, ConfigError, PipeloomError, PlanError
+from .ir.errors import (
+    BatchError,
+    CaptureError,
+    CheckpointError,
+    ConfigError,
+    CutError,
+    PipeloomError,
+    PlanError,
+)
 from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
 from .ir.timeline import Timeline
@@ -416,7 +424,7 @@ class Pipeline:
 
     def _evaluate(self, given: Batch | None, variants: StageVariants) -> float:
         self._run.drain()
-        with self._run.call("an evaluation", refuses=(BatchError,)):
+        with self._run.call("an evaluation", refuses=(BatchError, CaptureError, CutError)):
             batch = given if self._first is None else self._first.take(given, whole=True) or {}
             agree = partial(agree_on_shapes, self.channel)
             part, size = self.batches.take(batch, step=self.steps_done, variants=variants, agree=agree)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .checks.weight_versions import versions, weight_versions
 from .ir.action import REDUCE
-from .ir.errors import BatchError, CaptureError, CutError, PlanError
+from .ir.errors import BatchError, CaptureError, CutError, PipeloomError, PlanError
 from .ir.graph import LOWER_PRECISION
 from .ir.memory_policy import KEEP_ALL, MemoryPolicy
 from .ir.plan import Plan
@@ -175,17 +175,9 @@ class StageVariants:
         if rank.captured.cut is not None:
             variant = training.variant(part)
         else:
-            captured = None if self._with_outputs else rank.captured.evaluation
-            if captured is None or signature_of(part) != rank.planned_signature:
-                captured = capture_evaluation(
-                    rank.job,
-                    rank.captured,
-                    part,
-                    autocast=rank.captured.autocast,
-                    with_outputs=self._with_outputs,
-                )
+            signature = signature_of(part)
+            captured, stages = self._on_all_ranks(signature, lambda: self._capture_evaluation(part))
             self.output_names = tuple(captured.outputs)
-            stages = cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
             agree_on_layouts(rank.channel, stages)
             variant = make_variant(captured, plan, stages, rank.indices, device=str(rank.device))
         count = plan.microbatches // plan.replicas
@@ -199,6 +191,19 @@ class StageVariants:
             )
         self.evaluation_program = program
         return variant
+
+    def _capture_evaluation(self, part: Mapping[str, Tensor]) -> tuple[Captured, StageGraph]:
+        rank = self._rank
+        captured = None if self._with_outputs else rank.captured.evaluation
+        if captured is None or signature_of(part) != rank.planned_signature:
+            captured = capture_evaluation(
+                rank.job,
+                rank.captured,
+                part,
+                autocast=rank.captured.autocast,
+                with_outputs=self._with_outputs,
+            )
+        return captured, cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
 
     def _capture(self, part: Mapping[str, Tensor]) -> tuple[Captured, StageGraph]:
         rank = self._rank
@@ -273,15 +278,17 @@ class StageVariants:
     def _on_all_ranks(self, signature: tuple[str, ...], make: Callable[[], T]) -> T:
         """What `make` returns, if it can on all ranks: one that cannot would leave the others waiting."""
         made: list[T] = []
-        refusal: BatchError | None = None
+        refusal: PipeloomError | None = None
         try:
             made.append(make())
         except (CaptureError, CutError, PlanError) as error:
-            refusal = BatchError(
-                f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
-                f"{', '.join(self._rank.planned_signature)}: {error.message}",
-                hint="pad or cut the batch to the planned size, or plan for this one",
-            )
+            refusal = error
+            if signature != self._rank.planned_signature:
+                refusal = BatchError(
+                    f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
+                    f"{', '.join(self._rank.planned_signature)}: {error.message}",
+                    hint="pad or cut the batch to the planned size, or plan for this one",
+                )
         agree_on_refusal(self._rank.channel, refusal)
         return made[0]
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..ir.errors import BatchError, CommunicationError
+from ..ir.errors import BatchError, CommunicationError, PipeloomError
 from ..ir.stages import StageGraph
 from .channel import Channel
 from .rank import Microbatch
@@ -168,12 +168,12 @@ def shapes_digest(shapes: tuple[str, ...], refusal: BatchError | None) -> Tensor
     return torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
 
 
-def agree_on_refusal(channel: Channel, refusal: BatchError | None) -> None:
+def agree_on_refusal(channel: Channel, refusal: PipeloomError | None) -> None:
     """If one rank cannot use its batch, none may begin the step. Every rank calls it, before anything of the
     step is sent.
 
     refusal: why this rank cannot use its batch.
-    Raises: BatchError on all ranks if any rank refuses, with its own reason or else the lowest such rank's.
+    Raises: on all ranks if any refuses: its own reason, or else a BatchError with the lowest such rank's.
     """
     mine = None if refusal is None else (refusal.message, refusal.hint)
     everyone = channel.all_gather_object(mine)
