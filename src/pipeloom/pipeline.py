@@ -371,6 +371,8 @@ class Pipeline:
         Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)
+        self._run.drain()
+        self._take_reports()  # of batches that an earlier caller fed, and did not wait for
         for batch in batches if self._first is None else self._first.all(batches):
             self._run.feed(self.steps_done, batch)
             self.steps_done += 1

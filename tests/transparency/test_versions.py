@@ -116,6 +116,22 @@ def test_other_schedules(schedule: str) -> None:
     assert_close(trained(job, made), delayed(job, 8), 1e-9)
 
 
+def test_reports_that_nobody_waited_for_are_not_the_next_ones() -> None:
+    job = job_of()
+    batches = [job.batch(index, 8) for index in range(STEPS)]
+    losses = delayed(job, 4).losses
+
+    def work(pipeline: Pipeline) -> list[float]:
+        for _ in pipeline.steps(batches):
+            break
+        done = pipeline.steps_done
+        found = [report.loss for report in pipeline.steps(batches[done:])]
+        assert found == losses[done:] and 1 < done < STEPS
+        return found
+
+    runs.each_rank(job, steady_plan(job, 1, 4), work)
+
+
 def test_a_loader_may_write_over_the_batch_before() -> None:
     job = job_of()
 
