@@ -529,6 +529,10 @@ class Pipeline:
                 states = state["scheduler"].get("schedulers", [state["scheduler"]])
                 for scheduler, loaded in zip(self.schedulers, states, strict=True):
                     scheduler.load_state_dict(checkpoint.like_live(loaded, scheduler.state_dict()))
+                    rates = zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=False)
+                    for group, rate in rates:
+                        if not group["params"]:  # all on other ranks: the rates of others were saved by name
+                            group["lr"] = rate
             self.steps_done = step
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return dict(state["user"])

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,28 @@ def test_a_pipeline_in_no_grad_trains_as_outside(
 
 
 # Learning rates.
+
+
+def test_a_rank_without_the_first_group_knows_its_rate_after_loading(tmp_path: Path) -> None:
+    def last_first(named_parameters: Any) -> torch.optim.Optimizer:
+        params = [p for _, p in named_parameters]
+        return torch.optim.SGD([{"params": params[-2:]}, {"params": params[:-2]}], lr=0.1)
+
+    job = replace(two_linears(), optimizer=last_first)
+    made = plan(job, ranks=2, microbatches=2, microbatch_size=2, cluster="2 x cpu")
+    scheduler = partial(LR.ExponentialLR, gamma=0.5)
+
+    def save(pipeline: Pipeline) -> float:
+        pipeline.step(job.batch(0, 4))
+        pipeline.save(tmp_path)
+        return pipeline.lr
+
+    def load(pipeline: Pipeline) -> float:
+        pipeline.load(tmp_path)
+        return pipeline.lr
+
+    assert each_rank(job, made, save, scheduler=scheduler) == [0.05, 0.05]
+    assert each_rank(job, made, load, scheduler=scheduler) == [0.05, 0.05]
 
 
 def in_turn(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
