@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import pipeloom
 from pipeloom.ir.errors import BatchError, CaptureError, CheckpointError, ConfigError, NumbersError
+from pipeloom.options import Options
+from pipeloom.pipeline_request import pipeline_settings
 from pipeloom.runtime.channel import run_threads
 from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.example import job_of
@@ -292,6 +294,9 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
         ({"ranks": 3}, "started"),
         ({"microbatches": 16}, "rows"),
         ({"data": "frist"}, "frist"),
+        ({"replicas": 0}, "replicas"),
+        ({"microbatches": 0}, "microbatches"),
+        ({"microbatch_size": 0}, "microbatch_size"),
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "compare": False}, "Plateau"),
         ({"clip_norm": 0.0}, "clip_norm"),
@@ -309,6 +314,12 @@ def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:
     with pipeloom.Pipeline(net(Shares), example=named(), loss=of_named, compare=False) as pipe:
         written = load_file(pipe.export(tmp_path / "model.safetensors"))
         assert torch.equal(written["some"], torch.ones(6)) and torch.equal(written["all"], torch.ones(16))
+
+
+@pytest.mark.parametrize(("given", "rows", "count"), [({}, 7, 6), ({}, 9, 8), ({"microbatch_size": 3}, 9, 4)])
+def test_replicas_share_micro_batches_evenly(given: dict[str, int], rows: int, count: int) -> None:
+    asked = pipeline_settings(Options(), {"replicas": 2, **given})
+    assert asked.settings(ranks=2, rows=rows).microbatches == count
 
 
 def test_micro_batches_have_no_more_rows_than_asked_for() -> None:

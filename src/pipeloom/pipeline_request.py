@@ -56,6 +56,7 @@ class PipelineRequest:
 
         rows: of a batch; None if micro-batches are as `PlanSettings` has them.
         """
+        PlanSettings(**self.plan_settings)  # refuses a number that cannot be, before it is reckoned with
         of_both = {"clips": self.options.clip_norm is not None, "master_weights": self.options.master_weights}
         given: dict[str, Any] = of_both | self.plan_settings
         replicas = given.get("replicas", 1)
@@ -71,7 +72,10 @@ class PipelineRequest:
         rows //= rounds
         count, size = given.get("microbatches"), given.get("microbatch_size")
         if count is None:
-            count = max(1, -(-rows // size) if size else min(PlanSettings().microbatches, rows))
+            # Replicas share them evenly.
+            most = min(PlanSettings().microbatches, rows)
+            each = -(-rows // (size * replicas)) if size else most // replicas
+            count = max(1, each) * replicas
         if rows < count:
             times = f", {rounds} times," if rounds > 1 else ""
             raise ConfigError(
