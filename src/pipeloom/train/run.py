@@ -313,7 +313,7 @@ def _train_by(
         if not at_once:
             forecast = pipeline.predict()
         if resumes:
-            resume_from(out, pipeline, workload)
+            resume_from(out, pipeline, config, workload)
         if pipeline.rank == 0:  # only now: a run that cannot begin changes nothing
             plan.save(out / "plan.json")
             write_whole(out / "config.toml", write_config(config))
