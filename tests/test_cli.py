@@ -14,16 +14,18 @@ import torch
 from commands import bad, figures, good, run
 from safetensors.torch import load_file
 
-from pipeloom import plan_request
+from pipeloom import plan_request, planning
 from pipeloom.cli import main
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import find_cluster
 from pipeloom.commands.common import emit
 from pipeloom.commands.plan import stages_table
+from pipeloom.ir.errors import ConfigError
 from pipeloom.planner.plan_table import PlannedStage
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.settings import PlanSettings
 
 PLAN = ["plan", "mine.py:job", "--cluster", "cluster.toml", "--microbatches", "2"]
 PROFILE = ["profile", "mine.py:job", "--cluster", "cluster.toml"]
@@ -142,6 +144,19 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     assert "equal within the tolerance 1e-05" in good(*words)
     failed = run(*words, "--tolerance", "-1")
     assert failed.exit_code == 1 and "NOT equal" in failed.stdout
+
+
+def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PlanSettings] = []
+
+    def look(job: object, settings: PlanSettings, **_: object) -> None:
+        asked.append(settings)
+        raise ConfigError("enough seen", hint="")
+
+    monkeypatch.setattr(planning, "plan", look)
+    for more in ((), ("-s", "zb_v", "-v", "2"), ("--weights", "2bw")):
+        bad(2, "verify", "mine.py:job", *more)
+    assert [each.planner for each in asked] == ["exact"] * 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Link
@@ -81,7 +80,7 @@ def verify(
     require_runnable(settings.named_schedule)  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured, and nothing is searched
-        if ctx.get_parameter_source("planner") == ParameterSource.DEFAULT:
+        if settings.schedule is not None or settings.chunks is None:  # else one with so many is chosen
             settings = settings.changed(planner="exact")
         cpus = cpu_cluster(settings.devices)
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
