@@ -186,6 +186,7 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         (["plan", "-o", ""], 2, "names no file"),
         ([*PLAN, "-o", "no/p.json"], 2, "no folder no"),
         (["verify", "none.py:job"], 2, "none.py"),
+        (["verify", "mine.py:job", "--plan", "plan.json", "-p", "2"], 2, "--ranks and --plan"),
         (["simulate", "none.json"], 2, "none.json"),
         (["simulate", "cluster.toml"], 2, "not a valid Plan"),
         (["cluster", "show", "8 x a100-41"], 2, "no built-in device is called 'a100-41'"),
