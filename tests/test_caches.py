@@ -15,12 +15,13 @@ import pytest
 import torch
 import zoo
 from odd.case import Stack, job
-from runs import capture_of
+from runs import capture_of, even_plan
 from torch import Tensor
 
 from pipeloom import planning
-from pipeloom.caches import beside_ranks, contention, daily, kept_profile
+from pipeloom.caches import beside_ranks, contention, daily, kept_plan, kept_profile
 from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.planning import make_request, plan_size
 from pipeloom.profiler.compiled_pieces import CompiledRatio
@@ -168,6 +169,34 @@ def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: 
     models = [planning.captured_model(made, 2, None, captured=captured) for _ in range(2)]
     assert measured.times == 1 and models[0].profiles == models[1].profiles
     assert real(captured).costs != models[0].profiles["cpu"].costs
+
+
+def test_a_plan_is_kept_unless_interrupted_and_for_one_contention(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, captured = job(Stack), capture_of(job(Stack))
+    plan, times = even_plan(made, 2, microbatches=2), list[Plan]()
+
+    def kept(notes: dict[str, str]) -> int:
+        def make() -> Plan:
+            times.append(plan)
+            return replace(plan, notes=notes)
+
+        kept_plan(captured, make)
+        return len(times)
+
+    interrupted, done = ({"search.ended": how} for how in ("interrupted", "converged"))
+    assert [kept(interrupted), kept(done), kept(interrupted)] == [1, 2, 2]
+    monkeypatch.setenv("PIPELOOM_CONTENTION", "1")
+    assert [kept(done), kept(done)] == [3, 3]
+
+
+def test_an_old_file_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (old := tmp_path / "old.json").write_text("1")
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert daily(tmp_path / "new.json", int, lambda _: 5) == 5
 
 
 @pytest.fixture
