@@ -223,6 +223,24 @@ def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
     assert kept == (None if planned_anew else plan)
 
 
+def test_under_torchrun_a_resumed_run_meets_as_its_own_config_says(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = replace(tiny.pipeline, device="cpu", timeout_s=1800.0)
+    (tmp_path / "config.toml").write_text(write_config(replace(tiny, pipeline=pipeline)))
+    asked: list[object] = []
+
+    def connect(device: torch.device, *, timeout_s: float) -> None:
+        asked.extend((device, timeout_s))
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(MODULE, "connect", connect)
+    with pytest.raises(KeyboardInterrupt):
+        run(TrainRequest(out=tmp_path, resume=True), RankProcesses())
+    assert asked == [torch.device("cpu"), 1800.0]
+
+
 @pytest.mark.parametrize("missing", [REPORT, pytest.param(REPORT[1:], marks=pytest.mark.slow)])
 def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: tuple[str, ...]

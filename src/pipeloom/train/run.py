@@ -41,7 +41,7 @@ from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, run_rank, take_over
 from .replan import Replanned, Replans
 from .report import RunReport
-from .run_directory import has_report, run_directory
+from .run_directory import find_run, has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
 
 _log = logging.getLogger("pipeloom")
@@ -96,7 +96,10 @@ def run(request: TrainRequest, processes: RankProcesses) -> int:
 
 
 def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
-    settings = read_config(request.file, request.overrides).pipeline
+    file = request.file
+    if request.resume and file is None:
+        file = find_run(request.name, request.out) / "config.toml"
+    settings = read_config(file, request.overrides).pipeline
     group = connect(rank_device(Options(device=settings.device)), timeout_s=settings.timeout_s)
     with ExitStack() as stack:
 
