@@ -26,6 +26,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import PreparedRun, TrainRequest, decide, follow_plan, prepare_run, run, with_caps
+from pipeloom.train.run_directory import has_report
 from pipeloom.train.workload import Workload
 
 MODULE = sys.modules[run.__module__]
@@ -261,6 +262,16 @@ def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     assert "is finished: 2 of 2 steps are done. To train longer: --resume --steps N" in said.err
     assert json.loads(said.out) == figures
     assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+
+
+def test_a_validation_loss_that_is_no_number_is_text_in_json(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr("pipeloom.train.loop.validate", lambda *_: float("nan"))
+    assert start(as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert figures["validation_loss"] == ["nan", "nan"]
+    assert has_report(tmp_path / "a", 2)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
-from ..ir.text import parse_bytes, write_whole
+from ..ir.text import finite, parse_bytes, write_whole
 from ..ir.weights import WEIGHT_POLICIES
 from ..options import Options
 from ..pipeline import Pipeline
@@ -335,5 +335,5 @@ def _train_by(
         report.write()
         report.print(console)
     if request.as_json:
-        print(json.dumps(report.figures, indent=1))
+        print(json.dumps(finite(report.figures), indent=1))
     return None
