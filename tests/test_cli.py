@@ -178,6 +178,8 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile"),
         ([*PLAN[:4], "--ranks", "some"], 2, "'some'"),
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
+        (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
+        (["schedule", "export", "1f1b", "-o", "rows.txt", "--transfers"], 2, "--transfers"),
         ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
         ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),
         ([*PLAN, "--planner", "exact", "--time-limit", "9"], 2, "9 s is given, and planner exact takes none"),
