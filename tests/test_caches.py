@@ -212,13 +212,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ranks_of
 
 
-def test_contention_is_measured_once_a_day_for_each_number_of_ranks(asked: list[int], tmp_path: Path) -> None:
+def test_contention_is_measured_once_a_day_for_each_number_of_ranks(
+    asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert contention(2) == contention(2) == Contention(ranks=2, products=2.0, others=1.5)
     (file,) = tmp_path.glob("pipeloom/contention/*.json")
     assert contention(3).ranks == 3 and asked == [2, 3]
     os.utime(file, (0, time.time() - 2 * DAY_S))
     contention(2)
     assert asked == [2, 3, 2]
+    monkeypatch.setenv("PIPELOOM_KEEP_PROFILES", "0")
+    assert contention(2) == contention(2) and asked == [2, 3, 2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["skips", pytest.param("gpt2", marks=pytest.mark.slow)])

@@ -140,7 +140,11 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
 
 def may_keep(captured: Captured) -> bool:
     own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
-    return own and os.environ.get(KEEP_VARIABLE) != "0"
+    return own and _keeps()
+
+
+def _keeps() -> bool:
+    return os.environ.get(KEEP_VARIABLE) != "0"
 
 
 def times_key(captured: Captured, *more: object) -> str:
@@ -180,6 +184,8 @@ def contention(ranks: int) -> Contention:
         except ValueError as error:
             what = f"{CONTENTION_VARIABLE} is {given!r}: {error}"
             raise ConfigError(what, hint="use 1 or more") from None
+    if not _keeps():
+        return measure_contention(ranks)
     path = cache_folder("contention") / f"{machine_name()}-{ranks}.json"
     return daily(path, Contention, lambda _: measure_contention(ranks))
 
