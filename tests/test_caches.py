@@ -15,12 +15,13 @@ import pytest
 import torch
 import zoo
 from odd.case import Stack, job
-from runs import capture_of
+from runs import capture_of, even_plan
 from torch import Tensor
 
 from pipeloom import planning
-from pipeloom.caches import beside_ranks, contention, daily, kept_profile
+from pipeloom.caches import beside_ranks, contention, daily, kept_plan, kept_profile
 from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.planning import make_request, plan_size
 from pipeloom.profiler.compiled_pieces import CompiledRatio
@@ -170,6 +171,34 @@ def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: 
     assert real(captured).costs != models[0].profiles["cpu"].costs
 
 
+def test_a_plan_is_kept_unless_interrupted_and_for_one_contention(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, captured = job(Stack), capture_of(job(Stack))
+    plan, times = even_plan(made, 2, microbatches=2), list[Plan]()
+
+    def kept(notes: dict[str, str]) -> int:
+        def make() -> Plan:
+            times.append(plan)
+            return replace(plan, notes=notes)
+
+        kept_plan(captured, make)
+        return len(times)
+
+    interrupted, done = ({"search.ended": how} for how in ("interrupted", "converged"))
+    assert [kept(interrupted), kept(done), kept(interrupted)] == [1, 2, 2]
+    monkeypatch.setenv("PIPELOOM_CONTENTION", "1")
+    assert [kept(done), kept(done)] == [3, 3]
+
+
+def test_an_old_file_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (old := tmp_path / "old.json").write_text("1")
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert daily(tmp_path / "new.json", int, lambda _: 5) == 5
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For how many ranks contention was measured; nothing is measured."""
@@ -183,13 +212,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ranks_of
 
 
-def test_contention_is_measured_once_a_day_for_each_number_of_ranks(asked: list[int], tmp_path: Path) -> None:
+def test_contention_is_measured_once_a_day_for_each_number_of_ranks(
+    asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert contention(2) == contention(2) == Contention(ranks=2, products=2.0, others=1.5)
     (file,) = tmp_path.glob("pipeloom/contention/*.json")
     assert contention(3).ranks == 3 and asked == [2, 3]
     os.utime(file, (0, time.time() - 2 * DAY_S))
     contention(2)
     assert asked == [2, 3, 2]
+    monkeypatch.setenv("PIPELOOM_KEEP_PROFILES", "0")
+    assert contention(2) == contention(2) and asked == [2, 3, 2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["skips", pytest.param("gpt2", marks=pytest.mark.slow)])

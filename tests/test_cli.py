@@ -14,16 +14,18 @@ import torch
 from commands import bad, figures, good, run
 from safetensors.torch import load_file
 
-from pipeloom import plan_request
+from pipeloom import plan_request, planning
 from pipeloom.cli import main
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import find_cluster
 from pipeloom.commands.common import emit
 from pipeloom.commands.plan import stages_table
+from pipeloom.ir.errors import ConfigError
 from pipeloom.planner.plan_table import PlannedStage
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.settings import PlanSettings
 
 PLAN = ["plan", "mine.py:job", "--cluster", "cluster.toml", "--microbatches", "2"]
 PROFILE = ["profile", "mine.py:job", "--cluster", "cluster.toml"]
@@ -144,6 +146,19 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     assert failed.exit_code == 1 and "NOT equal" in failed.stdout
 
 
+def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PlanSettings] = []
+
+    def look(job: object, settings: PlanSettings, **_: object) -> None:
+        asked.append(settings)
+        raise ConfigError("enough seen", hint="")
+
+    monkeypatch.setattr(planning, "plan", look)
+    for more in ((), ("-s", "zb_v", "-v", "2"), ("--weights", "2bw")):
+        bad(2, "verify", "mine.py:job", *more)
+    assert [each.planner for each in asked] == ["exact"] * 3
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -163,6 +178,8 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile"),
         ([*PLAN[:4], "--ranks", "some"], 2, "'some'"),
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
+        (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
+        (["schedule", "export", "1f1b", "-o", "rows.txt", "--transfers"], 2, "--transfers"),
         ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
         ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),
         ([*PLAN, "--planner", "exact", "--time-limit", "9"], 2, "9 s is given, and planner exact takes none"),
@@ -171,6 +188,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         (["plan", "-o", ""], 2, "names no file"),
         ([*PLAN, "-o", "no/p.json"], 2, "no folder no"),
         (["verify", "none.py:job"], 2, "none.py"),
+        (["verify", "mine.py:job", "--plan", "plan.json", "-p", "2"], 2, "--ranks and --plan"),
         (["simulate", "none.json"], 2, "none.json"),
         (["simulate", "cluster.toml"], 2, "not a valid Plan"),
         (["cluster", "show", "8 x a100-41"], 2, "no built-in device is called 'a100-41'"),

@@ -24,6 +24,7 @@ from .ir.graph import OpGraph
 from .ir.plan import Plan
 from .ir.profile import Profile, batch_text
 from .ir.text import from_json, to_json, write_whole
+from .planner.joint.ledger import INTERRUPTED, PREFIX
 
 if TYPE_CHECKING:
     from .profiler.contention import Contention
@@ -81,7 +82,8 @@ def daily(
     measured = measure(known)
     for old in path.parent.glob("*.json"):
         if age_s(old) >= A_DAY_S:
-            old.unlink(missing_ok=True)
+            with suppress(OSError):  # it is gone by now, or nothing may be written there
+                old.unlink()
     keep(path, to_json(measured, indent=0) + "\n")
     return measured
 
@@ -138,7 +140,11 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
 
 def may_keep(captured: Captured) -> bool:
     own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
-    return own and os.environ.get(KEEP_VARIABLE) != "0"
+    return own and _keeps()
+
+
+def _keeps() -> bool:
+    return os.environ.get(KEEP_VARIABLE) != "0"
 
 
 def times_key(captured: Captured, *more: object) -> str:
@@ -178,20 +184,26 @@ def contention(ranks: int) -> Contention:
         except ValueError as error:
             what = f"{CONTENTION_VARIABLE} is {given!r}: {error}"
             raise ConfigError(what, hint="use 1 or more") from None
+    if not _keeps():
+        return measure_contention(ranks)
     path = cache_folder("contention") / f"{machine_name()}-{ranks}.json"
     return daily(path, Contention, lambda _: measure_contention(ranks))
 
 
 def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> Plan:
-    """The plan of the last day for the same model, machine and request, or the one that `make` makes now."""
+    """The plan of the last day for the same model, machine and request, or the one that `make` makes now. One
+    whose search was interrupted is not used again."""
     from .tracer.split_words import split_words
 
     if not may_keep(captured):
         return make()
     updates = [(p.name, p.trainable, p.given_update) for p in captured.graph.parameters]
-    path = cache_folder("plans") / f"{times_key(captured, updates, *asked)}.json"
+    key = times_key(captured, updates, os.environ.get(CONTENTION_VARIABLE), *asked)
+    path = cache_folder("plans") / f"{key}.json"
 
     def fits(plan: Plan) -> bool:
+        if plan.notes.get(f"{PREFIX}ended") == INTERRUPTED:
+            return False
         with suppress(CutError, PlanError):
             return len(plan.stage_graph(split_words(captured, plan.split_words).graph).stages) > 0
         return False

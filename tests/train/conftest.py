@@ -26,6 +26,7 @@ class PlainPipeline:
         self.model = workload.job.model()
         self.optimizer = workload.job.optimizer(self.model.parameters())
         self.scheduler = rate_scheduler(config)(self.optimizer)
+        self.schedulers = [self.scheduler]
         self.clip_norm = config.optimizer.clip_norm
         self.steps_done = 0
         self.report: SimpleNamespace | None = None

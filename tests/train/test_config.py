@@ -49,6 +49,7 @@ def test_overrides_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path)
         ("pipeline.split_backward=true", True),
         ("pipeline.memory=2GB", "2GB"),
         ("data.paths=one.txt", ("one.txt",)),
+        ("data.paths=", ()),
         ('data.paths=["one.txt", "two"]', ("one.txt", "two")),
         ("optimizer.learning_rate=1e-4", 1e-4),
         ("steps=1_000", 1000),
@@ -79,6 +80,11 @@ def test_the_optimizer_may_stand_in_one_line(tmp_path: Path) -> None:
     config = read_config(file, ["optimizer.learning_rate=0.1"])
     assert config.optimizer == OptimizerConfig(name="muon+adamw", learning_rate=0.1)
     assert read_config(written(tmp_path, write_config(config))) == config
+
+
+def test_a_dotted_key_may_stand_in_quotes(tmp_path: Path) -> None:
+    config = read_config(written(tmp_path, '"model.width" = 96\n[model]\nlayers = 2\n'), ["model.heads=3"])
+    assert config.model == ModelConfig(width=96, layers=2, heads=3)
 
 
 def test_a_config_is_written_whole() -> None:

@@ -30,7 +30,7 @@ def run(plain: Callable, tmp_path: Path) -> Callable[..., TrainOutcome]:
         out.mkdir(exist_ok=True)
         pipeline, workload = plain(config)
         if resume:
-            resume_from(out, pipeline, workload)
+            resume_from(out, pipeline, config, workload)
         return train(pipeline, config, workload, out, **{"console": console(), **others})
 
     return run
@@ -90,6 +90,29 @@ def test_a_finished_run_makes_no_step(tiny: Config, run: Callable, tmp_path: Pat
     longer = dataclasses.replace(tiny, steps=14)
     assert run(longer, "a", resume=True).steps == 14
     assert [line["step"] for line in lines(tmp_path / "a")] == list(range(15))
+
+
+def test_a_resumed_run_trains_at_the_rate_of_its_config(
+    tiny: Config, run: Callable, plain: Callable, tmp_path: Path
+) -> None:
+    run(tiny, "a")
+    rates = {"learning_rate": 2e-2, "weight_decay": 0.5}
+    changed = dataclasses.replace(tiny, steps=20, optimizer=dataclasses.replace(tiny.optimizer, **rates))
+    pipeline, workload = plain(changed)
+    taken: list[tuple[float, float]] = []
+    step = pipeline.step
+
+    def watched(batch: dict) -> float:
+        (group,) = pipeline.optimizer.param_groups
+        taken.append((group["lr"], group["weight_decay"]))
+        return step(batch)
+
+    pipeline.step = watched
+    out = tmp_path / "a"
+    resume_from(out, pipeline, changed, workload)
+    train(pipeline, changed, workload, out, console=console())
+    said = [line["learning_rate"] for line in lines(out) if line["step"] > 12]
+    assert taken == [(rate, 0.5) for rate in said] and len(said) == 8
 
 
 def test_nothing_to_resume_and_other_data(tiny: Config, run: Callable, change_text: Callable) -> None:

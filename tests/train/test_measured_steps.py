@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,13 @@ from commands import figures, good
 from compiled import KnownRatios
 from tests.support import zoo
 
-from pipeloom import plan as plan_job
+from pipeloom import Pipeline, plan as plan_job
 from pipeloom.commands.plan import reported
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.text import parse_bytes
 from pipeloom.planning import make_request, plan_size
 from pipeloom.settings import PlanSettings
+from pipeloom.step_reports import StepReport
 from pipeloom.train.loop import LONG_STEP_S
 from pipeloom.train.measured_steps import why_not_rehearsed
 
@@ -59,6 +61,26 @@ def test_a_plan_for_this_machine_is_rehearsed(quick: Path, monkeypatch: pytest.M
     for change in planned["what_if"]:
         gained = 1 - change["step_s"] / planned["predicted_step_s"]
         assert gained == pytest.approx(change["gain"], abs=1e-9)
+
+
+def test_steps_of_a_plan_for_clipped_gradients_clip_them(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeloom.train.rank_processes.launch", rank_here)
+    clipped: list[bool] = []
+    steps = Pipeline.steps
+
+    def watched(pipeline: Pipeline, batches: object) -> Iterator[StepReport]:
+        for report in steps(pipeline, batches):
+            clipped.append(report.grad_norm is not None)
+            yield report
+
+    monkeypatch.setattr(Pipeline, "steps", watched)
+    words = ("bench", "mine.py:job", "-p", "1", "-m", "2", "--planner", "exact", "--steps", "1")
+    words += ("--warmup", "0")
+    good(*words)
+    good(*words, "--clips")
+    assert clipped == [False, True]
 
 
 def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(

@@ -26,6 +26,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
 from pipeloom.train.run import PreparedRun, TrainRequest, decide, follow_plan, prepare_run, run, with_caps
+from pipeloom.train.run_directory import has_report
 from pipeloom.train.workload import Workload
 
 MODULE = sys.modules[run.__module__]
@@ -223,6 +224,24 @@ def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
     assert kept == (None if planned_anew else plan)
 
 
+def test_under_torchrun_a_resumed_run_meets_as_its_own_config_says(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = replace(tiny.pipeline, device="cpu", timeout_s=1800.0)
+    (tmp_path / "config.toml").write_text(write_config(replace(tiny, pipeline=pipeline)))
+    asked: list[object] = []
+
+    def connect(device: torch.device, *, timeout_s: float) -> None:
+        asked.extend((device, timeout_s))
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(MODULE, "connect", connect)
+    with pytest.raises(KeyboardInterrupt):
+        run(TrainRequest(out=tmp_path, resume=True), RankProcesses())
+    assert asked == [torch.device("cpu"), 1800.0]
+
+
 @pytest.mark.parametrize("missing", [REPORT, pytest.param(REPORT[1:], marks=pytest.mark.slow)])
 def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     start: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: tuple[str, ...]
@@ -243,6 +262,16 @@ def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     assert "is finished: 2 of 2 steps are done. To train longer: --resume --steps N" in said.err
     assert json.loads(said.out) == figures
     assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+
+
+def test_a_validation_loss_that_is_no_number_is_text_in_json(
+    start: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr("pipeloom.train.loop.validate", lambda *_: float("nan"))
+    assert start(as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert figures["validation_loss"] == ["nan", "nan"]
+    assert has_report(tmp_path / "a", 2)
 
 
 @pytest.mark.slow

@@ -53,7 +53,10 @@ def test_what_is_wrong_is_said(here: Path) -> None:
     (here / "file").write_text("")
     refused("file/out", resume=False, word="file/out: Not a directory")
     trained("gpt", Path("deep/inside"))
-    refused("deep/inside", resume=False, word="holds a run already")
+    refused("deep/inside", resume=False, word="holds a run already.*\n.*no checkpoint to go on from")
+    (checkpoint := Path("deep/inside/checkpoint/step-00000002")).mkdir(parents=True)
+    (checkpoint / "index.json").write_text("")
+    refused("deep/inside", resume=False, word="holds a run already.*\n.*add --resume")
 
 
 def test_a_start_that_does_not_train_leaves_nothing(here: Path) -> None:

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import Field, fields
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -20,7 +19,7 @@ from click.core import ParameterSource
 
 from ..clusters.names import find_cluster
 from ..ir.errors import ConfigError, PipeloomError, as_sentence
-from ..ir.text import as_plain, load_noun
+from ..ir.text import as_plain, finite, load_noun
 from ..settings import PlanSettings
 from ..viewer.table import Table
 
@@ -232,7 +231,7 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
     screen: a generator, which does not run if it is not asked for.
     """
     if as_json:
-        click.echo(json.dumps(_finite(as_plain(result)), indent=1))
+        click.echo(json.dumps(finite(as_plain(result)), indent=1))
         return
     from ..viewer.terminal import console
 
@@ -246,13 +245,3 @@ def emit(result: object, screen: Iterable[Table | RenderableType], *, as_json: b
             room = out.measure(shown, options=out.options.update(max_width=1000))
             out.width = max(out.width, room.maximum if isinstance(thing, Table) else room.minimum)
         out.print(shown)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value

@@ -55,6 +55,7 @@ def profile(
         "compile",
         hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
     )
+    exclusive("cluster", "device", hint="leave out one: nothing is measured for a cluster")
     described = cluster_of(cluster)
     devices = {device} if described is None else {each.name for each in described.devices}
     captured = planning.capture(job_of(model), microbatch_size, devices=devices)

@@ -490,8 +490,13 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
     """
     from ..schedules.scenario import csv_text, simulate_schedule
 
-    simulated = simulate_schedule(name, scenario)
     rows = output is not None and output.suffix == ".txt"
+    if rows and transfers:
+        raise ConfigError(
+            f"--transfers was given, and the rows in {output} have no messages",
+            hint="leave it out, or name a .csv file",
+        )
+    simulated = simulate_schedule(name, scenario)
     text = f"{simulated.schedule}\n" if rows else csv_text(simulated, transfers=transfers)
     if output is None:
         click.echo(text, nl=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Link
@@ -15,6 +14,7 @@ from .common import (
     FILE,
     MODEL_HELP,
     emit,
+    exclusive,
     job_of,
     json_option,
     model_argument,
@@ -29,20 +29,16 @@ if TYPE_CHECKING:
 LINK = Link(bandwidth_bytes_per_s=1e9)
 """To the disk, for schedules with copies: these go to the system's temporary folder."""
 
+PLANNED = (
+    *("ranks", "replicas", "schedule", "chunks", "microbatches", "microbatch_size"),
+    *("split_backward", "weights", "shard_optimizer"),
+)
+"""Options that say what to plan."""
+
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@plan_options(
-    "ranks",
-    "replicas",
-    "schedule",
-    "chunks",
-    "microbatches",
-    "microbatch_size",
-    "split_backward",
-    "weights",
-    "shard_optimizer",
-)
+@plan_options(*PLANNED)
 @click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
 @click.option(
     "--tolerance",
@@ -71,6 +67,8 @@ def verify(
     """
     from ..ir.plan import load_plan
 
+    for name in PLANNED:
+        exclusive("plan_file", name, hint="leave out one: a plan says it itself")
     plan = None if plan_file is None else load_plan(plan_file)
     job = job_of(model)
     from .. import planning
@@ -81,7 +79,7 @@ def verify(
     require_runnable(settings.named_schedule)  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured, and nothing is searched
-        if ctx.get_parameter_source("planner") == ParameterSource.DEFAULT:
+        if settings.schedule is not None or settings.chunks is None:  # else one with so many is chosen
             settings = settings.changed(planner="exact")
         cpus = cpu_cluster(settings.devices)
         devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -351,3 +352,18 @@ def _refuse_unknown_keys(given: Any, known: Any, where: str) -> None:
 def as_plain(noun: object) -> Any:
     """The noun as dicts, lists, strings and numbers."""
     return msgspec.to_builtins(noun)
+
+
+def finite(value: Any) -> Any:
+    """Plain values in which infinities and NaN are text, since JSON has neither.
+
+    >>> finite({"losses": [2.5, float("nan")]})
+    {'losses': [2.5, 'nan']}
+    """
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value

@@ -169,7 +169,9 @@ Override: TypeAlias = str | tuple[str, Any]
 
 def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config:
     """The defaults, changed by a TOML file, changed by overrides."""
-    plain = {} if file is None else parse_toml(_read(file), str(file))
+    plain: dict[str, Any] = {}
+    for key, value in dotted({} if file is None else parse_toml(_read(file), str(file))):
+        _put(plain, key, value)  # of "model.width" = 64, too, which TOML takes for one name
     if isinstance(name := plain.get("optimizer"), str):
         plain["optimizer"] = {"name": name}
     pairs = [_parse_override(each) if isinstance(each, str) else each for each in overrides]
@@ -265,7 +267,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if raw.startswith(('"', "'", "[")):
         return key, parse_toml(f"value = {raw}", f"--set {key}")["value"]
     if kind == tuple[str, ...]:
-        return key, [raw]
+        return key, [raw] if raw else []
     try:
         return key, msgspec.convert(raw, kind, strict=False)
     except msgspec.ValidationError:  # a number out of its range, a table, or what is refused as a text

@@ -70,13 +70,23 @@ class TrainOutcome:
     middle_step_s: float | None = None
 
 
-def resume_from(out: Path, pipeline: Pipeline, workload: Workload) -> None:
+def resume_from(out: Path, pipeline: Pipeline, config: Config, workload: Workload) -> None:
+    """From the newest checkpoint, with the learning rate and the weight decay that the config has by now."""
     data = pipeline.load(out / "checkpoint").get("data")
     if data != workload.data:
         raise CheckpointError(
             f"the checkpoint in {out} is of other data: {data}, not {workload.data}",
             hint="restore the files, or start a new run",
         )
+    share = rate_share(config, pipeline.steps_done)
+    for scheduler in pipeline.schedulers:
+        groups = scheduler.optimizer.param_groups
+        if workload.rate is not None:  # else the job's optimizer keeps its own
+            scheduler.base_lrs = [workload.rate] * len(groups)
+            for group in groups:
+                group |= {"initial_lr": workload.rate, "weight_decay": config.optimizer.weight_decay}
+        for group, rate in zip(groups, scheduler.base_lrs, strict=True):
+            group["lr"] = rate * share
 
 
 def train(

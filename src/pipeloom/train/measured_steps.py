@@ -83,6 +83,7 @@ def _measure(
     options = Options(
         device="cpu",
         compare=False,
+        clip_norm=1.0 if plan.clips else None,  # any: each takes as long
         offload_dir=settings.offload_dir,
         compile=settings.compile,
         master_weights=settings.master_weights,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
-from ..ir.text import write_whole
+from ..ir.text import finite, write_whole
 from ..ir.timeline import Timeline
 from ..reports import explain_steps, stage_rows
 from ..viewer.chrome import write_trace
@@ -107,7 +107,7 @@ class RunReport:
             note=str(self),
             forecast=self.forecast_step,
         )
-        write_whole(self.out / "summary.json", json.dumps(self.figures, indent=1) + "\n")
+        write_whole(self.out / "summary.json", json.dumps(finite(self.figures), indent=1) + "\n")
 
     def print(self, console: Console) -> None:
         things = report(

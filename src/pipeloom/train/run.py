@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ..ir.errors import CheckpointError, ConfigError
 from ..ir.plan import Plan, load_plan
-from ..ir.text import parse_bytes, write_whole
+from ..ir.text import finite, parse_bytes, write_whole
 from ..ir.weights import WEIGHT_POLICIES
 from ..options import Options
 from ..pipeline import Pipeline
@@ -41,7 +41,7 @@ from .loop import resume_from, train, what_runs_first, why_at_once
 from .rank_processes import HandedModel, RankProcesses, autocast_of, device_of, run_rank, take_over
 from .replan import Replanned, Replans
 from .report import RunReport
-from .run_directory import has_report, run_directory
+from .run_directory import find_run, has_report, run_directory
 from .workload import Workload, rate_scheduler, workload_of
 
 _log = logging.getLogger("pipeloom")
@@ -96,7 +96,10 @@ def run(request: TrainRequest, processes: RankProcesses) -> int:
 
 
 def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
-    settings = read_config(request.file, request.overrides).pipeline
+    file = request.file
+    if request.resume and file is None:
+        file = find_run(request.name, request.out) / "config.toml"
+    settings = read_config(file, request.overrides).pipeline
     group = connect(rank_device(Options(device=settings.device)), timeout_s=settings.timeout_s)
     with ExitStack() as stack:
 
@@ -313,7 +316,7 @@ def _train_by(
         if not at_once:
             forecast = pipeline.predict()
         if resumes:
-            resume_from(out, pipeline, workload)
+            resume_from(out, pipeline, config, workload)
         if pipeline.rank == 0:  # only now: a run that cannot begin changes nothing
             plan.save(out / "plan.json")
             write_whole(out / "config.toml", write_config(config))
@@ -332,5 +335,5 @@ def _train_by(
         report.write()
         report.print(console)
     if request.as_json:
-        print(json.dumps(report.figures, indent=1))
+        print(json.dumps(finite(report.figures), indent=1))
     return None

@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 
 from ..ir.errors import ConfigError
 from ..ir.text import write_whole, writing
+from ..runtime.checkpoint_files import complete
 
 RUNS, METRICS, LOCK = Path("runs"), "metrics.jsonl", "lock"
 
@@ -51,9 +52,10 @@ def run_directory(name: str, out: Path | None, *, resume: bool) -> Iterator[Path
         require_plain_files(path)
         _acquire(lock, path)
         if not resume and (path / "config.toml").exists():
-            raise ConfigError(
-                f"{path} holds a run already", hint="add --resume to go on with it, or give another --out"
-            )
+            hint = "add --resume to go on with it, or give another --out"
+            if not complete(path / "checkpoint"):
+                hint = "it has no checkpoint to go on from: remove it, or give another --out"
+            raise ConfigError(f"{path} holds a run already", hint=hint)
         yield path
     finally:
         if lock.is_locked:
