@@ -298,7 +298,7 @@ def plain_step(
     held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
     return StepNumbers(  # nobody has the module from now on, so nothing of it is copied
         loss=total,
-        gradients={name: param.grad for name, param in named.items() if param.grad is not None},
+        gradients={name: p.grad.to_dense() for name, p in named.items() if p.grad is not None},
         initial=initial,
         buffers={name: tensor.detach() for name, tensor in held.items()},
         off_mean=off,
