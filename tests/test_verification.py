@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_mixed_precision_is_compared_with_the_module_itself() -> None:
     result = verified(JOB, options=Options(autocast=torch.bfloat16), autocast=torch.bfloat16)
     result.require()
     assert result.independent and result.worst < 0.02
+
+
+class DrawsItsWeights(Stack):
+    def prepare(self) -> None:
+        with torch.no_grad():
+            self.head.weight.mul_(random.random())
+
+
+def test_weights_that_python_draws_are_those_of_the_module() -> None:
+    verified(job_of(DrawsItsWeights)).require()
 
 
 def test_sparse_gradients_are_compared() -> None:
