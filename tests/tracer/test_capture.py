@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from odd.case import job
+from odd.case import WIDTH, Deciding, Stack, job
 from odd.values import AlphaDropout
 from processes import output
 from runs import capture_of, even, plan_for
@@ -25,6 +25,7 @@ from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
 from pipeloom.tracer.guards import attributes_kept
+from pipeloom.tracer.job_calls import evaluation_mode
 
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")
 
@@ -207,6 +208,72 @@ def test_evaluation_updates_nothing_and_leaves_the_training_mode() -> None:
     assert captured.blueprint.model.training and captured.blueprint.model.norm.training
     assert not any(op.updates for op in evaluated.graph.ops)
     assert not any(value.needs_grad for value in evaluated.graph.value.values())
+
+
+class CountsEvaluations(Stack):
+    def prepare(self) -> None:
+        self.evaluations = 0
+
+    def run(self, h: Tensor) -> Tensor:
+        if not self.training:
+            self.evaluations += 1
+            h = h * self.evaluations
+        return super().run(h)
+
+
+class DrawsInEvaluation(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h if self.training else h * random.random())
+
+
+class Merges(Stack):
+    """As layers with adapters do, to evaluate faster."""
+
+    def prepare(self) -> None:
+        self.adapter = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if self.merged == mode:
+            self.inlet.weight.data += (-1 if mode else 1) * self.adapter.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h if self.merged else h + h @ self.adapter)
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [(CountsEvaluations, "evaluations"), (DrawsInEvaluation, "random"), (Merges, r"inlet\.weight")],
+)
+def test_what_evaluation_alone_hands_on_is_refused(model: type[nn.Module], word: str) -> None:
+    evaluated = job(model)
+    captured = capture(evaluated, 2)
+    with pytest.raises(CaptureError, match=word):
+        capture_evaluation(evaluated, captured, evaluated.batch(0, 2))
+    assert captured.blueprint.model.training
+
+
+class MergesBetween(Merges):
+    block = Deciding
+
+
+def test_weights_that_change_with_the_mode_are_refused_between_modules() -> None:
+    with pytest.raises(CaptureError, match=r"inlet\.weight"):
+        capture(job(MergesBetween), 2)
+
+
+def test_what_a_mode_of_the_users_own_sets_is_set_back() -> None:
+    class Scales(Stack):
+        def train(self, mode: bool = True) -> nn.Module:
+            self.scale = 2.0 if mode else 1.0
+            return super().train(mode)
+
+    model = Scales()
+    with evaluation_mode(model):
+        assert model.scale == 1.0
+    assert model.scale == 2.0 and model.training
 
 
 def test_a_stage_that_only_trains() -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import OutputKind
@@ -27,7 +28,9 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
+from .guards import AttributeWatch, attributes_kept
 from .modules.torch_functions import READS, function_name, sized_by_data
+from .random import python_random_kept, python_state
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
@@ -157,6 +160,57 @@ class ReadsNoted(TorchFunctionMode):
         if (name in READS or sized_by_data(name, args)) and (line := user_line()):
             self.lines[line] = None
         return func(*args, **(kwargs or {}))
+
+
+def export_watched(
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None = None
+) -> ExportedProgram:
+    """`export_program`, of a module whose `model` hands nothing from one call of its forward to the next.
+
+    Raises: CaptureError as `export_program` does, and for attributes or random numbers that it would freeze.
+    """
+    model = module.get_submodule("model")
+    with python_random_kept():
+        before = python_state()
+        with attributes_kept(model):
+            program, watch = _watched(module, batch, name, autocast)
+            if (carried := next(watch.carried(), None)) is not None:
+                # What only the first call sets up, as `config.problem_type`, is settled in the second.
+                first = program
+                program, watch = _watched(module, batch, name, autocast)
+                for later in watch.carried():
+                    later.refuse()
+                if not _computes_the_same(first, program):
+                    carried.refuse()
+        if python_state() != before:
+            raise CaptureError(
+                f"the forward of {name} draws random numbers that export would freeze", hint=HINT
+            )
+    return program
+
+
+def _watched(
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None
+) -> tuple[ExportedProgram, AttributeWatch]:
+    watch = AttributeWatch(module.get_submodule("model"))
+    handle = module.register_forward_hook(lambda *_: watch.look())
+    with watch.watching():
+        program = export_program(module, batch, name, autocast)
+    handle.remove()
+    return program, watch
+
+
+def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
+    constants = first.constants.keys() == second.constants.keys() and all(
+        constant is second.constants[name]
+        or (
+            isinstance(constant, Tensor)
+            and not isinstance(constant, FakeTensor)
+            and torch.equal(constant, second.constants[name])
+        )
+        for name, constant in first.constants.items()
+    )
+    return constants and str(first.graph) == str(second.graph)
 
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
