@@ -71,7 +71,12 @@ def _gradients(refuse: Refuse) -> Replacements:
             return apply(cls, *args, **kwargs)  # an operator with a registered gradient stays whole
         refuse(f"the gradient of {cls.__name__}")
 
+    def enter_without_gradients(self: torch.inference_mode) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+        self._inference_mode_context.__enter__()
+
     return [
+        (torch.inference_mode, "__enter__", enter_without_gradients),  # which export does not see
         (torch.autograd.Function, "apply", classmethod(checked_apply)),
         (torch.autograd, "grad", _refused(refuse, "autograd.grad")),
         (torch.autograd, "backward", _refused(refuse, "autograd.backward")),
@@ -146,12 +151,25 @@ READ_AT = "pipeloom_read_at"
 """Key of the lines among the `meta` of a traced graph module."""
 
 
-class ReadsNoted(TorchFunctionMode):
-    """Notes in `lines` each line of the user's code that reads data, once."""
+_IN_PLACE = frozenset(
+    """
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+    __setitem__
+    """.split()
+)
 
-    def __init__(self) -> None:
+
+class CallsWatched(TorchFunctionMode):
+    """Notes in `lines` each line of the user's code that reads data, once.
+
+    training: refuse changes in place under `torch.no_grad()` of what a gradient flows through. Autograd then
+        does not know of the change, and passes the gradient on; a functional graph would stop it.
+    """
+
+    def __init__(self, name: str, *, training: bool) -> None:
         super().__init__()
         self.lines: dict[str, None] = {}
+        self._name, self._training = name, training
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,7 +177,21 @@ class ReadsNoted(TorchFunctionMode):
         name = function_name(func)
         if (name in READS or sized_by_data(name, args)) and (line := user_line()):
             self.lines[line] = None
+        if self._training and not torch.is_grad_enabled() and _changes_what_learns(name, args):
+            where = at(user_line())
+            raise CaptureError(
+                f"the forward of {self._name} changes a tensor in place under torch.no_grad(){where}: "
+                "torch.export would lose its gradient",
+                hint=HINT,
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _changes_what_learns(name: str, args: tuple[Any, ...]) -> bool:
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.startswith("_"))
+    made = bool(args) and isinstance(args[0], Tensor) and not args[0].is_leaf
+    learns = made and args[0].requires_grad  # of a parameter that is changed, see `export_program`
+    return in_place and learns and name not in ("detach_", "requires_grad_")
 
 
 def export_watched(
@@ -225,7 +257,8 @@ def export_program(
         where the forward switches it off stay as they are.
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
-    reads = ReadsNoted()
+    model = module.get_submodule("model")
+    calls = CallsWatched(name, training=model.training)
     try:
         with warnings.catch_warnings(), without_export_output():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
@@ -233,7 +266,7 @@ def export_program(
             # The guards judge what a forward assigns; a GRU only assigns its own weights anew.
             warnings.filterwarnings("ignore", message="The tensor attribute.*assigned during export")
             with autocast_region(autocast):
-                with what_export_loses_refused(name), reads, _new_tensors_removed(module):
+                with what_export_loses_refused(name), calls, _new_tensors_removed(module):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -250,8 +283,7 @@ def export_program(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}{where}", hint=HINT
         ) from error
     _refuse_dropout_between_layers(functional.graph, name)
-    functional.graph_module.meta[READ_AT] = tuple(reads.lines)
-    model = module.get_submodule("model")
+    functional.graph_module.meta[READ_AT] = tuple(calls.lines)
     for spec in functional.graph_signature.output_specs:
         target = str(spec.target).removeprefix("model.")
         if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:
