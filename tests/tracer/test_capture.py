@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from odd.case import WIDTH, Deciding, Stack, job
+from odd.case import CLASSES, WIDTH, Deciding, Stack, job
 from odd.values import AlphaDropout
 from processes import output
 from runs import capture_of, even, plan_for
@@ -196,6 +197,45 @@ def untensored(seed: int, size: int) -> dict[str, object]:
 def test_a_loss_tensors_and_something_to_train_are_needed(model, batch, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Job(model=model, batch=batch), 2)
+
+
+# Parameters that are not the model's.
+
+
+class Plain(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self.inlet(x)))
+
+
+def copies_of(net: nn.Module, loss: nn.Module) -> Job:
+    """As `Pipeline` does with a module."""
+    return Job(
+        model=lambda: copy.deepcopy(net),
+        batch=lambda seed, rows: {"x": torch.ones(rows, WIDTH)},
+        loss=lambda output, batch: loss(output).square().mean(),
+    )
+
+
+def test_parameters_that_nothing_trains_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    net, teacher = Plain(), nn.Linear(WIDTH, WIDTH)
+    capture(copies_of(net, nn.Softmax(1)), 2)
+    net.blocks[0].register_forward_hook(lambda module, given, output: output + teacher(output.detach()))
+    teacher.requires_grad_(False)
+    capture(copies_of(net, nn.Softmax(1)), 2)
+    assert "pipeloom" not in {record.name for record in caplog.records}
+    teacher.requires_grad_(True)
+    for each in (copies_of(net, nn.Softmax(1)), copies_of(Plain(), nn.Linear(CLASSES, 1))):
+        caplog.clear()
+        assert capture(each, 2).graph.fallback == ""
+        assert "nothing trains them" in caplog.text and "test_capture.py" in caplog.text
+
+
+def test_a_forward_that_uses_none_of_the_copy_is_refused() -> None:
+    net = Plain()
+    forward = net.forward
+    net.forward = lambda x: forward(x) * 2
+    with pytest.raises(CaptureError, match="no gradient for any parameter"):
+        capture(copies_of(net, nn.Softmax(1)), 2)
 
 
 # evaluate() is model.eval(): another capture, cut where training is.

@@ -15,10 +15,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError, of_type
+from ..ir.user_code import at
 from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
-from .export import export_watched
+from .export import FOREIGN_AT, export_watched
 from .guards import (
     backward_hooks,
     keep_attributes,
@@ -69,7 +70,14 @@ def capture(
     if split is None:
         split = like.split_words if like is not None else {}
     with statistics_in_checkpoints_refused(job.name):
-        return split_words(_captured(job, example, blueprint, autocast, like), split)
+        captured = _captured(job, example, blueprint, autocast, like)
+    if not any(parameter.trainable for parameter in captured.graph.parameters):
+        raise CaptureError(
+            f"the loss of {job.name} has no gradient for any parameter of the model",
+            hint="let the forward use them; a function that was put in the place of a forward may still use "
+            "the module of which the model is a copy: give a function that makes the model instead",
+        )
+    return split_words(captured, split)
 
 
 def _captured(
@@ -99,6 +107,13 @@ def _exported(
     _refuse_backward_hooks(blueprint.model, job.name)
     program = export_watched(ModelWithLoss(blueprint.model, job), example, job.name, autocast)
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
+    if foreign := program.graph_module.meta.get(FOREIGN_AT):
+        _log.warning(
+            "%s computes with parameters that are not the model's%s: nothing trains them; if they should "
+            "learn, give a model that has them",
+            job.name,
+            at(foreign[0]),
+        )
     captured = captured_from_program(program, job, blueprint, list(example))
     return replace(captured, autocast=autocast)
 

@@ -147,8 +147,9 @@ def _state(refuse: Refuse) -> Replacements:
     return [(nn.Module, "__setattr__", checked_setattr)]
 
 
-READ_AT = "pipeloom_read_at"
-"""Key of the lines among the `meta` of a traced graph module."""
+READ_AT, FOREIGN_AT = "pipeloom_read_at", "pipeloom_foreign_at"
+"""Keys among the `meta` of a traced graph module: of lines that read data, and of those that compute with
+parameters which are not the model's."""
 
 
 _IN_PLACE = frozenset(
@@ -160,7 +161,8 @@ _IN_PLACE = frozenset(
 
 
 class CallsWatched(TorchFunctionMode):
-    """Notes in `lines` each line of the user's code that reads data, once.
+    """Notes in `lines` each line of the user's code that reads data, once; and in `foreign` each of the
+    forward that computes with a real parameter: those of the model are fake.
 
     training: refuse changes in place under `torch.no_grad()` of what a gradient flows through. Autograd then
         does not know of the change, and passes the gradient on; a functional graph would stop it.
@@ -169,7 +171,9 @@ class CallsWatched(TorchFunctionMode):
     def __init__(self, name: str, *, training: bool) -> None:
         super().__init__()
         self.lines: dict[str, None] = {}
+        self.foreign: dict[str, None] = {}
         self._name, self._training = name, training
+        self.in_forward = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,6 +181,12 @@ class CallsWatched(TorchFunctionMode):
         name = function_name(func)
         if (name in READS or sized_by_data(name, args)) and (line := user_line()):
             self.lines[line] = None
+        if (
+            self.in_forward
+            and torch.is_grad_enabled()
+            and any(type(a) is nn.Parameter and a.requires_grad for a in args)
+        ):
+            self.foreign[user_line()] = None
         if self._training and not torch.is_grad_enabled() and _changes_what_learns(name, args):
             where = at(user_line())
             raise CaptureError(
@@ -259,6 +269,10 @@ def export_program(
     """
     model = module.get_submodule("model")
     calls = CallsWatched(name, training=model.training)
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: setattr(calls, "in_forward", True)),
+        module.register_forward_hook(lambda *_: setattr(calls, "in_forward", False)),
+    ]
     try:
         with warnings.catch_warnings(), without_export_output():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
@@ -282,8 +296,10 @@ def export_program(
         raise CaptureError(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}{where}", hint=HINT
         ) from error
+    for hook in hooks:
+        hook.remove()
     _refuse_dropout_between_layers(functional.graph, name)
-    functional.graph_module.meta[READ_AT] = tuple(calls.lines)
+    functional.graph_module.meta |= {READ_AT: tuple(calls.lines), FOREIGN_AT: tuple(calls.foreign)}
     for spec in functional.graph_signature.output_specs:
         target = str(spec.target).removeprefix("model.")
         if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:
