@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from odd.case import WIDTH, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
+from odd.gradients import SparseEmbedding
 from runs import capture_of, each_rank, even, even_plan, plan_for
 from torch import Tensor, nn
 
@@ -138,6 +141,20 @@ def test_mixed_precision_is_compared_with_the_module_itself() -> None:
     result = verified(JOB, options=Options(autocast=torch.bfloat16), autocast=torch.bfloat16)
     result.require()
     assert result.independent and result.worst < 0.02
+
+
+class DrawsItsWeights(Stack):
+    def prepare(self) -> None:
+        with torch.no_grad():
+            self.head.weight.mul_(random.random())
+
+
+def test_weights_that_python_draws_are_those_of_the_module() -> None:
+    verified(job_of(DrawsItsWeights)).require()
+
+
+def test_sparse_gradients_are_compared() -> None:
+    verified(job_of(SparseEmbedding, zoo.token_batch)).require()
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

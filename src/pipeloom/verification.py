@@ -44,7 +44,7 @@ from .tracer.autocast import Autocast, autocast_region
 from .tracer.captured import Captured
 from .tracer.job import Job
 from .tracer.job_calls import call_model, make_optimizer, scalar_loss
-from .tracer.random import DrawRecorder, DrawReplay, OtherDraws
+from .tracer.random import DrawRecorder, DrawReplay, OtherDraws, constructor_draws
 
 _log = logging.getLogger("pipeloom")
 
@@ -279,7 +279,8 @@ def plain_step(
     shares = loss_shares(parts, job.weight)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():  # whatever the caller has switched off
         torch.manual_seed(options.seed)
-        model = job.model()
+        with constructor_draws():
+            model = job.model()
         named: dict[str, nn.Parameter] = dict(model.named_parameters())
         initial = _copies(named)
         total, losses = 0.0, list[float]()
@@ -298,7 +299,7 @@ def plain_step(
     held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
     return StepNumbers(  # nobody has the module from now on, so nothing of it is copied
         loss=total,
-        gradients={name: param.grad for name, param in named.items() if param.grad is not None},
+        gradients={name: p.grad.to_dense() for name, p in named.items() if p.grad is not None},
         initial=initial,
         buffers={name: tensor.detach() for name, tensor in held.items()},
         off_mean=off,

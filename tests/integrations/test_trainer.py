@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 pytest.importorskip("accelerate", reason="transformers' Trainer wants accelerate, which is not installed")
 
@@ -41,6 +42,48 @@ def assert_same_logs(piped: Path, plain: Path, recipes: tuple[str, ...] = RECIPE
             for key in theirs:
                 if not key.endswith(TIMES) and not key.startswith("eval_steps"):
                     assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), (recipe, key)
+
+
+class AddsMeans(nn.Module):
+    """Takes the number of labels, as `**more`, and gives a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("batches_in_the_last", [1, 2])
+def test_the_last_update_of_an_epoch_may_have_fewer_batches(tmp_path: Path, batches_in_the_last: int) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from pipeloom.integrations.transformers import PipelineTrainer
+
+    x = torch.randn(8 + 2 * batches_in_the_last, 4, generator=torch.Generator().manual_seed(0))
+    rows = [{"x": row, "labels": number % 3} for number, row in enumerate(x)]
+    losses = []
+    for kind in (Trainer, PipelineTrainer):
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            num_train_epochs=2,
+            logging_steps=1,
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+        )
+        trainer = kind(model=AddsMeans(), args=args, train_dataset=rows)
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,16 +1,22 @@
 """Stage-by-stage initialisation gives the bits of the constructor, and holds only what is asked for."""
 
 import copy
+import random
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zoo
 from memory import allocations
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeloom.ir.errors import CaptureError
 from pipeloom.tracer.blueprint import Blueprint, make_blueprint
+from pipeloom.tracer.random import python_state
 
 
 def made(build: Callable[[], nn.Module]) -> Blueprint:
@@ -250,3 +256,36 @@ def test_a_constructor_run_whole_leaves_the_generator() -> None:
     before = torch.get_rng_state()
     made(lambda: nn.Linear(int(torch.randint(2, 5, (1,)).item()), 3))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_a_constructor_that_loads_its_weights_is_run_whole(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"weights.{kind}"
+    state = nn.Linear(4, 4).state_dict()
+    save, load = (torch.save, torch.load) if kind == "pt" else (save_file, load_file)
+    save(state, file)
+
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        layer.load_state_dict(load(file))
+        return layer
+
+    assert_bits(build, whole=True)
+
+
+def test_a_constructor_that_draws_by_python_or_numpy_draws_the_same_each_time() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        with torch.no_grad():
+            layer.weight.mul_(random.random()).add_(torch.from_numpy(np.random.rand(4, 4)))
+        return layer
+
+    before = python_state()
+    first, second = made(build).materialise(3, ["weight"]), made(build).materialise(3, ["weight"])
+    assert torch.equal(first["weight"], second["weight"])
+    assert python_state() == before
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(CaptureError, match="weight"):
+        made(lambda: nn.LazyLinear(4))

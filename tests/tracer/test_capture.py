@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from odd.case import job
+from odd.case import CLASSES, WIDTH, Deciding, Stack, job
 from odd.values import AlphaDropout
 from processes import output
 from runs import capture_of, even, plan_for
@@ -25,6 +26,7 @@ from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
 from pipeloom.tracer.guards import attributes_kept
+from pipeloom.tracer.job_calls import evaluation_mode
 
 QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")
 
@@ -197,6 +199,45 @@ def test_a_loss_tensors_and_something_to_train_are_needed(model, batch, message:
         capture(Job(model=model, batch=batch), 2)
 
 
+# Parameters that are not the model's.
+
+
+class Plain(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self.inlet(x)))
+
+
+def copies_of(net: nn.Module, loss: nn.Module) -> Job:
+    """As `Pipeline` does with a module."""
+    return Job(
+        model=lambda: copy.deepcopy(net),
+        batch=lambda seed, rows: {"x": torch.ones(rows, WIDTH)},
+        loss=lambda output, batch: loss(output).square().mean(),
+    )
+
+
+def test_parameters_that_nothing_trains_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    net, teacher = Plain(), nn.Linear(WIDTH, WIDTH)
+    capture(copies_of(net, nn.Softmax(1)), 2)
+    net.blocks[0].register_forward_hook(lambda module, given, output: output + teacher(output.detach()))
+    teacher.requires_grad_(False)
+    capture(copies_of(net, nn.Softmax(1)), 2)
+    assert "pipeloom" not in {record.name for record in caplog.records}
+    teacher.requires_grad_(True)
+    for each in (copies_of(net, nn.Softmax(1)), copies_of(Plain(), nn.Linear(CLASSES, 1))):
+        caplog.clear()
+        assert capture(each, 2).graph.fallback == ""
+        assert "nothing trains them" in caplog.text and "test_capture.py" in caplog.text
+
+
+def test_a_forward_that_uses_none_of_the_copy_is_refused() -> None:
+    net = Plain()
+    forward = net.forward
+    net.forward = lambda x: forward(x) * 2
+    with pytest.raises(CaptureError, match="no gradient for any parameter"):
+        capture(copies_of(net, nn.Softmax(1)), 2)
+
+
 # evaluate() is model.eval(): another capture, cut where training is.
 
 
@@ -207,6 +248,72 @@ def test_evaluation_updates_nothing_and_leaves_the_training_mode() -> None:
     assert captured.blueprint.model.training and captured.blueprint.model.norm.training
     assert not any(op.updates for op in evaluated.graph.ops)
     assert not any(value.needs_grad for value in evaluated.graph.value.values())
+
+
+class CountsEvaluations(Stack):
+    def prepare(self) -> None:
+        self.evaluations = 0
+
+    def run(self, h: Tensor) -> Tensor:
+        if not self.training:
+            self.evaluations += 1
+            h = h * self.evaluations
+        return super().run(h)
+
+
+class DrawsInEvaluation(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h if self.training else h * random.random())
+
+
+class Merges(Stack):
+    """As layers with adapters do, to evaluate faster."""
+
+    def prepare(self) -> None:
+        self.adapter = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if self.merged == mode:
+            self.inlet.weight.data += (-1 if mode else 1) * self.adapter.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h if self.merged else h + h @ self.adapter)
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [(CountsEvaluations, "evaluations"), (DrawsInEvaluation, "random"), (Merges, r"inlet\.weight")],
+)
+def test_what_evaluation_alone_hands_on_is_refused(model: type[nn.Module], word: str) -> None:
+    evaluated = job(model)
+    captured = capture(evaluated, 2)
+    with pytest.raises(CaptureError, match=word):
+        capture_evaluation(evaluated, captured, evaluated.batch(0, 2))
+    assert captured.blueprint.model.training
+
+
+class MergesBetween(Merges):
+    block = Deciding
+
+
+def test_weights_that_change_with_the_mode_are_refused_between_modules() -> None:
+    with pytest.raises(CaptureError, match=r"inlet\.weight"):
+        capture(job(MergesBetween), 2)
+
+
+def test_what_a_mode_of_the_users_own_sets_is_set_back() -> None:
+    class Scales(Stack):
+        def train(self, mode: bool = True) -> nn.Module:
+            self.scale = 2.0 if mode else 1.0
+            return super().train(mode)
+
+    model = Scales()
+    with evaluation_mode(model):
+        assert model.scale == 1.0
+    assert model.scale == 2.0 and model.training
 
 
 def test_a_stage_that_only_trains() -> None:

@@ -55,6 +55,31 @@ def test_gradients_of_the_users_own_are_not_lost(model: Callable[[], nn.Module],
     assert (torch.autograd.grad, Signed.apply) == watched and Signed.apply(torch.ones(1)).item() == 2.0
 
 
+class ClampsInPlace(Stack):
+    """Autograd passes the gradient on as if nothing had been clamped."""
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        with torch.no_grad():
+            h.clamp_(min=0)
+        return self.blocks[1](h)
+
+
+class InfersApart(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        with torch.inference_mode():
+            target = self.blocks[0](h)
+        return self.blocks[2](self.blocks[1](h) + target.clone())
+
+
+@pytest.mark.parametrize(("model", "exported"), [(ClampsInPlace, False), (InfersApart, True)])
+def test_gradients_that_the_forward_stops_or_passes_on(model: type[nn.Module], exported: bool) -> None:
+    assert (not capture_of(job(model)).graph.fallback) == exported
+    plan, batches = even_plan(job(model), 2, microbatches=2), [job(model).batch(seed, 4) for seed in range(2)]
+    found = pipelined(job(model), plan, batches, compare=False)
+    assert_same(found, plain(job(model), batches, 2), tolerance=1e-5)
+
+
 def test_a_capture_that_fails_in_a_checkpoint_leaves_no_hooks() -> None:
     """The next backward of the process then ran the failed capture's forward again (seen with torch 2.11)."""
     assert capture(job(CheckpointedInside), 2).graph.fallback

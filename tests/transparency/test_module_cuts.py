@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import zoo
-from odd.case import job
+from odd.case import Between, job
 from odd.decisions import JOBS, LeftInAList, NoModules, RoutesBetween, ThroughViews
 from odd.gradients import CheckpointedOldWay
 from runs import assert_same, capture_of, even_plan, pipelined, plain, plan_for
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError, CutError
@@ -43,6 +43,16 @@ def test_two_stages_on_one_rank() -> None:
     plan = plan_for(captured, stage_of, microbatches=4, placement=(0, 1, 0, 1))
     batches = [job.batch(seed, 8) for seed in range(2)]
     assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=TOLERANCE)
+
+
+class ChangesItsBatch(Between):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x.mul_(2.0)
+        return {"loss": nn.functional.cross_entropy(self.head(self.run(self.inlet(x)) + x), y)}
+
+
+def test_a_batch_that_is_changed_in_place_is_changed_once_for_each_stage() -> None:
+    check(job(ChangesItsBatch), 2)
 
 
 def test_the_batches_take_every_branch() -> None:

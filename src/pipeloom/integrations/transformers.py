@@ -34,6 +34,9 @@ SCHEDULER_FILE = "scheduler.pt"
 _RATES = ("lr", "initial_lr")
 """What a scheduler keeps in a group of its optimizer."""
 
+_COUNT = "batches_of_update"
+"""The last update of an epoch may have fewer batches than the others."""
+
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun puts into the environment, and accelerate reads."""
 
@@ -72,6 +75,7 @@ class PipelineTrainer(Trainer):
         self.pipe: Pipeline | None = None
         self._settings = dict(pipeline or {})
         self._gathered: list[dict[str, Any]] = []
+        self._adds_means = False
         super().__init__(model, args, *more, **kwargs)
         self.place_model_on_device = False
 
@@ -94,7 +98,11 @@ class PipelineTrainer(Trainer):
         self._gathered.append(dict(inputs))
         if len(self._gathered) < self.current_gradient_accumulation_steps:
             return torch.zeros(())
-        batch, self._gathered = _joined(self._gathered), []
+        batch = self._with_count(_joined(self._gathered), len(self._gathered))
+        self._gathered = []
+        rows, parts = _rows(batch), self.pipe.plan.microbatches
+        if rows < parts:  # the last of an epoch; its mean stays
+            batch = repeated(batch, rows, parts)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.pipe.weights.optimizers[0].param_groups, rates, strict=True):
             group["lr"] = rate
@@ -132,8 +140,9 @@ class PipelineTrainer(Trainer):
         if self.pipe is None:
             self._open_pipeline([inputs], 1)
         assert self.pipe is not None
-        rows = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
-        batch = repeated(inputs, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
+        rows = _rows(inputs)
+        counted = self._with_count(inputs, 1)
+        batch = repeated(counted, rows, self.pipe.plan.microbatches) if self.pipe.rank == 0 else None
         if prediction_loss_only:
             return torch.tensor(self.pipe.evaluate(batch)), None, None
         loss, outputs = self.pipe.outputs(batch)
@@ -159,14 +168,14 @@ class PipelineTrainer(Trainer):
         with random_kept():
             taken = [dict(batch) for batch, _ in zip(batches, range(count), strict=False)]
             counted = "labels" in taken[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func)
-            self._added_means = count if count > 1 and counted and self._ignores_items(taken[0]) else 1
+            self._adds_means = bool(count > 1 and counted and self._ignores_items(taken[0]))
             self.pipe = Pipeline(
                 self._copied_model if counted else self.model,
-                example=_joined(taken),
+                example=self._with_count(_joined(taken), count),
                 loss=self._loss_of_outputs if self.label_smoother or self.compute_loss_func else None,
                 optimizer=self._make_optimizer,
                 weight=(lambda batch: self._items(batch["labels"]))
-                if counted and self._added_means == 1
+                if counted and not self._adds_means
                 else None,
                 data="first",
                 **settings,
@@ -181,14 +190,21 @@ class PipelineTrainer(Trainer):
         forward = model.forward
 
         def adding_means(**batch: Tensor) -> Any:
+            count = batch.pop(_COUNT)[0]
             outputs = forward(**batch)
-            return {**outputs, "loss": outputs["loss"] * (self._added_means if model.training else 1)}
+            return {**outputs, "loss": outputs["loss"] * count.to(outputs["loss"].dtype)}
 
-        if self._added_means > 1:
+        if self._adds_means:
             model.forward = adding_means
         elif self.model_accepts_loss_kwargs and self.label_smoother is None:
             model.forward = lambda **batch: forward(**batch, num_items_in_batch=self._items(batch["labels"]))
         return model
+
+    def _with_count(self, batch: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """A batch that tells the model of how many it is made, where it has to know."""
+        if not self._adds_means:
+            return dict(batch)
+        return {**batch, _COUNT: torch.full((_rows(batch),), float(count))}
 
     def _ignores_items(self, batch: Mapping[str, Any]) -> bool:
         """Whether the model's loss is a mean, however many labels it is told that there are. Then a Trainer
@@ -344,6 +360,10 @@ def _as_one_process(args: Any) -> None:
         state.process_index, state.local_process_index = rank, local
     finally:
         os.environ.update(hidden)
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    return len(next(value for value in batch.values() if isinstance(value, Tensor)))
 
 
 def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:

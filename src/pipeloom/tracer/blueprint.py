@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
+from ..ir.errors import CaptureError
 from .guards import Hook, parameter_hooks
-from .random import one_thread_at_a_time
+from .random import constructor_draws, one_thread_at_a_time
 from .tensors import StorageView
 
 
@@ -172,6 +173,8 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             view = StorageView.of(leaf)
             self.record.alive.setdefault(view.storage, leaf.untyped_storage())
             return view
+        if isinstance(leaf, torch.UntypedStorage):  # under a fake mode `torch.load` gives shapes alone
+            raise NotImplementedError("the constructor loads tensors")
         if isinstance(leaf, torch.Generator):
             if not any(leaf is generator for generator in self.generators):
                 self.generators.append(leaf)
@@ -337,7 +340,7 @@ class Blueprint:
     """A model on fake tensors, with what is needed to make any part of it real.
 
     attribute_tensors: tensors that the model holds and that are neither parameters nor buffers, by name.
-    why_whole: set when the constructor reads tensor values and so cannot run on fake ones: then each
+    why_whole: set when the constructor reads or loads tensor values and so cannot run on fake ones: then each
         materialisation builds the whole model.
     changed_parameters: names of parameters that nothing trains and the forward changes: buffers to a graph.
     hooks: on parameters, as the constructor left them.
@@ -365,7 +368,8 @@ class Blueprint:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.why_whole:
-                real = _named_tensors(self.build())
+                with constructor_draws():
+                    real = _named_tensors(self.build())
                 return {name: real[name].detach() for name in names}
             named: Mapping[str, Tensor] = _named_tensors(self.model) | self.initial | self.attribute_tensors
             return ConstructorReplay(self.record, {name: named[name] for name in names}).run()
@@ -380,16 +384,24 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blueprint:
     """Run a constructor on fake tensors of `fake`, recording it.
 
-    A constructor that reads values of tensors (`.item()`, `.tolist()`) is run for real instead, and its
-    result turned into fake tensors.
+    A constructor that reads values of tensors (`.item()`, `.tolist()`), or loads them from a file, is run for
+    real instead, and its result turned into fake tensors.
     """
     recorder = ConstructorRecorder(fake)
     try:
-        with torch.random.fork_rng(devices=[]), fake, recorder, recorder.whole_initialisers(), FakeDeepCopy():
+        with (
+            torch.random.fork_rng(devices=[]),
+            constructor_draws(),
+            fake,
+            recorder,
+            recorder.whole_initialisers(),
+            FakeDeepCopy(),
+        ):
             model = build()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        with torch.random.fork_rng(devices=[]):
+    except Exception as error:  # fake tensors break code in every way; an error of the user's own comes again
+        with torch.random.fork_rng(devices=[]), constructor_draws():
             model = build()
+        _refuse_lazy(model)
         hooks = parameter_hooks(model)  # imitations have none
         why = f"{type(error).__name__}: {error}"
         return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
@@ -398,6 +410,15 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
         why = "it returns tensors made elsewhere"
         return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
     return Blueprint(build, model, recorder.record, hooks=hooks)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in _named_tensors(model).items():
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                f"{name} of the model has no shape yet, as all of a lazy module before its first call",
+                hint="give the sizes in the constructor, as by nn.Linear in the place of nn.LazyLinear",
+            )
 
 
 def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

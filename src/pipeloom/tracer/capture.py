@@ -11,19 +11,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import ExportedProgram
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError, of_type
+from ..ir.user_code import at
 from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
-from .export import export_program
+from .export import FOREIGN_AT, export_watched
 from .guards import (
-    AttributeWatch,
-    attributes_kept,
     backward_hooks,
     keep_attributes,
     refuse_parameter_hooks,
@@ -33,7 +30,7 @@ from .job import Job
 from .job_calls import LossError, ModelWithLoss, sample_batch
 from .modules.cut import ModuleCut, cut_modules
 from .program import captured_from_program
-from .random import one_thread_at_a_time, python_random_kept, python_state
+from .random import one_thread_at_a_time
 from .split_words import split_words
 
 _log = logging.getLogger("pipeloom")
@@ -73,7 +70,14 @@ def capture(
     if split is None:
         split = like.split_words if like is not None else {}
     with statistics_in_checkpoints_refused(job.name):
-        return split_words(_captured(job, example, blueprint, autocast, like), split)
+        captured = _captured(job, example, blueprint, autocast, like)
+    if not any(parameter.trainable for parameter in captured.graph.parameters):
+        raise CaptureError(
+            f"the loss of {job.name} has no gradient for any parameter of the model",
+            hint="let the forward use them; a function that was put in the place of a forward may still use "
+            "the module of which the model is a copy: give a function that makes the model instead",
+        )
+    return split_words(captured, split)
 
 
 def _captured(
@@ -101,50 +105,17 @@ def _exported(
 ) -> Captured:
     """The model by torch.export. Raises: CaptureError if that cannot be, or would lose something."""
     _refuse_backward_hooks(blueprint.model, job.name)
-    with python_random_kept():
-        before = python_state()
-        with attributes_kept(blueprint.model):
-            watch = AttributeWatch(blueprint.model)
-            program = _watched_export(blueprint, job, example, autocast, watch)
-            if (carried := next(watch.carried(), None)) is not None:
-                # What only the first call sets up, as `config.problem_type`, is settled in the second.
-                first, watch = program, AttributeWatch(blueprint.model)
-                program = _watched_export(blueprint, job, example, autocast, watch)
-                for later in watch.carried():
-                    later.refuse()
-                if not _computes_the_same(first, program):
-                    carried.refuse()
-        if python_state() != before:
-            raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
+    program = export_watched(ModelWithLoss(blueprint.model, job), example, job.name, autocast)
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
+    if foreign := program.graph_module.meta.get(FOREIGN_AT):
+        _log.warning(
+            "%s computes with parameters that are not the model's%s: nothing trains them; if they should "
+            "learn, give a model that has them",
+            job.name,
+            at(foreign[0]),
+        )
     captured = captured_from_program(program, job, blueprint, list(example))
     return replace(captured, autocast=autocast)
-
-
-def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
-    constants = first.constants.keys() == second.constants.keys() and all(
-        constant is second.constants[name]
-        or (
-            isinstance(constant, Tensor)
-            and not isinstance(constant, FakeTensor)
-            and torch.equal(constant, second.constants[name])
-        )
-        for name, constant in first.constants.items()
-    )
-    return constants and str(first.graph) == str(second.graph)
-
-
-def _watched_export(
-    blueprint: Blueprint,
-    job: Job,
-    example: dict[str, Tensor],
-    autocast: Autocast | None,
-    watch: AttributeWatch,
-) -> ExportedProgram:
-    module = ModelWithLoss(blueprint.model, job)
-    module.register_forward_hook(lambda *_: watch.look())
-    with watch.watching():
-        return export_program(module, example, job.name, autocast)
 
 
 def _capture_instead(

@@ -18,7 +18,8 @@ from ..ir.graph import Op, OpGraph
 from ..ir.stages import StageGraph, cut
 from .autocast import Autocast
 from .captured import Captured
-from .export import export_program
+from .export import export_watched
+from .guards import weight_changes_refused
 from .job import Job
 from .job_calls import ModelWithLoss, evaluation_mode
 from .program import captured_from_program
@@ -41,9 +42,10 @@ def capture_evaluation(
     Raises: CaptureError if that fails.
     """
     example = {key: tensor.clone() for key, tensor in batch.items()}
-    with evaluation_mode(trained.blueprint.model):
-        module = ModelWithLoss(trained.blueprint.model, job, with_outputs=with_outputs)
-        program = export_program(module, example, f"{job.name} in evaluation mode", autocast)
+    model = trained.blueprint.model
+    with evaluation_mode(model, weight_changes_refused(model)):
+        module = ModelWithLoss(model, job, with_outputs=with_outputs)
+        program = export_watched(module, example, f"{job.name} in evaluation mode", autocast)
         captured = captured_from_program(program, job, trained.blueprint, list(example), training=False)
     return split_words(captured, trained.split_words)
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import OutputKind
@@ -27,7 +28,9 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
+from .guards import AttributeWatch, attributes_kept
 from .modules.torch_functions import READS, function_name, sized_by_data
+from .random import python_random_kept, python_state
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
@@ -68,7 +71,12 @@ def _gradients(refuse: Refuse) -> Replacements:
             return apply(cls, *args, **kwargs)  # an operator with a registered gradient stays whole
         refuse(f"the gradient of {cls.__name__}")
 
+    def enter_without_gradients(self: torch.inference_mode) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+        self._inference_mode_context.__enter__()
+
     return [
+        (torch.inference_mode, "__enter__", enter_without_gradients),  # which export does not see
         (torch.autograd.Function, "apply", classmethod(checked_apply)),
         (torch.autograd, "grad", _refused(refuse, "autograd.grad")),
         (torch.autograd, "backward", _refused(refuse, "autograd.backward")),
@@ -139,16 +147,33 @@ def _state(refuse: Refuse) -> Replacements:
     return [(nn.Module, "__setattr__", checked_setattr)]
 
 
-READ_AT = "pipeloom_read_at"
-"""Key of the lines among the `meta` of a traced graph module."""
+READ_AT, FOREIGN_AT = "pipeloom_read_at", "pipeloom_foreign_at"
+"""Keys among the `meta` of a traced graph module: of lines that read data, and of those that compute with
+parameters which are not the model's."""
 
 
-class ReadsNoted(TorchFunctionMode):
-    """Notes in `lines` each line of the user's code that reads data, once."""
+_IN_PLACE = frozenset(
+    """
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+    __setitem__
+    """.split()
+)
 
-    def __init__(self) -> None:
+
+class CallsWatched(TorchFunctionMode):
+    """Notes in `lines` each line of the user's code that reads data, once; and in `foreign` each of the
+    forward that computes with a real parameter: those of the model are fake.
+
+    training: refuse changes in place under `torch.no_grad()` of what a gradient flows through. Autograd then
+        does not know of the change, and passes the gradient on; a functional graph would stop it.
+    """
+
+    def __init__(self, name: str, *, training: bool) -> None:
         super().__init__()
         self.lines: dict[str, None] = {}
+        self.foreign: dict[str, None] = {}
+        self._name, self._training = name, training
+        self.in_forward = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -156,7 +181,78 @@ class ReadsNoted(TorchFunctionMode):
         name = function_name(func)
         if (name in READS or sized_by_data(name, args)) and (line := user_line()):
             self.lines[line] = None
+        if (
+            self.in_forward
+            and torch.is_grad_enabled()
+            and any(type(a) is nn.Parameter and a.requires_grad for a in args)
+        ):
+            self.foreign[user_line()] = None
+        if self._training and not torch.is_grad_enabled() and _changes_what_learns(name, args):
+            where = at(user_line())
+            raise CaptureError(
+                f"the forward of {self._name} changes a tensor in place under torch.no_grad(){where}: "
+                "torch.export would lose its gradient",
+                hint=HINT,
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _changes_what_learns(name: str, args: tuple[Any, ...]) -> bool:
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.startswith("_"))
+    made = bool(args) and isinstance(args[0], Tensor) and not args[0].is_leaf
+    learns = made and args[0].requires_grad  # of a parameter that is changed, see `export_program`
+    return in_place and learns and name not in ("detach_", "requires_grad_")
+
+
+def export_watched(
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None = None
+) -> ExportedProgram:
+    """`export_program`, of a module whose `model` hands nothing from one call of its forward to the next.
+
+    Raises: CaptureError as `export_program` does, and for attributes or random numbers that it would freeze.
+    """
+    model = module.get_submodule("model")
+    with python_random_kept():
+        before = python_state()
+        with attributes_kept(model):
+            program, watch = _watched(module, batch, name, autocast)
+            if (carried := next(watch.carried(), None)) is not None:
+                # What only the first call sets up, as `config.problem_type`, is settled in the second.
+                first = program
+                program, watch = _watched(module, batch, name, autocast)
+                for later in watch.carried():
+                    later.refuse()
+                if not _computes_the_same(first, program):
+                    carried.refuse()
+        if python_state() != before:
+            raise CaptureError(
+                f"the forward of {name} draws random numbers that export would freeze", hint=HINT
+            )
+    return program
+
+
+def _watched(
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None
+) -> tuple[ExportedProgram, AttributeWatch]:
+    watch = AttributeWatch(module.get_submodule("model"))
+    handle = module.register_forward_hook(lambda *_: watch.look())
+    with watch.watching():
+        program = export_program(module, batch, name, autocast)
+    handle.remove()
+    return program, watch
+
+
+def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
+    constants = first.constants.keys() == second.constants.keys() and all(
+        constant is second.constants[name]
+        or (
+            isinstance(constant, Tensor)
+            and not isinstance(constant, FakeTensor)
+            and torch.equal(constant, second.constants[name])
+        )
+        for name, constant in first.constants.items()
+    )
+    return constants and str(first.graph) == str(second.graph)
 
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -171,7 +267,12 @@ def export_program(
         where the forward switches it off stay as they are.
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
-    reads = ReadsNoted()
+    model = module.get_submodule("model")
+    calls = CallsWatched(name, training=model.training)
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: setattr(calls, "in_forward", True)),
+        module.register_forward_hook(lambda *_: setattr(calls, "in_forward", False)),
+    ]
     try:
         with warnings.catch_warnings(), without_export_output():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
@@ -179,7 +280,7 @@ def export_program(
             # The guards judge what a forward assigns; a GRU only assigns its own weights anew.
             warnings.filterwarnings("ignore", message="The tensor attribute.*assigned during export")
             with autocast_region(autocast):
-                with what_export_loses_refused(name), reads, _new_tensors_removed(module):
+                with what_export_loses_refused(name), calls, _new_tensors_removed(module):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -195,9 +296,10 @@ def export_program(
         raise CaptureError(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}{where}", hint=HINT
         ) from error
+    for hook in hooks:
+        hook.remove()
     _refuse_dropout_between_layers(functional.graph, name)
-    functional.graph_module.meta[READ_AT] = tuple(reads.lines)
-    model = module.get_submodule("model")
+    functional.graph_module.meta |= {READ_AT: tuple(calls.lines), FOREIGN_AT: tuple(calls.foreign)}
     for spec in functional.graph_signature.output_specs:
         target = str(spec.target).removeprefix("model.")
         if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:

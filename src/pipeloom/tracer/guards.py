@@ -593,6 +593,28 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"the forward changes the parameter {name}{at(line)}, {why}", hint=HINT)
 
 
+class _WeightWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in named.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], Tensor):
+            if (name := self._names.get(args[0].untyped_storage()._cdata)) is not None:
+                raise CaptureError(
+                    f"train() or eval() of the model changes {name}{at(user_line())}, when no rank has all "
+                    "weights",
+                    hint="compute the same in the forward in either mode, or evaluate in one process",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def weight_changes_refused(model: nn.Module) -> _WeightWatch:
+    """Raises in the block: CaptureError if parameters or buffers change, as where adapters are merged."""
+    return _WeightWatch(model)
+
+
 _here = local()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
 from traceback import walk_tb
@@ -56,13 +56,16 @@ def at_length(job: Job, length: int) -> Job:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`model.eval()`; afterwards each module has the mode that it had."""
+def evaluation_mode(model: nn.Module, watched: AbstractContextManager[None] | None = None) -> Iterator[None]:
+    """`model.eval()`; afterwards each module has the mode that it had. watched: around `model.eval()`."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        with watched or nullcontext():
+            model.eval()
         yield
     finally:
+        if any(type(module).train is not nn.Module.train for module, _ in modes):
+            model.train(modes[0][1])  # a user's own may set more than the mode
         for module, training in modes:
             module.training = training
 

@@ -163,6 +163,14 @@ def python_random_kept() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+@contextmanager
+def constructor_draws() -> Iterator[None]:
+    """A constructor that draws from them draws the same on every rank, and each time."""
+    with python_random_kept():
+        seed_python(0, "constructor")
+        yield
+
+
 class OtherDraws(Exception):
     """A run does not draw what the recorded one drew."""
 

@@ -20,7 +20,7 @@ from ...ir.user_code import at, definition_of
 from ..autocast import Autocast, autocast_region
 from ..blueprint import Blueprint
 from ..export import without_export_output
-from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks
+from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks, weight_changes_refused
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
 from ..op_graph import model_buffers, model_parameters
@@ -74,7 +74,7 @@ def cut_modules(
     """
     skeleton = like.skeleton if like is not None else Skeleton(blueprint)
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
-    with evaluation_mode(skeleton.model):
+    with evaluation_mode(skeleton.model, weight_changes_refused(skeleton.model)):
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
     recording.evaluation_calls = evaluated.call_named
     recording.values = evaluated.values | recording.values

@@ -218,9 +218,9 @@ class ModuleFunctions(StageFunctions):
         self, graph: _Graph, inputs: Mapping[str, Tensor], *, training: bool = True
     ) -> tuple[StageRunResult, dict[str, Tensor]]:
         """Run the forward. Returns also the buffers that changed, as `buffer:FQN`."""
-        batch = {name: inputs[name] for name in self.batch}
         device = self._device(inputs)
         later = self.task.recording.changed_later
+        batch = {n: inputs[n].clone() if f"batch:{n}" in later else inputs[n] for n in self.batch}
         received = {
             name: tensor.clone() if name in later else tensor
             for name, tensor in graph.received.items()
