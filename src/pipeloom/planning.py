@@ -133,9 +133,10 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     from .ranks import usable_device
 
     usable_device(device := named_device(device))
+    # By the thread's own time: what others take of the core, as ranks that start, is none of an op.
     if captured.graph.fallback:
         eager = measure_modules(captured, device=device)
-    else:  # by the thread's own time: what others take of the core, as ranks that start, is none of an op
+    else:
         eager = measure(captured, device=device, clock=time.thread_time)
     return compiled_profile(captured, eager, device=device) if compile else eager
 

@@ -18,6 +18,7 @@ from pipeloom import Device, Job, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.compiled_profiles import pieces_of
 from pipeloom.ir.errors import ConfigError
+from pipeloom.profiler import measure_modules
 from pipeloom.profiler.compiled_pieces import piece_signatures, time_piece
 from pipeloom.profiler.measure_op import OpArguments, Timer
 from pipeloom.profiler.measure_ops import measure
@@ -252,6 +253,14 @@ def test_whole_modules_take_on_a_described_device_what_their_ops_do() -> None:
     assert sums[0] == pytest.approx(sums[1], rel=0.1)
     with pytest.raises(ConfigError, match="modules"):
         planning.estimate(planning.capture(job(Steep), 64).graph, cluster)
+
+
+def test_modules_are_measured_by_the_time_of_their_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_modules, "thread_time", Ticks())
+    lists = [["table"], ["layers", "frozen", "norm"]]
+    captured = planning.capture(Job(model=Mixed, batch=batch, modules=lists), 3)
+    costs = planning.profile(captured).costs
+    assert {cost.input_grad_s + cost.weight_grad_s for cost in costs.values()} <= {0.0, 1.0}
 
 
 def test_modules_of_one_text_that_run_other_kernels_have_costs_of_their_own() -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from statistics import median
+from time import thread_time
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ from .rules import UNKNOWN, rule_of
 
 
 def measure_modules(captured: Captured, device: str) -> Profile:
-    """Measure every op of a captured model whose `graph.fallback` is set, with one CPU thread.
+    """Measure every op of a captured model whose `graph.fallback` is set, with one CPU thread,
+    whose own time counts.
 
     device: where to run, "cpu" or "cuda".
     """
-    timer = Timer(torch.device(device))
+    timer = Timer(torch.device(device), thread_time)
     with torch_threads(1):
         costs = _costs(captured, timer, budget_s=3.0)  # in all; slow ops get three runs all the same
     return measured_profile(captured.graph, timer.device, costs)
