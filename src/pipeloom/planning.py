@@ -319,7 +319,8 @@ def plan_size(
     model = _model_for(request, job, size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     made_here = captured is None and profiled is None
-    if request.options.word_parts is None and (made_here or captured is not None):
+    timed_here = made_here if captured is None else profiled is None or _device_here(profiled) is not None
+    if request.options.word_parts is None and timed_here:
         best = best_words(request, model, partial(_split_model, request, job, model.size, profiled))
         if best is not None:
             return best
@@ -417,9 +418,21 @@ def _split_model(
     request: PlanRequest, job: Job, size: int, profiled: Profile | None, split: Captured
 ) -> CapturedModel:
     """The model with split words. profiled: of whole ones, on the device where it is to be measured again."""
-    if profiled is not None:
-        profiled = profile(split, device=profiled.device, compile=request.options.compile)
+    if profiled is not None and (device := _device_here(profiled)) is not None:
+        profiled = profile(split, device=device, compile=request.options.compile)
     return _model_for(request, job, size, captured=split, profiled=profiled)
+
+
+def _device_here(profiled: Profile) -> str | None:
+    """The type of this machine's device that a profile was measured on, by the name that its maker gave it;
+    None for a device that is not here, and for estimates."""
+    import torch
+
+    from .options import named_device
+    from .profiler.measure_op import device_name
+
+    here = ("cpu", named_device("auto")) if profiled.source == "measured" else ()
+    return next((kind for kind in here if device_name(torch.device(kind)) == profiled.device), None)
 
 
 class _NoBatch(CaptureError):
