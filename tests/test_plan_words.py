@@ -120,5 +120,8 @@ def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:
         loss=lambda output, batch: output.square().mean(),
         optimizer=default_optimizer(False),
     )
+    with pytest.raises(PlanError, match="parts") as caught:
+        plan(job, split_words=WORDS + 1)
+    assert f"at most {WORDS}" in str(caught.value.hint)
     with pytest.raises(PlanError, match="head"):
         plan(headless, split_words=2, captured=None)
