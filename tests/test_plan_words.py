@@ -70,6 +70,12 @@ def test_a_head_above_the_mean_share_of_a_rank_is_split_if_that_is_faster(job: J
     assert captured.graph.fingerprint == split.graph
 
 
+def test_words_are_split_for_several_lengths_too(job: Job) -> None:
+    how = {"lengths": f"{LENGTH // 2}:1,{LENGTH}:1", "planner": "exact"}
+    whole, split = (plan(job, split_words=words, **how) for words in ("off", "auto"))
+    assert split.split_words and split.predicted_step_s < 0.9 * whole.predicted_step_s
+
+
 def test_a_profile_of_another_device_plans_whole_words(job: Job) -> None:
     captured = capture_of(job, ROWS)
     estimated = planning.estimate(captured.graph, find_cluster("a100-40"))["a100-40-sxm"]
