@@ -22,6 +22,7 @@ from pipeloom.clusters.names import find_cluster
 from pipeloom.commands.common import emit
 from pipeloom.commands.plan import stages_table
 from pipeloom.ir.errors import ConfigError
+from pipeloom.options import named_device
 from pipeloom.planner.plan_table import PlannedStage
 from pipeloom.runtime import checkpoint
 from pipeloom.runtime.checkpoint import TrainState
@@ -120,6 +121,12 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     assert page.count('class="edge"') == 1 and page.count('class="stage"') == 2
 
 
+def test_a_graph_profiled_on_the_device_that_there_is_has_its_optimizer(folder: Path) -> None:
+    for device in ("auto", named_device("auto")):
+        good("profile", "mine.py:job", "--device", device, "--save-graph", f"{device}.json")
+    assert (folder / "auto.json").read_text() == (folder / f"{named_device('auto')}.json").read_text()
+
+
 def test_simulate_refuses_what_does_not_belong_together(folder: Path) -> None:
     good(*PLAN, "-o", "plan.json")
     good(*PROFILE, "--save", "eager.json", "--save-graph", "g.json")
@@ -180,6 +187,7 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
         (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
         (["schedule", "export", "1f1b", "-o", "rows.txt", "--transfers"], 2, "--transfers"),
+        (["plan", "--microbatches", "2", "--global-batch", "16"], 2, "--microbatches and --global-batch"),
         ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
         ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),
         ([*PLAN, "--planner", "exact", "--time-limit", "9"], 2, "9 s is given, and planner exact takes none"),

@@ -185,7 +185,7 @@ def test_global_batches_that_are_large_or_cannot_be_divided() -> None:
     with pytest.raises(ConfigError, match="no multiple of 7 rows"):
         how.microbatches_of(7)
     odd = how.changed(schedule="dualpipe", global_batch=9, microbatch_size=1)
-    with pytest.raises(ConfigError, match="dualpipe cannot divide a global batch of 9 rows"):
+    with pytest.raises(ConfigError, match="9 rows"):
         largest(normalised(), odd)
 
 

@@ -230,6 +230,7 @@ def test_without_a_flush_two_sets_of_gradients_are_planned() -> None:
     ("how", "error", "says"),
     [
         ({"microbatches": 7}, ConfigError, "7 micro-batches per step cannot be shared evenly by 2 replicas"),
+        ({"global_batch": 7}, ConfigError, "7 rows cannot be shared evenly by 2"),
         ({"schedule": "dualpipe"}, PlanError, "dualpipe holds every stage on 2 ranks by itself"),
         ({"replicas": 3, "microbatches": 9}, PlanError, "3 replicas of 2 stages are for 6 devices"),
         ({"replicas": 0}, ConfigError, "replicas is 0"),
@@ -244,6 +245,16 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     with pytest.raises(error, match=says) as caught:
         side_by_side(**how)
     assert caught.value.hint
+
+
+def test_sizes_that_are_named_for_a_global_batch_suit_the_replicas() -> None:
+    two, three = (make_request(replicas=replicas, global_batch=16 - replicas * 2) for replicas in (2, 3))
+    with pytest.raises(ConfigError, match="12 rows") as caught:
+        two.microbatches_of(4)
+    assert "2, 3, 6 rows" in str(caught.value.hint), "4 rows are three micro-batches"
+    with pytest.raises(ConfigError, match="10 rows") as caught:
+        three.sizes()
+    assert "multiple of 3" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("schedule", "width"), [("1f1b", 2), ("zb_v", 1), ("zb_v", 2)])

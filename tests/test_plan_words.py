@@ -1,5 +1,6 @@
 """Whether words are split: what the planner chooses and says, and what such a plan may be used for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ from runs import capture_of
 from torch import nn
 
 from pipeloom import Job, planning
+from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.ir.profile import Profile
 from pipeloom.plan_words import WHOLE_STEP
+from pipeloom.profiler import measure_op
 from pipeloom.runtime.optimizer_bytes import default_optimizer
+from pipeloom.tracer.captured import Captured
 
 WIDTH, WORDS, LENGTH, ROWS = 512, 50_000, 128, 8
 
@@ -65,6 +70,35 @@ def test_a_head_above_the_mean_share_of_a_rank_is_split_if_that_is_faster(job: J
     assert captured.graph.fingerprint == split.graph
 
 
+def test_words_are_split_for_several_lengths_too(job: Job) -> None:
+    how = {"lengths": f"{LENGTH // 2}:1,{LENGTH}:1", "planner": "exact"}
+    whole, split = (plan(job, split_words=words, **how) for words in ("off", "auto"))
+    assert split.split_words and split.predicted_step_s < 0.9 * whole.predicted_step_s
+
+
+def test_a_profile_of_another_device_plans_whole_words(job: Job) -> None:
+    captured = capture_of(job, ROWS)
+    estimated = planning.estimate(captured.graph, find_cluster("a100-40"))["a100-40-sxm"]
+    for source in ("roofline", "measured"):
+        assert not plan(job, profiled=replace(estimated, source=source)).split_words
+
+
+def test_parts_are_measured_where_the_whole_was(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerators have the names that their makers gave them, which torch knows as no device."""
+    measured_on = []
+
+    def profile(captured: Captured, *, device: str, **_: object) -> Profile:
+        measured_on.append(device)
+        (costs,) = planning.estimate(captured.graph, find_cluster("a100-40")).values()
+        return replace(costs, source="measured", device="Card 80 GB")
+
+    monkeypatch.setattr(planning, "profile", profile)
+    monkeypatch.setattr(measure_op, "device_name", lambda device: "Card 80 GB")
+    profiled = profile(capture_of(job, ROWS), device="cpu")
+    assert plan(job, profiled=profiled).split_words
+    assert len(measured_on) > 1 and {*measured_on} == {"cpu"}
+
+
 def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) -> None:
     file, saved = tmp_path / "words.py", tmp_path / "plan.json"
     file.write_text(MODEL)
@@ -92,5 +126,8 @@ def test_a_plan_is_whole_where_words_cannot_be_split(job: Job) -> None:
         loss=lambda output, batch: output.square().mean(),
         optimizer=default_optimizer(False),
     )
+    with pytest.raises(PlanError, match="parts") as caught:
+        plan(job, split_words=WORDS + 1)
+    assert f"at most {WORDS}" in str(caught.value.hint)
     with pytest.raises(PlanError, match="head"):
         plan(headless, split_words=2, captured=None)

@@ -16,18 +16,20 @@ from every_schedule import gpt_job, plan_of
 from runs import capture_of, each_rank, graph_of
 from torch import nn
 
-from pipeloom import Options, Pipeline, planning, verify
+from pipeloom import Options, Pipeline, PlanSettings, planning, verify
 from pipeloom.clusters.files import load_cluster
 from pipeloom.clusters.names import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import MiB
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
+from pipeloom.ir.profile import Profile
 from pipeloom.ir.text import format_bytes
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.placement import stages_for
 from pipeloom.planner.plan_table import limits, plan_rows
 from pipeloom.schedules import registry
 from pipeloom.schedules.formats import program_text
+from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.job_calls import at_length
 
 SKIPS, GPT = zoo.job("skips"), gpt_job()
@@ -274,3 +276,27 @@ def test_a_plan_for_several_lengths_has_the_mean_step_and_room_for_the_longest()
         planning.plan(GPT, lengths="4:99,16:1", memory=max(short.peaks), **how)
     with pytest.raises(ConfigError, match="length"):
         planning.plan(replace(GPT, batch=lambda seed, rows: {"x": torch.zeros(rows)}), lengths="4:1", **how)
+
+
+TWO_LENGTHS = {"lengths": "4:1,16:1"}
+
+
+@pytest.mark.parametrize("more", [TWO_LENGTHS, {"split_words": 2}, TWO_LENGTHS | {"split_words": 2}])
+def test_lengths_and_parts_go_with_mixed_precision(
+    more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, as on accelerators, what ranks of this machine will run is measured before it is planned."""
+    precisions = []
+
+    def profile(captured: Captured, **_: object) -> Profile:
+        precisions.append(captured.autocast)
+        return replace(planning.estimate(captured.graph, cpu_cluster(1))["cpu"], source="measured")
+
+    monkeypatch.setattr(planning, "profile", profile)
+    monkeypatch.setenv("PIPELOOM_KEEP_PROFILES", "0")
+    monkeypatch.setenv("PIPELOOM_CONTENTION", "1")
+    captured = planning.capture(GPT, 2, autocast=torch.bfloat16)
+    settings = PlanSettings(ranks=2, microbatch_size=2, planner="exact", **more)
+    made = planning.plan_here(GPT, settings, captured, device="cpu")
+    assert set(made.split_words.values()) == ({2} if "split_words" in more else set())
+    assert len(precisions) == (2 if "lengths" in more else 1) and set(precisions) == {captured.autocast}

@@ -81,6 +81,17 @@ def share_of(microbatches: int, width: int) -> int:
     return count
 
 
+def sizes_for(batch: int, pipelines: int) -> list[int]:
+    """Sizes of micro-batches, ascending, of which pipelines, or directions, get equally many of a batch."""
+    sizes = [size for size in divisors(batch) if batch // size % pipelines == 0]
+    if not sizes:
+        raise ConfigError(
+            f"a global batch of {batch} rows cannot be shared evenly by {pipelines} pipelines",
+            hint=f"use a multiple of {pipelines} rows",
+        )
+    return sizes
+
+
 def first_of_each(cluster: Cluster, width: int) -> Cluster:
     """Every W-th device, with the memory that all W replicas of its stage have."""
     devices = []
@@ -360,17 +371,17 @@ class PlanRequest:
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
     def microbatches_of(self, size: int) -> int:
-        batch = self.options.global_batch
+        batch, width = self.options.global_batch, self.options.replicas
         if batch is None:
             return self.options.microbatches
-        count, rest = divmod(batch, size)
-        if rest or not count:
-            near = sorted(sorted(divisors(batch), key=lambda d: abs(d - size))[:3])
+        if batch % (size * width):
+            near = sorted(sorted(sizes_for(batch, width), key=lambda d: abs(d - size))[:3])
+            of_each = f" on each of {width} replicas" if width > 1 else ""
             raise ConfigError(
-                f"a global batch of {batch} rows is no multiple of {size} rows per micro-batch",
+                f"a global batch of {batch} rows is no multiple of {size} rows per micro-batch{of_each}",
                 hint=f"use micro-batches of {', '.join(map(str, near))} rows",
             )
-        return count
+        return batch // size
 
     def sizes(self) -> Sequence[int]:
         """Sizes of micro-batches that may be used, ascending: as many per step as the schedule has
@@ -379,14 +390,7 @@ class PlanRequest:
         if batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
         shape, _ = registry.default_placement(options.named_schedule, options.ranks)
-        directions = shape.replicas * options.replicas
-        sizes = [d for d in divisors(batch) if batch // d % directions == 0]
-        if not sizes:
-            raise ConfigError(
-                f"{options.named_schedule} cannot divide a global batch of {batch} rows among its directions",
-                hint="use an even number of rows",
-            )
-        return sizes
+        return sizes_for(batch, shape.replicas * options.replicas)
 
     def any_plan(self, model: ProfiledModel) -> Plan:
         """The first plan found that keeps the caps, which need not be the fastest."""

@@ -133,9 +133,10 @@ def profile(captured: Captured, *, device: str = "cpu", compile: bool = False) -
     from .ranks import usable_device
 
     usable_device(device := named_device(device))
+    # By the thread's own time: what others take of the core, as ranks that start, is none of an op.
     if captured.graph.fallback:
         eager = measure_modules(captured, device=device)
-    else:  # by the thread's own time: what others take of the core, as ranks that start, is none of an op
+    else:
         eager = measure(captured, device=device, clock=time.thread_time)
     return compiled_profile(captured, eager, device=device) if compile else eager
 
@@ -306,23 +307,38 @@ def _devices(settings: PlanSettings) -> Cluster:
 
 
 def plan_size(
-    request: PlanRequest, job: Job, *, captured: Captured | None = None, profiled: Profile | None = None
+    request: PlanRequest,
+    job: Job,
+    *,
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+    device: str | None = None,
 ) -> tuple[Plan, CapturedModel]:
     """The plan for the micro-batch size of the request, and the model at it. If nothing fits, the error says
-    which size would, if finding out does not take long."""
+    which size would, if finding out does not take long.
+
+    device: of this machine, on which each of several sequence lengths is measured; None where it is planned
+        without `captured` and `profiled`, too.
+    """
     begin = time.monotonic()
-    size = request.options.microbatch_size
-    if request.options.lengths is not None:
-        model = _model_of_lengths(request, job, size, captured=captured, profiled=profiled)
-        return plan_with_advice(request, model), model
-    model = _model_for(request, job, size, captured=captured, profiled=profiled)
+    size, lengths = request.options.microbatch_size, request.options.lengths is not None
+    if lengths and profiled is not None:
+        raise ConfigError("lengths are given, and a profile, which is of one", hint="leave one of them out")
+    of_lengths = partial(_model_of_lengths, request, job, size, device)
+    if lengths:
+        model = of_lengths(captured)
+    else:
+        model = _model_for(request, job, size, captured=captured, profiled=profiled)
     took_s = time.monotonic() - begin
     made_here = captured is None and profiled is None
-    if request.options.word_parts is None and (made_here or captured is not None):
-        best = best_words(request, model, partial(_split_model, request, job, model.size, profiled))
+    timed_here = made_here if captured is None else profiled is None or _device_here(profiled) is not None
+    if request.options.word_parts is None and timed_here:
+        in_words = of_lengths if lengths else partial(_split_model, request, job, model.size, profiled)
+        best = best_words(request, model, in_words)
         if best is not None:
             return best
-    quick = made_here and took_s < QUICK_S and not request.options.compile  # each size would be compiled
+    # With compiling or several lengths, each size would take long.
+    quick = made_here and took_s < QUICK_S and not request.options.compile and not lengths
 
     def largest() -> int | None:
         return largest_below(request, model, partial(_model_if_batch, request, job)) if quick else None
@@ -333,39 +349,58 @@ def plan_size(
 def plan_here(job: Job, settings: PlanSettings, captured: Captured, *, device: str) -> Plan:
     """The plan for this machine's devices, as kept of the last day or made now.
 
-    captured: for `device`, a type that torch knows; of the longest sequence length, if there are several.
+    captured: for `device`, a type that torch knows; of several sequence lengths, of any.
     """
     request = make_request(settings)
     options = request.options
 
     def make() -> Plan:
-        profiled = None
-        if device != "cpu" or captured.autocast is not None:
-            profiled = profile(captured, device=device, compile=options.compile)
-        return plan_size(request, job, captured=captured, profiled=profiled)[0]
+        timed_on = device if device != "cpu" or captured.autocast is not None else None
+        if options.lengths is not None:
+            return plan_size(request, job, captured=captured, device=timed_on)[0]
+        parts, profiled = _measured(request, captured, timed_on)
+        return plan_size(request, job, captured=parts, profiled=profiled)[0]
 
     if ":" in options.named_schedule:  # of a file, which may have changed
         return make()
     return kept_plan(captured, make, options, request.cluster, device)
 
 
+def _measured(
+    request: PlanRequest, captured: Captured, device: str | None
+) -> tuple[Captured, Profile | None]:
+    """The model with its words in as many parts as are asked for, and what it takes on a device, if any."""
+    if (parts := request.options.word_parts or 1) > 1 and not captured.split_words:
+        captured = in_parts(captured, parts)
+    if device is None:
+        return captured, None
+    return captured, profile(captured, device=device, compile=request.options.compile)
+
+
 def _model_of_lengths(
-    request: PlanRequest, job: Job, size: int, *, captured: Captured | None, profiled: Profile | None
+    request: PlanRequest, job: Job, size: int, device: str | None, captured: Captured | None
 ) -> CapturedModel:
     """The model of the longest sequence length, with times that are means over all lengths.
 
-    captured: used for the length that it has.
+    device: where each is measured, see `plan_size`.
+    captured: used for the length that it has; others are captured as it was, with words in as many parts.
     """
     from .tracer.job_calls import at_length, sample_batch
 
-    if profiled is not None:
-        raise ConfigError("lengths are given, and a profile, which is of one", hint="leave one of them out")
+    def like(one: Captured, batch: Mapping[str, Tensor]) -> Captured:
+        dtype, kind = one.autocast or (None, "cpu")
+        return capture(job, size, batch=batch, autocast=dtype, device=kind, split=one.split_words)
+
     shares, by_length = request.options.histogram, dict[int, tuple[float, CapturedModel]]()
     for length, share in shares.items():
         batch = sample_batch(at_length(job, length), 0, size)
         shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-        same = captured is not None and {v.name: v.shape for v in captured.graph.inputs} == shapes
-        model = _model_for(request, job, size, captured=captured if same else None, batch=batch)
+        if captured is None:
+            model = _model_for(request, job, size, batch=batch)
+        else:
+            same = {v.name: v.shape for v in captured.graph.inputs} == shapes
+            own, profiled = _measured(request, captured if same else like(captured, batch), device)
+            model = _model_for(request, job, size, captured=own, profiled=profiled, batch=batch)
         by_length[length] = share, model
     return mean_of_lengths(by_length)
 
@@ -416,9 +451,21 @@ def _split_model(
     request: PlanRequest, job: Job, size: int, profiled: Profile | None, split: Captured
 ) -> CapturedModel:
     """The model with split words. profiled: of whole ones, on the device where it is to be measured again."""
-    if profiled is not None:
-        profiled = profile(split, device=profiled.device, compile=request.options.compile)
+    if profiled is not None and (device := _device_here(profiled)) is not None:
+        profiled = profile(split, device=device, compile=request.options.compile)
     return _model_for(request, job, size, captured=split, profiled=profiled)
+
+
+def _device_here(profiled: Profile) -> str | None:
+    """The type of this machine's device that a profile was measured on, by the name that its maker gave it;
+    None for a device that is not here, and for estimates."""
+    import torch
+
+    from .options import named_device
+    from .profiler.measure_op import device_name
+
+    here = ("cpu", named_device("auto")) if profiled.source == "measured" else ()
+    return next((kind for kind in here if device_name(torch.device(kind)) == profiled.device), None)
 
 
 class _NoBatch(CaptureError):

@@ -232,6 +232,12 @@ def test_near_links_are_faster_than_far_ones(name, of, values, links):
     assert all(near > far for near, far in pairwise(rates))
 
 
+def test_links_within_a_node_do_not_depend_on_the_nodes_beside_it() -> None:
+    alone, beside = find_cluster("8 x v100-32"), find_cluster("8 x v100-32 + 2 x rtx-2080ti")
+    assert all(alone.link(0, rank) == beside.link(0, rank) for rank in range(1, 8))
+    assert beside.link(8, 9) == find_cluster("2 x rtx-2080ti").link(0, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "same"),
     [

@@ -18,6 +18,7 @@ from pipeloom import Device, Job, planning
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.compiled_profiles import pieces_of
 from pipeloom.ir.errors import ConfigError
+from pipeloom.profiler import measure_modules
 from pipeloom.profiler.compiled_pieces import piece_signatures, time_piece
 from pipeloom.profiler.measure_op import OpArguments, Timer
 from pipeloom.profiler.measure_ops import measure
@@ -252,3 +253,40 @@ def test_whole_modules_take_on_a_described_device_what_their_ops_do() -> None:
     assert sums[0] == pytest.approx(sums[1], rel=0.1)
     with pytest.raises(ConfigError, match="modules"):
         planning.estimate(planning.capture(job(Steep), 64).graph, cluster)
+
+
+def test_modules_are_measured_by_the_time_of_their_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_modules, "thread_time", Ticks())
+    lists = [["table"], ["layers", "frozen", "norm"]]
+    captured = planning.capture(Job(model=Mixed, batch=batch, modules=lists), 3)
+    costs = planning.profile(captured).costs
+    assert {cost.input_grad_s + cost.weight_grad_s for cost in costs.values()} <= {0.0, 1.0}
+
+
+def test_modules_of_one_text_that_run_other_kernels_have_costs_of_their_own() -> None:
+    class Repeated(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(8, 8), times
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = self.layer(x).tanh()
+            return x
+
+    class Steep(nn.Sequential):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input if bool(input.sum() > -1e9) else -input)
+
+    job = Job(
+        model=lambda: Steep(*map(Repeated, (1, 1, 8, 1)), nn.Linear(8, 1)),
+        batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.01 * seed)},
+        loss=lambda output, batch: output.square().mean(),
+    )
+    captured = planning.capture(job, 4)
+    device = Device(name="d", memory_bytes=1, flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e11)
+    cluster = replace(cpu_cluster(1), devices=(device,))
+    costs = planning.estimate(captured.graph, cluster, captured=captured)["d"].costs
+    once, often, again = (costs[name] for name in ("1", "2", "3"))
+    assert [once.forward_s, again.forward_s] == pytest.approx([often.forward_s / 8] * 2)
+    assert often.extra_saved_bytes > once.extra_saved_bytes

@@ -37,10 +37,16 @@ def test_it_is_a_picture_of_the_step(two_ranks: Timeline) -> None:
         pytest.param(row("0F0", "2F0", "2B0", "0B0"), 8, "F0f0b0B0", id="small letters of further stages"),
         pytest.param(row(*(f"0F{i}" for i in range(100))), 30, "F" * 30, id="more actions than columns"),
         pytest.param(Timeline(source="measured", ranks=1, events=()), 5, "·····", id="nothing is idle"),
+        pytest.param(computing((0, "0F0", 0, 0), (0, "2F0", 0, 0)), 5, "·····", id="no time"),
     ],
 )
 def test_blocks_show_what_they_have_room_for(timeline: Timeline, width: int, line: str) -> None:
     assert drawn(timeline, width=width)[0] == f"rank 0 {line}"
+
+
+def test_actions_that_no_number_of_bands_has_room_for_stay_in_one() -> None:
+    timeline = computing((0, "0F0", 0, 5e-324), (0, "0B0", 0, 1))
+    assert drawn(timeline, width=6, most_lines=9)[0] == "rank 0 B0────"
 
 
 def test_it_says_what_its_letters_leave_out() -> None:

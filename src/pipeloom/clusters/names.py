@@ -118,7 +118,7 @@ def _count(digits: str) -> int:
 
 def _cluster(parts: Sequence[_Part]) -> Cluster:
     """Ranks in the order of the parts; one link within nodes if all parts have the same, else each node's as
-    that of a group."""
+    that of a group, and the slowest between groups of a node."""
     total = sum(part.nodes * part.count for part in parts)
     refuse_too_many(total)
     devices: list[Device] = []
@@ -143,11 +143,12 @@ def _cluster(parts: Sequence[_Part]) -> Cluster:
                 devices.append(replace(device, node=node, group=group, switch=switch))
             node += 1
     links = [link for part in parts if (link := part.kind.link("node_link"))]
+    uneven = [part for part in parts if not part.even]  # others have a group for all of a node
     return Cluster(
         devices=tuple(devices),
         groups=groups,
         switches=switches,
-        within_node=_slowest([part.node_wide for part in parts]),
+        within_node=_slowest([part.node_wide for part in uneven or parts]),
         between_nodes=_slowest([part.kind.figures["between_nodes"].link for part in parts])
         if node > 1
         else None,

@@ -182,6 +182,7 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
 
 def settings_of(options: dict[str, Any]) -> PlanSettings:
     """The settings among a command's options, taken out of them."""
+    exclusive("microbatches", "global_batch", hint="leave out one: the rows of a step say how many it has")
     names = [one.name for one in fields(PlanSettings) if one.name in options]
     given = {name: options.pop(name) for name in names}
     return PlanSettings(**{name: value for name, value in given.items() if value is not None})

@@ -49,14 +49,15 @@ def profile(
     With several kinds of device in the cluster, the first counts.
     """
     from .. import planning
+    from ..options import named_device
 
+    exclusive("cluster", "device", hint="leave out one: with a cluster nothing is measured")
     exclusive(
         "cluster",
         "compile",
         hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
     )
-    exclusive("cluster", "device", hint="leave out one: nothing is measured for a cluster")
-    described = cluster_of(cluster)
+    described, device = cluster_of(cluster), named_device(device)
     devices = {device} if described is None else {each.name for each in described.devices}
     captured = planning.capture(job_of(model), microbatch_size, devices=devices)
     if described is None:

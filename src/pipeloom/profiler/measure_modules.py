@@ -1,15 +1,18 @@
 """A profile of a model that was captured as whole modules: each op run as a stage of its own.
 
-Ops with equal modules and equal shapes are measured once. What a stage's run spends on the way to its first
-module is timed too, and taken off. For a device that is not there a stage runs on the CPU, and its time is
-that of its kernels by roofline.
+Ops with equal modules and equal shapes are measured once, if they run the same kernels: what a module is made
+with, such as how often it repeats something, need not be in its text. What a stage's run spends on the way to
+its first module is timed too, and taken off. For a device that is not there a stage runs on the CPU, and its
+time is that of its kernels by roofline.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from statistics import median
+from time import thread_time
 from typing import Any
 
 import torch
@@ -33,11 +36,12 @@ from .rules import UNKNOWN, rule_of
 
 
 def measure_modules(captured: Captured, device: str) -> Profile:
-    """Measure every op of a captured model whose `graph.fallback` is set, with one CPU thread.
+    """Measure every op of a captured model whose `graph.fallback` is set, with one CPU thread,
+    whose own time counts.
 
     device: where to run, "cpu" or "cuda".
     """
-    timer = Timer(torch.device(device))
+    timer = Timer(torch.device(device), thread_time)
     with torch_threads(1):
         costs = _costs(captured, timer, budget_s=3.0)  # in all; slow ops get three runs all the same
     return measured_profile(captured.graph, timer.device, costs)
@@ -98,6 +102,20 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the kernels that run, with the shapes and dtypes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[Hashable] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        self.made.append((str(func), *((t.shape, t.dtype) for t in tensors)))
+        return out
+
+
 def _counted_as(func: Any) -> Any:
     """PyTorch counts the attention of GPUs only. The one of CPUs has the same products."""
     packet = func.overloadpacket
@@ -111,11 +129,18 @@ def _costs(captured: Captured, timer: Timer, budget_s: float) -> dict[str, OpCos
     stages = _one_stage_per_op(graph)
     number = {op.name: index for index, op in enumerate(graph.ops)}
 
-    def measured(op: Op, share_s: float) -> OpCost:
+    def run_of(op: Op) -> _OpRun:
         functions = stage_functions(captured, stages, number[op.name], device=timer.device.type)
         assert isinstance(functions, ModuleFunctions)
-        return _measure(captured, op, functions, timer, share_s)
+        return _OpRun(captured, functions, timer.device)
 
+    def measured(op: Op, share_s: float) -> OpCost:
+        return _measure(graph, op, run_of(op), timer, share_s)
+
+    seem_equal = Counter(signatures.values())
+    for op in graph.ops:
+        if seem_equal[signatures[op.name]] > 1:
+            signatures[op.name] = signatures[op.name], run_of(op).kernels()
     found = each_once(graph.ops, signatures, budget_s, measured)
     return {op.name: _renamed(found[op.name], op) for op in graph.ops}
 
@@ -143,19 +168,42 @@ def _renamed(equal: tuple[Op, OpCost], op: Op) -> OpCost:
     return replace(cost, saves=tuple(name_of[name] for name in cost.saves))
 
 
-def _measure(captured: Captured, op: Op, functions: ModuleFunctions, timer: Timer, budget_s: float) -> OpCost:
-    assert captured.cut is not None
-    graph = captured.graph
-    state = initial_state(captured.cut.skeleton, [*functions.params, *functions.buffers], timer.device)
-    inputs = {n: t.to(timer.device) for n, t in captured.cut.batch.items()} | dict(functions.examples)
-    ahead = replace(functions, task=functions.task.before(), sent=(), differentiable=False)
+class _OpRun:
+    """The forward of an op, as a stage of its own, and what runs ahead of its first module."""
+
+    def __init__(self, captured: Captured, functions: ModuleFunctions, device: torch.device) -> None:
+        assert captured.cut is not None
+        names = [*functions.params, *functions.buffers]
+        self.functions = functions
+        self.state = initial_state(captured.cut.skeleton, names, device)
+        self.inputs = {n: t.to(device) for n, t in captured.cut.batch.items()} | dict(functions.examples)
+        self._before = replace(functions, task=functions.task.before(), sent=(), differentiable=False)
+
+    def whole(self) -> tuple[dict[str, Tensor], Tensors]:
+        return self.functions.forward(self.state, self.inputs, 0)
+
+    def ahead(self) -> tuple[dict[str, Tensor], Tensors]:
+        return self._before.forward(self.state, self.inputs, 0)
+
+    def kernels(self) -> Hashable:
+        """Those of the op's own modules, in order."""
+        with torch.no_grad():
+            with _Calls() as ahead:
+                self.ahead()
+            with _Calls() as whole:
+                self.whole()
+        return tuple(whole.made[len(ahead.made) :])
+
+
+def _measure(graph: OpGraph, op: Op, run: _OpRun, timer: Timer, budget_s: float) -> OpCost:
+    functions = run.functions
     with torch.no_grad():
-        outputs, residuals = functions.forward(state, inputs, 0)
+        outputs, residuals = run.whole()
         saves, extra = _saved(functions, outputs, residuals)
         del outputs, residuals
-        ahead_s = timer(lambda: ahead.forward(state, inputs, 0), budget_s / 8)
-        whole_s = timer(lambda: functions.forward(state, inputs, 0), budget_s / 4)
-        input_grad_s, both_s = _backward_s(functions, state, inputs, timer)
+        ahead_s = timer(run.ahead, budget_s / 8)
+        whole_s = timer(run.whole, budget_s / 4)
+        input_grad_s, both_s = _backward_s(functions, run.state, run.inputs, timer)
     peaks, output_bytes = functions.peak_bytes, sum(v.bytes for v in op.outputs)
     back = sum(graph.value[n].bytes for n in op.inputs if graph.value[n].needs_grad)
     kept = sum(functions.residual_bytes.values())

@@ -180,7 +180,10 @@ class _Rewrite:
             raise PlanError(f"{self.old.graph.name} has no parameter {name} to split", hint="plan again")
         rows = parameter.shape[0] if parameter.shape else 0
         if not 1 < count <= rows:
-            raise PlanError(f"{name} has {rows} rows: it cannot be split in {count} parts", hint="plan again")
+            raise PlanError(
+                f"{name} has {rows} rows: it cannot be split in {count} parts",
+                hint=f"use at most {rows} parts, or leave it whole: --split-words off",
+            )
         self.rows[name] = [PartRows(whole=name, start=a, stop=b, of=rows) for a, b in part_rows(rows, count)]
 
     def captured(self) -> Captured:

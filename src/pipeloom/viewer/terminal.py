@@ -60,7 +60,7 @@ def gantt(
     place = chunks(timeline)
     # Whether every block has room for its action with the stage's number.
     numbered = any(place.values()) and all(
-        int(duration_s * (width / span_s) + 1e-6) >= len(action)
+        duration_s * width >= (len(action) - 1e-6) * span_s
         for lane in timeline.lanes
         for action, duration_s in zip(lane.actions, lane.end - lane.start, strict=True)
         if computes(label(action).group)
@@ -99,9 +99,11 @@ def _bands(timeline: Timeline, width: int, span_s: float, most: int) -> int:
         for action, duration_s in zip(lane.actions, lane.end - lane.start, strict=True):
             what = label(action)
             if computes(what.group) and duration_s > 0:
-                needed = max(needed, len(what.group + what.short) / duration_s)
-    bands = max(1, math.ceil(needed * span_s / width - 1e-9))
-    return bands if bands <= most else 1
+                letters = len(what.group + what.short)
+                if letters * span_s > most * width * duration_s * (1 + 1e-9):
+                    return 1
+                needed = max(needed, letters / duration_s)
+    return max(1, math.ceil(needed * span_s / width - 1e-9))
 
 
 def _row(
