@@ -127,18 +127,21 @@ class SteadyRun(Run):
             total = mine.clone()
             self._digests.append((self.channel.begin_sum(total, self.control), total, mine))
             changed = refusal is not None or shapes != self._shapes
-            self._check_digests(leave=0 if changed else 1)
+            self._check_digests(leave=0 if changed else 1, refusal=refusal)
             if changed and self.fed:
                 self._drain()
         if refusal is not None:
             raise refusal
         self._shapes = shapes
 
-    def _check_digests(self, *, leave: int) -> None:
+    def _check_digests(self, *, leave: int, refusal: BatchError | None = None) -> None:
+        """refusal: why this rank cannot use the latest batch."""
         while len(self._digests) > leave:
             pending, total, mine = self._digests.popleft()
             pending.wait()
             if not torch.equal(total, self.channel.ranks * mine):
+                if refusal is not None and not self._digests:
+                    raise refusal
                 raise BatchError(
                     f"rank {self.channel.rank} has another batch than other ranks, or only some can use it",
                     hint="give all ranks the same batch",

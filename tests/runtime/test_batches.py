@@ -121,6 +121,18 @@ def test_without_a_flush_all_ranks_refuse_a_batch_or_none_goes_on() -> None:
     assert threads(2, rank, timeout_s=60.0) == [delayed(job, 4).losses[:2]] * 2
 
 
+def test_without_a_flush_too_the_rank_that_refuses_says_why() -> None:
+    job = job_of()
+    plan = steady_plan(job, 2, 4)
+
+    def rank(index: int, channel: Channel) -> None:
+        word = "cannot be split" if index else "another batch|cannot be split"
+        with Pipeline(job, plan, channel=channel) as pipeline, pytest.raises(PipeloomError, match=word):
+            list(pipeline.steps([job.batch(0, 8), job.batch(1, 3 if index else 8)]))
+
+    threads(2, rank, timeout_s=60.0)
+
+
 def test_what_one_rank_refuses_none_begins() -> None:
     """The shapes are the same, so the other one would begin the step, and wait for the one that refused."""
     job = replace(zoo.job("skips"), weight=lambda part: float(next(iter(part.values())).abs().sum()))
