@@ -72,8 +72,9 @@ def _gradients(refuse: Refuse) -> Replacements:
         refuse(f"the gradient of {cls.__name__}")
 
     def enter_without_gradients(self: torch.inference_mode) -> None:
-        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
-        self._inference_mode_context.__enter__()
+        context: Any = torch.set_grad_enabled(not self.mode)
+        self._inference_mode_context = context
+        context.__enter__()
 
     return [
         (torch.inference_mode, "__enter__", enter_without_gradients),  # which export does not see
