@@ -316,6 +316,22 @@ def test_what_a_mode_of_the_users_own_sets_is_set_back() -> None:
     assert model.scale == 2.0 and model.training
 
 
+class AveragesInEitherMode(Stack):
+    def prepare(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def run(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0) * 0.1)
+        return super().run(h - self.mean)
+
+
+def test_updates_that_evaluation_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    averages = job(AveragesInEitherMode)
+    capture_evaluation(averages, capture(averages, 2), averages.batch(0, 2))
+    assert "changes mean in evaluation mode" in caplog.text
+
+
 def test_a_stage_that_only_trains() -> None:
     """There is no evaluation cut for a plan with a stage of dropout alone; it says which stage."""
     dropping = job(AlphaDropout)

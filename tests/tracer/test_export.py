@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from odd.case import Stack, job
+from odd.case import WIDTH, Deciding, Stack, job
 from odd.gradients import (
     CheckpointedInside,
     FullBackwardHook,
@@ -26,6 +27,7 @@ from pipeloom.ir.errors import CaptureError, CutError, ScheduleError
 from pipeloom.ir.stages import cut
 from pipeloom.schedules import registry
 from pipeloom.tracer.capture import capture
+from pipeloom.tracer.evaluation import capture_evaluation
 from pipeloom.tracer.export import export_program
 
 
@@ -78,6 +80,41 @@ def test_gradients_that_the_forward_stops_or_passes_on(model: type[nn.Module], e
     plan, batches = even_plan(job(model), 2, microbatches=2), [job(model).batch(seed, 4) for seed in range(2)]
     found = pipelined(job(model), plan, batches, compare=False)
     assert_same(found, plain(job(model), batches, 2), tolerance=1e-5)
+
+
+KEPT: dict[str, Tensor | None] = {"late": None}
+
+
+@cache
+def scale() -> Tensor:
+    return torch.linspace(0.5, 1.0, WIDTH)
+
+
+class KeepsElsewhere(Stack):
+    """In a function with a cache, and in a dictionary of its file."""
+
+    def run(self, h: Tensor) -> Tensor:
+        if KEPT["late"] is None:
+            KEPT["late"] = torch.ones(WIDTH)
+        return super().run(h * scale() + KEPT.setdefault("early", torch.ones(WIDTH)) + KEPT["late"])
+
+
+class KeepsElsewhereBetween(KeepsElsewhere):
+    block = Deciding
+
+
+@pytest.mark.parametrize("model", [KeepsElsewhere, KeepsElsewhereBetween])
+def test_tracing_leaves_no_tensors_in_caches(model: type[nn.Module]) -> None:
+    """What a forward kept outside the model had no data in the next run: each ended in a traceback."""
+    first = capture(job(model), 2)
+    if not first.graph.fallback:  # between modules real tensors may stay
+        assert KEPT == {"late": None} and not scale.cache_info().currsize
+        capture_evaluation(job(model), first, job(model).batch(0, 2))
+    assert capture(job(model), 2).graph.fingerprint == first.graph.fingerprint
+    model()(**job(model).batch(0, 2))["loss"].backward()
+    KEPT.update(late=None)
+    del KEPT["early"]
+    scale.cache_clear()
 
 
 def test_a_capture_that_fails_in_a_checkpoint_leaves_no_hooks() -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..ir.errors import CaptureError
-from .guards import Hook, parameter_hooks
+from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
 from .tensors import StorageView
 
@@ -392,6 +392,7 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
         with (
             torch.random.fork_rng(devices=[]),
             constructor_draws(),
+            caches_kept(),
             fake,
             recorder,
             recorder.whole_initialisers(),

@@ -6,11 +6,14 @@ nothing is guessed from the training graph; only the places of the new ops are t
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from ..ir.errors import CutError
 from ..ir.flow import flow_of
@@ -26,6 +29,8 @@ from .program import captured_from_program
 from .random import one_thread_at_a_time
 from .split_words import split_words
 
+_log = logging.getLogger("pipeloom")
+
 
 @one_thread_at_a_time
 def capture_evaluation(
@@ -36,7 +41,8 @@ def capture_evaluation(
     autocast: Autocast | None = None,
     with_outputs: bool = False,
 ) -> Captured:
-    """Capture a job's model in evaluation mode, for one micro-batch. Its buffer updates are left out.
+    """Capture a job's model in evaluation mode, for one micro-batch. Its buffer updates are left out,
+    with a warning.
 
     trained: the same model's training graph.  with_outputs: the graph gives the model's outputs, too.
     Raises: CaptureError if that fails.
@@ -46,8 +52,22 @@ def capture_evaluation(
     with evaluation_mode(model, weight_changes_refused(model)):
         module = ModelWithLoss(model, job, with_outputs=with_outputs)
         program = export_watched(module, example, f"{job.name} in evaluation mode", autocast)
+        _warn_of_updates(program, job)
         captured = captured_from_program(program, job, trained.blueprint, list(example), training=False)
     return split_words(captured, trained.split_words)
+
+
+def _warn_of_updates(program: ExportedProgram, job: Job) -> None:
+    kinds = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+    specs = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
+    if names := [(spec.target or "").removeprefix("model.") for spec in specs]:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        _log.warning(
+            "the forward of %s changes %s%s in evaluation mode, too: a pipeline then leaves it as it is",
+            job.name,
+            names[0],
+            more,
+        )
 
 
 def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:

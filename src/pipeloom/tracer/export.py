@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
-from .guards import AttributeWatch, attributes_kept
+from .guards import AttributeWatch, attributes_kept, caches_kept, remove_new_tensors
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 
@@ -72,8 +72,9 @@ def _gradients(refuse: Refuse) -> Replacements:
         refuse(f"the gradient of {cls.__name__}")
 
     def enter_without_gradients(self: torch.inference_mode) -> None:
-        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
-        self._inference_mode_context.__enter__()
+        context: Any = torch.set_grad_enabled(not self.mode)
+        self._inference_mode_context = context
+        context.__enter__()
 
     return [
         (torch.inference_mode, "__enter__", enter_without_gradients),  # which export does not see
@@ -280,7 +281,7 @@ def export_program(
             # The guards judge what a forward assigns; a GRU only assigns its own weights anew.
             warnings.filterwarnings("ignore", message="The tensor attribute.*assigned during export")
             with autocast_region(autocast):
-                with what_export_loses_refused(name), calls, _new_tensors_removed(module):
+                with what_export_loses_refused(name), calls, _new_tensors_removed(module), caches_kept():
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -338,11 +339,7 @@ def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for store, values in before:
-            for name in [n for n, v in store.items() if isinstance(v, Tensor) and values.get(n) is None]:
-                if name in values:
-                    store[name] = None
-                else:
-                    del store[name]
+            remove_new_tensors(store, values)
 
 
 @cache

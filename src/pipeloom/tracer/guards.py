@@ -7,6 +7,7 @@ parameters, and running statistics inside activation checkpoints.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 import sys
@@ -421,6 +422,48 @@ def _delete(owner: Any, name: str) -> None:
         _slots(owner)[name].__delete__(owner)
     else:
         del vars(owner)[name]
+
+
+@contextmanager
+def caches_kept() -> Iterator[None]:
+    """Tensors that the block leaves outside the model, in variables and dictionaries of the user's files or
+    in functions with a cache, are forgotten: they have no data. Installed packages are too many to look at.
+    """
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    files["__main__"] = files.get("__main__") or "model.py"
+    mine = [n for n, f in files.items() if f and "site-packages" not in f and is_user_file(f)]
+    spaces = [vars(sys.modules[name]) for name in mine]
+    values = [value for space in spaces for value in [*space.values()]]
+    owned = [v for kind in values if isinstance(kind, type) and _is_users(kind) for v in vars(kind).values()]
+    stores = [*spaces, *(value for value in [*values, *owned] if type(value) is dict)]
+    before = [(store, dict(store)) for store in stores]
+    caches = [getattr(value, "__func__", value) for value in [*values, *owned]]
+    misses = [(c, c.cache_info().misses) for c in caches if isinstance(c, functools._lru_cache_wrapper)]
+    try:
+        yield
+    finally:
+        for store, then in before:  # other threads may leave real ones there
+            _remove(store, [n for n, v in store.items() if v is not then.get(n) and _is_traced(v)], then)
+        for cache, count in misses:
+            if cache.cache_info().misses > count:
+                cache.cache_clear()
+
+
+def _is_traced(value: Any) -> bool:
+    return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_of(value))
+
+
+def remove_new_tensors(store: dict[str, Any], then: Mapping[str, Any]) -> None:
+    """Take away tensors that were not there then."""
+    _remove(store, [n for n, v in store.items() if isinstance(v, Tensor) and then.get(n) is None], then)
+
+
+def _remove(store: dict[str, Any], names: list[str], then: Mapping[str, Any]) -> None:
+    for name in names:
+        if name in then:
+            store[name] = then[name]
+        else:
+            del store[name]
 
 
 _ON_PARAMETERS = {

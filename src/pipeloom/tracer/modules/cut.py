@@ -20,7 +20,14 @@ from ...ir.user_code import at, definition_of
 from ..autocast import Autocast, autocast_region
 from ..blueprint import Blueprint
 from ..export import without_export_output
-from ..guards import AttributeWatch, ParameterWatch, attributes_kept, backward_hooks, weight_changes_refused
+from ..guards import (
+    AttributeWatch,
+    ParameterWatch,
+    attributes_kept,
+    backward_hooks,
+    caches_kept,
+    weight_changes_refused,
+)
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
 from ..op_graph import model_buffers, model_parameters
@@ -277,7 +284,7 @@ def _attempt(
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
         batch = {key: mode.from_tensor(t) for key, t in batch.items()}
-    with attributes_kept(skeleton.model):
+    with attributes_kept(skeleton.model), caches_kept():
         recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
         if (carried := next(watch.carried(), None)) is not None:
             # What only the first call sets up, as `config.problem_type`, is settled in the second.
