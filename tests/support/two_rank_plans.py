@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import delayed
 import every_schedule
@@ -61,17 +61,20 @@ def stages_side_by_side(*, shard: bool = False) -> Plan:
 @dataclass(frozen=True)
 class Case:
     """saves: whether a second pipeline loads what the first has saved, and goes on.
-    wide: whether its peaks are compared with what the allocator makes of it, too."""
+    wide: whether its peaks are compared with what the allocator makes of it, too.
+    data: who gives batches."""
 
     job: Job
     plan: Callable[[], Plan]
     clip_norm: float | None = None
     saves: bool = False
     wide: bool = False
+    data: Literal["every", "first"] = "every"
 
 
 CASES = {
     "chain": Case(PRODUCTS, chain, saves=True),
+    "chain, batches of rank 0": Case(PRODUCTS, chain, data="first"),
     "chain, offload": Case(PRODUCTS, lambda: chain("offload")),
     "chain, large messages": Case(PRODUCTS, lambda: chain(rows=512)),
     "chain, recompute": Case(PRODUCTS, lambda: chain("recompute")),
@@ -120,7 +123,7 @@ def trained(
     options = pipeloom.Options(device=device, timeout_s=60, clip_norm=case.clip_norm)
     gc.collect()
     before = {what: taken(what, "current") for what in ("requested", "allocated")}
-    with pipeloom.Pipeline(case.job, plan, options=options) as pipeline:
+    with pipeloom.Pipeline(case.job, plan, options=options, data=case.data) as pipeline:
         losses = [report.loss for report in pipeline.steps(batches[:3])]
         torch.accelerator.reset_peak_memory_stats()
         pipeline.ledger.restart_peak()
