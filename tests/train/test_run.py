@@ -224,6 +224,12 @@ def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
     assert kept == (None if planned_anew else plan)
 
 
+@pytest.mark.parametrize("key", ["data.paths", "model.width"])
+def test_what_a_job_of_ones_own_does_not_use_is_refused(folder: Path, tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        decide(TrainRequest(overrides=(("job", "mine.py:job"), f"{key}=64")), tmp_path)
+
+
 def test_under_torchrun_a_resumed_run_meets_as_its_own_config_says(
     tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

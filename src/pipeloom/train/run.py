@@ -131,13 +131,18 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
 
 def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
     """The config of a run; and its plan, if it is resumed without a change of what planning reads."""
-    config = _named(read_config(request.file, request.overrides))
-    if request.resume:
-        if request.file is None:
-            config = _named(read_config(out / "config.toml", request.overrides))
-        if _planned_from(config) == _planned_from(read_config(out / "config.toml")):
-            require_runnable(config.pipeline.named_schedule)
-            return config, load_plan(out / "plan.json")
+    saved = out / "config.toml"
+    file = saved if request.resume and request.file is None else request.file
+    config = _named(read_config(file, request.overrides))
+    unused = [key for key in map(key_of, request.overrides) if key.startswith(("model.", "data."))]
+    if config.job is not None and unused:
+        raise ConfigError(
+            f"{unused[0]} is to be changed, but {config.job} brings its own model and data",
+            hint="leave out one of them: it is for the built-in GPT",
+        )
+    if request.resume and _planned_from(config) == _planned_from(read_config(saved)):
+        require_runnable(config.pipeline.named_schedule)
+        return config, load_plan(out / "plan.json")
     if config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.named_schedule)
