@@ -25,7 +25,16 @@ from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.train.config import Config, PipelineConfig, write_config
 from pipeloom.train.rank_processes import RankProcesses
-from pipeloom.train.run import PreparedRun, TrainRequest, decide, follow_plan, prepare_run, run, with_caps
+from pipeloom.train.run import (
+    PreparedRun,
+    TrainRequest,
+    decide,
+    follow_plan,
+    prepare_run,
+    refuse_unused,
+    run,
+    with_caps,
+)
 from pipeloom.train.run_directory import has_report
 from pipeloom.train.workload import Workload
 
@@ -222,6 +231,18 @@ def test_a_resumed_run_is_planned_anew_for_what_planning_reads(
     config, kept = decide(request, tmp_path)
     assert config.steps == 20 and config != replace(tiny, steps=20)
     assert kept == (None if planned_anew else plan)
+
+
+@pytest.mark.parametrize(
+    ("override", "own_optimizer"),
+    [("data.paths=a.txt", False), ("model.width=64", False), ("optimizer.learning_rate=1", True)],
+)
+def test_what_a_job_of_ones_own_does_not_use_is_refused(override: str, own_optimizer: bool) -> None:
+    own = Config(job="mine.py:job")
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        refuse_unused((override,), own, own_optimizer=own_optimizer)
+    refuse_unused(("steps=3", "optimizer.warmup_steps=3"), own, own_optimizer=own_optimizer)
+    refuse_unused((override,), Config(), own_optimizer=False)
 
 
 def test_under_torchrun_a_resumed_run_meets_as_its_own_config_says(

@@ -79,7 +79,7 @@ class OptimizerConfig:
     """AdamW, or Muon for the matrices of layers beside it, with a linear warm-up and a cosine decay.
 
     name: see `train.muon`. A file may say only this: `optimizer = "muon+adamw"` in the place of the table.
-    final_rate_share: learning rate at the last step, as a share of `learning_rate`.
+    final_rate_share: share of `learning_rate` that it falls to by the end, after the last step.
     clip_norm: largest global norm of the gradients; 0 does not clip.
     A job that brings its own optimizer uses only the schedule of these.
     """

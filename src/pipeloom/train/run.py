@@ -119,6 +119,7 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
     if request.resume and _has_ended(config, out, request):
         return None
     workload, console, captured = workload_of(config), request.console, None
+    refuse_unused(request.overrides, config, own_optimizer=workload.rate is None)
     if plan is None:
         plan, captured = make_plan(config, workload, console)
     require_training(plan)
@@ -131,17 +132,28 @@ def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> P
 
 def decide(request: TrainRequest, out: Path) -> tuple[Config, Plan | None]:
     """The config of a run; and its plan, if it is resumed without a change of what planning reads."""
-    config = _named(read_config(request.file, request.overrides))
-    if request.resume:
-        if request.file is None:
-            config = _named(read_config(out / "config.toml", request.overrides))
-        if _planned_from(config) == _planned_from(read_config(out / "config.toml")):
-            require_runnable(config.pipeline.named_schedule)
-            return config, load_plan(out / "plan.json")
+    saved = out / "config.toml"
+    file = saved if request.resume and request.file is None else request.file
+    config = _named(read_config(file, request.overrides))
+    if request.resume and _planned_from(config) == _planned_from(read_config(saved)):
+        require_runnable(config.pipeline.named_schedule)
+        return config, load_plan(out / "plan.json")
     if config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.named_schedule)
     return config, None
+
+
+def refuse_unused(overrides: tuple[Override, ...], config: Config, *, own_optimizer: bool) -> None:
+    """Raises: ConfigError if something is changed that a job of the user's brings itself."""
+    unused: tuple[str, ...] = ("model.", "data.") if config.job is not None else ()
+    if own_optimizer:
+        unused += ("optimizer.learning_rate", "optimizer.weight_decay")
+    for key in map(key_of, overrides):
+        if key.startswith(unused):
+            raise ConfigError(
+                f"{key} is to be changed, but {config.job} brings its own", hint="leave out one of them"
+            )
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:
