@@ -189,7 +189,8 @@ def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> P
     if not may_keep(captured):
         return make()
     updates = [(p.name, p.trainable, p.given_update) for p in captured.graph.parameters]
-    path = cache_folder("plans") / f"{times_key(captured, updates, *asked)}.json"
+    slowed = os.environ.get(CONTENTION_VARIABLE)
+    path = cache_folder("plans") / f"{times_key(captured, updates, slowed, *asked)}.json"
 
     def fits(plan: Plan) -> bool:
         with suppress(CutError, PlanError):
