@@ -18,7 +18,7 @@ from odd.case import Stack, job
 from runs import capture_of, even_plan
 from torch import Tensor
 
-from pipeloom import planning
+from pipeloom import PlanSettings, planning
 from pipeloom.caches import beside_ranks, contention, daily, kept_plan, kept_profile
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.plan import Plan
@@ -275,3 +275,15 @@ def test_others_run_the_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch)
     assert told == ["products", "rest"] * profiler.ROUNDS + ["others", "rest"] * profiler.ROUNDS
     told.clear()
     assert measure_contention(4, clock=clock).products == 6.0, "twice as many ranks as cores"
+
+
+def test_a_plan_is_kept_for_one_factor_of_contention(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, settings = capture_of(job(Stack)), PlanSettings(ranks=2, microbatch_size=2, planner="equal")
+    monkeypatch.setattr(planning, "profile", measured)
+    steps_s = []
+    for factor in ("1", "10", "1"):
+        monkeypatch.setenv("PIPELOOM_CONTENTION", factor)
+        steps_s.append(planning.plan_here(job(Stack), settings, captured, device="cpu").predicted_step_s)
+    assert steps_s[0] == steps_s[2] < steps_s[1]

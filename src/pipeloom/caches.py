@@ -198,8 +198,8 @@ def kept_plan(captured: Captured, make: Callable[[], Plan], *asked: object) -> P
     if not may_keep(captured):
         return make()
     updates = [(p.name, p.trainable, p.given_update) for p in captured.graph.parameters]
-    key = times_key(captured, updates, os.environ.get(CONTENTION_VARIABLE), *asked)
-    path = cache_folder("plans") / f"{key}.json"
+    slowed = os.environ.get(CONTENTION_VARIABLE)
+    path = cache_folder("plans") / f"{times_key(captured, updates, slowed, *asked)}.json"
 
     def fits(plan: Plan) -> bool:
         if plan.notes.get(f"{PREFIX}ended") == INTERRUPTED:

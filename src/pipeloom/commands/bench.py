@@ -9,7 +9,17 @@ from typing import Any
 import click
 
 from ..ir.text import format_bytes
-from .common import MODEL_HELP, emit, job_of, json_option, model_argument, plan_options, settings_of
+from .common import (
+    MODEL_HELP,
+    ROWS_OR_COUNT,
+    emit,
+    exclusive,
+    job_of,
+    json_option,
+    model_argument,
+    plan_options,
+    settings_of,
+)
 
 FEWEST_STEPS = 6
 """A bench of fewer steps, those that warm up included, does not rehearse."""
@@ -30,6 +40,7 @@ def bench(
     Before the steps the ranks rehearse to predict one, which takes as long as a step or two; where fewer than
     6 steps are asked for, --warmup included, the prediction is that of the plan's profile instead.
     """
+    exclusive("microbatches", "global_batch", hint=ROWS_OR_COUNT)
     settings = settings_of(options)
     job = job_of(model) if model is not None else None  # a missing file is said before torch is loaded
     from ..train.config import Config

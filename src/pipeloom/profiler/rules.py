@@ -145,6 +145,8 @@ def matmul_flops(name: str, operands: Sequence[Shape], out: Shape) -> int:
 
     >>> matmul_flops("linear", [(8, 128, 64), (256, 64), (256,)], (8, 128, 256)) == 2 * 8 * 128 * 64 * 256
     True
+    >>> [matmul_flops("matmul", shapes, (48,)) for shapes in ([(4, 48), (4,)], [(48, 4), (4,), (48,)])]
+    [384, 384]
     """
     return 2 * prod(out) * _contracted(name, operands, out)
 
@@ -159,6 +161,10 @@ def _contracted(name: str, operands: Sequence[Shape], out: Shape) -> int:
         for b in operands:
             if len(a) > 1 and len(b) > 1 and a[-1] == b[-2] and a[-2] == rows and b[-1] == out[-1]:
                 return a[-1]
+    if name == "bilinear":  # a matrix for each number of a row of the result
+        return prod(widest) // max(1, out[-1])
+    if name != "einsum" and min(map(len, operands)) == 1:  # a matrix by a vector
+        return prod(widest) // max(1, prod(out))
     return operands[0][-1] if operands[0] else 1
 
 

@@ -98,7 +98,7 @@ def read_trace(path: Path) -> list[Timeline]:
     try:
         events = msgspec.json.decode(path.read_bytes(), type=_Trace).traceEvents
         return _timelines(events)
-    except (OSError, msgspec.MsgspecError, KeyError, ValueError) as error:
+    except (OSError, msgspec.MsgspecError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no trace of pipeloom: {error}", hint="name the directory of a run"
         ) from None
@@ -125,6 +125,8 @@ def _timelines(events: Sequence[_TraceEvent]) -> list[Timeline]:
     found = []
     for source in dict.fromkeys(source for source, _ in named.values()):
         rank_of = {pid: int(rank) for pid, (name, rank) in named.items() if name == source}
+        if sorted(rank_of.values()) != list(range(len(rank_of))):
+            raise ValueError(f"it has ranks {', '.join(map(str, rank_of.values()))}")
         own = [e for e in events if e.pid in rank_of]
         ranges = [e for e in own if e.ph == "X"]
         curves: dict[tuple[int, str], list[tuple[float, int]]] = {}
