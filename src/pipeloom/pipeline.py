@@ -96,7 +96,7 @@ class Pipeline:
         clip_norm=1.0. By default a micro-batch has the rows of the example, shared out by `microbatches`.
     options: those of `Options` together.
     data: "every": each rank gives the same batches. "first": rank 0 gives them, and each other rank, whose
-        own are not looked at, is sent what its stages read.
+        own are not looked at, is sent what its stages read (between accelerators, all of it).
     on_action: called after each F, B, I and W of this rank: (its text, such as "1F0", name -> tensor made).
     find_nan: look for the first number that is not finite, and raise NumbersError that names the op; slow.
     channel: of a rank that is a thread of this process (`runtime.local_channels`), instead of a group.
@@ -177,11 +177,13 @@ class Pipeline:
             self._first: FirstBatches | None = None
             if data == "first":
                 functions = self.training.planned.functions.values()
+                # Messages between accelerators are for tensors there, and for pairs that the program has.
+                sends_parts = self.device.type == "cpu" and self.drains_each_step
                 self._first = FirstBatches(
                     self.channel,
                     {name for each in functions for name in each.batch},
                     self._form.tensors,
-                    whole=self.job.weight is not None or not self.drains_each_step,
+                    whole=self.job.weight is not None or not sends_parts,
                 )
             self._run = self._make_run(rank_stages)
             if on_action is not None or find_nan:

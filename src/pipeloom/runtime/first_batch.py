@@ -18,7 +18,8 @@ class FirstBatches:
     """Sends batches from rank 0 to the others. All ranks call it alike.
 
     reads: names of the batch's tensors that this rank wants.  tensors: what a batch of the user's is made of.
-    whole: all of a batch goes to all ranks, as it must where messages may be under way between two steps.
+    whole: all of a batch goes to all ranks, as it must where messages may be under way between two steps, or
+        go from accelerator to accelerator.
     What a rank is not sent it gets on the meta device, by its shape.
     """
 
