@@ -26,7 +26,17 @@ from ..ir.errors import ConfigError
 from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, made_of_state, storages, tensor_bytes
 from ..ir.profile import OpCost, Profile, batch_text
 from .gradient_order import AT_ONCE, attention_scores, gradient_order
-from .rules import RULES, VIEW, Rule, attention_flops, base_name, convolution_flops, matmul_flops, rule_of
+from .rules import (
+    RULES,
+    VIEW,
+    Rule,
+    attention_flops,
+    base_name,
+    convolution_flops,
+    einsum_flops,
+    matmul_flops,
+    rule_of,
+)
 
 
 def roofline(graph: OpGraph, device: Device) -> Profile:
@@ -177,6 +187,8 @@ class _Operands:
         name = base_name(self.op.target)
         if not shapes:
             return 0
+        if name == "einsum":
+            return einsum_flops(shapes, self.op.attributes)
         if self.rule.kind == "matmul":
             return matmul_flops(name, shapes, out)
         if self.rule.kind == "convolution":

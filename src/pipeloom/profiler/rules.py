@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import permutations
+from math import isqrt, prod
 from typing import Literal
 
 Class = Literal["matmul", "attention", "convolution", "normalisation", "elementwise", "free"]
@@ -58,7 +59,8 @@ class Rule:
 _TABLE: dict[Rule, str] = {
     Rule("matmul", "factors", order="last factor"): "linear matmul mm bmm",
     Rule("matmul", "factors"): """
-        addmm baddbmm addbmm dot mv addmv einsum bilinear _grouped_mm _scaled_mm grouped_mm_fallback""",
+        addmm baddbmm addbmm dot mv addmv einsum tensordot bilinear _grouped_mm _scaled_mm
+        grouped_mm_fallback""",
     Rule("convolution", "factors"): """
         convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
     Rule("attention", "queries", "attention", order="scores"): """
@@ -151,6 +153,43 @@ def matmul_flops(name: str, operands: Sequence[Shape], out: Shape) -> int:
     return 2 * prod(out) * _contracted(name, operands, out)
 
 
+_EQUATION = re.compile(r"'([^']+)'")
+
+
+def einsum_flops(operands: Sequence[Shape], attributes: str) -> int:
+    """2 for each combination of what the letters of the equation stand for. Operands may come in any order.
+
+    >>> einsum_flops([(8, 32, 64), (64, 4, 5)], "(('btd,dhk->bthk', [%, %]), {})") == 2 * 8 * 32 * 64 * 4 * 5
+    True
+    >>> shapes = [(8, 32, 4, 16), (4, 16, 64)]
+    >>> einsum_flops(shapes, "(('hkd,...hk->...d', [%, %]), {})") == 2 * 8 * 32 * 4 * 16 * 64
+    True
+    """
+    found = _EQUATION.search(attributes)
+    terms = found[1].replace(" ", "").partition("->")[0].split(",") if found else []
+    for shapes in permutations(operands, len(terms)):
+        lengths: dict[str | int, int] = {}
+        if all(_named_alike(term, shape, lengths) for term, shape in zip(terms, shapes, strict=True)):
+            return 2 * prod(lengths.values())
+    return 2 * max(map(prod, operands))  # as a matrix by a vector: its letters are not known
+
+
+def _named_alike(term: str, shape: Shape, lengths: dict[str | int, int]) -> bool:
+    """Whether letters of a term stand for the lengths of a shape, which are noted. Those of "..." are counted
+    from the last one; any may be 1 where another operand's is not."""
+    before, dots, after = term.partition("...")
+    between = range(len(before) + len(after) - len(shape), 0) if dots else ()
+    names = (*before, *between, *after)
+    if len(names) != len(shape):
+        return False
+    for name, length in zip(names, shape, strict=True):
+        known = lengths.setdefault(name, length)
+        if 1 not in (known, length) and known != length:
+            return False
+        lengths[name] = max(known, length)
+    return True
+
+
 def _contracted(name: str, operands: Sequence[Shape], out: Shape) -> int:
     """The length of the dimension that is summed over."""
     widest = max(operands, key=len)
@@ -163,7 +202,9 @@ def _contracted(name: str, operands: Sequence[Shape], out: Shape) -> int:
                 return a[-1]
     if name == "bilinear":  # a matrix for each number of a row of the result
         return prod(widest) // max(1, out[-1])
-    if name != "einsum" and min(map(len, operands)) == 1:  # a matrix by a vector
+    if name == "tensordot":  # all others of the operands' dimensions are the result's
+        return isqrt(prod(operands[0]) * prod(operands[-1]) // max(1, prod(out)))
+    if min(map(len, operands)) == 1:  # a matrix by a vector
         return prod(widest) // max(1, prod(out))
     return operands[0][-1] if operands[0] else 1
 
