@@ -159,6 +159,14 @@ def test_what_meets_starts_together() -> None:
     assert starts["0OP0"] == starts["1OP0"] == 6  # rank 1 is done with B at 4, rank 0 at 6
 
 
+def test_what_meets_waits_for_the_streams_of_all() -> None:
+    op("LONG", after=F, stages=lambda stage: stage == 0, stream="send", seconds=10)
+    op("MET", after=F, stream="send", seconds=1, meets=both)
+    made = by_hand("0F0 0LONG0 0MET0 0B0", "1F0 1MET0 1B0")
+    starts = {e.action: e.start_s for e in simulated(made).events}
+    assert starts["0MET0"] == starts["1MET0"] == 11  # rank 0 sends something else from 1 to 11
+
+
 def test_a_meeting_that_blocks_is_named() -> None:
     op(after=F, meets=both)
     stuck = by_hand("0F0 0OP0 0F1 0OP1 0B0 0B1", "1F0 1F1 1OP1 1OP0 1B0 1B1")

@@ -272,7 +272,8 @@ def _all_have_come(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, c
     """Whether all have come that begin together with an entry."""
     low, high = p.first_meet[entry], p.first_meet[entry + 1]
     if low < high and s.meet_start[entry] < 0:
-        s.meet_start[entry] = max(clock, s.start[entry])  # not before what holds it has ended
+        # Not before what holds it has ended, nor what is in front of it on its own stream.
+        s.meet_start[entry] = max(clock, s.start[entry], s.stream_free[rank, p.stream[p.kind[entry]]])
         # A rank waits for one thing at a time, so one `next_waiter` per rank makes the lists of all things.
         waiter = s.meet_waiter[entry]
         while waiter >= 0:
