@@ -91,11 +91,17 @@ class MemoryChanges(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A simulated step: what ran, when, and what that changes."""
+    """A simulated step: what ran, when, and what that changes.
+
+    gone_s, gone_bytes: when senders let go of messages, and of how many bytes; channel by channel as the
+    messages are, but in the order of time.
+    """
 
     layout: ProgramLayout
     state: SimulatorState
     changes: MemoryChanges
+    gone_s: Floats
+    gone_bytes: Longs
 
 
 class ReplayOutput(NamedTuple):
@@ -137,7 +143,7 @@ def replay(step: Step, ranks: tuple[int, int], out: ReplayOutput) -> int:
 @kernel
 def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     """Note the changes by a rank's own row: how many there are."""
-    p, s, changes = step
+    p, s, changes = step.layout, step.state, step.changes
     count, begin = 0, changes.begin_s[rank]
     for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
         count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead), begin, row, count)
@@ -178,7 +184,7 @@ def _note_change(change: tuple[Longs, int, int], time: float, row: RowChanges, c
 @kernel
 def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChanges, count: int) -> int:
     """A buffer for each receive that is posted; goal: a channel, and how many messages then have one."""
-    p, _, changes = step
+    p, changes = step.layout, step.changes
     channel, upto = goal
     until = min(upto, p.first_message[channel + 1] - p.first_message[channel])
     while row.posted[channel] < until:
@@ -194,18 +200,16 @@ def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChange
 
 @kernel
 def _next_sent(step: Step, rank: int, gone: Longs) -> int:
-    """The channel of a rank whose message is through next, -1 for none; of several the first.
+    """The channel of which a rank lets go of a message next, -1 for none; of several the first.
 
     gone: of each channel, the messages before that."""
-    p, s, changes = step
+    p, changes = step.layout, step.changes
     best, first = -1, np.inf
-    # Only the head of each channel is looked at: messages of a channel are through in the order sent. Whoever
-    # changes these times keeps them ascending, as `_noticed` does.
     for at in range(changes.first_out[rank], changes.first_out[rank + 1]):
         channel = changes.channels_out[at]
         message = p.first_message[channel] + gone[channel]
-        if message < p.first_message[channel + 1] and (best < 0 or s.transfer_end[message] < first):
-            best, first = channel, s.transfer_end[message]
+        if message < p.first_message[channel + 1] and (best < 0 or step.gone_s[message] < first):
+            best, first = channel, step.gone_s[message]
     return int(best)
 
 
@@ -215,7 +219,7 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
 
     own: times and bytes of its row's changes, and their order by time; empty if they are in order.
     """
-    p, s, changes = step
+    p = step.layout
     time, change, order = own
     at_own, channel, message = 0, _next_sent(step, rank, gone), 0
     residuals, boundary, transient, peak, count = 0, 0, 0, 0, 0
@@ -226,9 +230,9 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
         if channel >= 0:
             message = p.first_message[channel] + gone[channel]
         # `<=`: else a peak would count a message together with what begins just when it is through.
-        if channel >= 0 and (at_own == len(time) or s.transfer_end[message] <= time[entry]):
-            now = s.transfer_end[message]
-            boundary -= changes.message_bytes[p.route[message]]
+        if channel >= 0 and (at_own == len(time) or step.gone_s[message] <= time[entry]):
+            now = step.gone_s[message]
+            boundary -= step.gone_bytes[message]
             gone[channel] += 1
             channel = _next_sent(step, rank, gone)
         else:
@@ -270,11 +274,16 @@ class Memory:
     gone_s: Floats | None = None
     """When each message's sender lets go of it; None for when it is through."""
 
-    @property
+    @cached_property
     def step(self) -> Step:
-        """What is replayed: messages are through when their senders let go of them."""
-        late = self.state if self.gone_s is None else self.state._replace(transfer_end=self.gone_s)
-        return Step(self.layout, late, self.changes)
+        """What is replayed. A small message is held to the end of a step, and larger ones of its channel,
+        sent later, are not."""
+        p = self.layout
+        gone_s, gone_bytes = self.state.transfer_end, self.changes.message_bytes[p.route]
+        if self.gone_s is not None:
+            order = np.lexsort((self.gone_s, np.repeat(np.arange(len(p.target)), np.diff(p.first_message))))
+            gone_s, gone_bytes = self.gone_s[order], gone_bytes[order]
+        return Step(p, self.state, self.changes, gone_s, gone_bytes)
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
@@ -489,9 +498,4 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
         late = np.maximum(seen, _first_from(s.end[sends], step_ends))
         gone[message] = np.where(size[message] <= small_bytes, late, seen)
         sender[message] = rank
-    # A small message is held to the end of a step, and larger ones behind it are not. `_next_sent` wants
-    # times that ascend along a channel.
-    for channel in range(len(p.target)):
-        low, high = int(p.first_message[channel]), int(p.first_message[channel + 1])
-        gone[low:high] = np.maximum.accumulate(gone[low:high])
     return gone, sender
