@@ -87,9 +87,11 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
         rank = s.runnable[s.runnable_count[0]]
         entry, clock, end = s.position[rank], s.clock[rank], p.offsets[rank + 1]
         while entry < end:
-            step = p.code[entry]
+            if len(p.step_begins) and p.step_begins[entry] > s.step[rank]:
+                _begin_step(p, s, rank, p.step_begins[entry], clock)
+            word = p.code[entry]
             # Bits 0 and 1 say what it is; the rest is a place in `flat_duration`, or the route of a message.
-            what, number = step & 3, step >> 2
+            what, number = word & 3, word >> 2
             if what == COMPUTES and at_once:
                 clock += p.flat_duration[number]
                 s.end[entry] = clock
@@ -244,12 +246,21 @@ def _move(p: ProgramLayout, s: SimulatorState, channel: int) -> None:
 def _post(p: ProgramLayout, s: SimulatorState, channel: int, count: int, clock: float) -> None:
     """Post receives until `count` of a channel's messages have one."""
     first, posted = p.first_message[channel], s.counts[channel, POSTED]
-    until = min(count, p.first_message[channel + 1] - first)
+    until = min(count, p.due[channel, s.step[p.target[channel]]])
     while posted < until:
         s.transfer_end[first + posted] = clock
         posted += 1
     s.counts[channel, POSTED] = posted
     _move(p, s, channel)
+
+
+@kernel
+def _begin_step(p: ProgramLayout, s: SimulatorState, rank: int, step: int, clock: float) -> None:
+    """Post the first receives of a step."""
+    s.step[rank] = step
+    for channel in range(len(p.target)):
+        if p.target[channel] == rank:
+            _post(p, s, channel, s.counts[channel, RECEIVED] + p.receive_ahead, clock)
 
 
 @kernel

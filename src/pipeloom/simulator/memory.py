@@ -40,11 +40,9 @@ from ..ir.columns import (
     RECOMPUTE_,
     RECV_B_,
     RECV_F_,
-    REDUCE_,
     RELOAD_,
     SEND_B_,
     SEND_F_,
-    STEP_,
     Bools,
     Floats,
     Ints,
@@ -145,19 +143,27 @@ def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     """Note the changes by a rank's own row: how many there are."""
     p, s, changes = step.layout, step.state, step.changes
     count, begin = 0, changes.begin_s[rank]
+    clock, number = begin, 0  # when the rank comes to an entry, and in which of its steps that is
     for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
-        count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead), begin, row, count)
+        count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead, number), begin, row, count)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code, end = p.kind[entry], s.end[entry]
+        if len(p.step_begins) and p.step_begins[entry]:
+            number = p.step_begins[entry]
+            for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
+                channel = changes.channels_in[at]
+                goal = channel, row.received[channel] + p.receive_ahead, number
+                count = _note_buffers(step, goal, clock, row, count)
         if len(s.start):
             begin = s.start[entry]
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
             channel = p.channel[p.route[message]]
             upto = message - p.first_message[channel] + 1
-            count = _note_buffers(step, (channel, upto), begin, row, count)
+            count = _note_buffers(step, (channel, upto, number), begin, row, count)
             row.received[channel] += 1
-            count = _note_buffers(step, (channel, row.received[channel] + p.receive_ahead), end, row, count)
+            goal = channel, row.received[channel] + p.receive_ahead, number
+            count = _note_buffers(step, goal, end, row, count)
         elif code != SEND_F_ and code != SEND_B_:
             stage = p.stage[entry]
             before = count
@@ -166,6 +172,8 @@ def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
                 row.change[before, RESIDUALS] -= changes.dropped[stage]
             count += _note_change((changes.finish, stage, code), end, row, count)
         begin = end
+        if p.stream[code] == 0:
+            clock = end
     return count
 
 
@@ -182,11 +190,12 @@ def _note_change(change: tuple[Longs, int, int], time: float, row: RowChanges, c
 
 
 @kernel
-def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChanges, count: int) -> int:
-    """A buffer for each receive that is posted; goal: a channel, and how many messages then have one."""
+def _note_buffers(step: Step, goal: tuple[int, int, int], time: float, row: RowChanges, count: int) -> int:
+    """A buffer for each receive that is posted; goal: a channel, how many messages then have one, and in
+    which of its steps the rank is."""
     p, changes = step.layout, step.changes
-    channel, upto = goal
-    until = min(upto, p.first_message[channel + 1] - p.first_message[channel])
+    channel, upto, number = goal
+    until = min(upto, p.due[channel, number])
     while row.posted[channel] < until:
         row.time[count] = time
         row.change[count, RESIDUALS] = 0
@@ -456,20 +465,6 @@ def _first_from(times: Floats, ends: Floats) -> Floats:
     return np.where(at < len(ends), ends[np.minimum(at, len(ends) - 1)], times)
 
 
-def _step_ends(p: ProgramLayout, row: Longs) -> Longs:
-    """The last entries of the steps that a row has, but for what ends with it. A sum over ranks begins with
-    the last backward of its step, and what waits for it is late in the next one.
-
-        0B3 0REDUCE0 | 0F7 0B4 ... 0STEP0 ... 0REDUCE1 |        0B3 0STEP0 1STEP0 | 0F4 ... 0STEP1 1STEP1 |
-    """
-    if p.updates == 1:
-        return row[:0]
-    sums, steps = row[p.kind[row] == REDUCE_], row[p.kind[row] == STEP_]
-    closing = sums if len(sums) else steps
-    last: Longs = closing[np.diff(p.microbatch[closing], append=-1) != 0]
-    return last
-
-
 def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
     """Of each message when its sender notices that it is through, and who that is."""
     p, s = memory.layout, memory.state
@@ -488,13 +483,15 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
         #     noticed                       ^               the end of 0F1
         #
         # What is through while its own SEND runs is noticed there.
-        ends = np.maximum.accumulate(s.end[low:high][own_clock[low:high]])
+        clock = np.maximum.accumulate(np.where(own_clock[low:high], s.end[low:high], 0.0))
+        ends = clock[own_clock[low:high]]
         if not len(sends):
             continue
         message = p.message[sends]
         through = s.transfer_end[message]
         seen = np.where(through <= s.end[sends], through, _first_from(through, ends))
-        step_ends = np.append(s.end[_step_ends(p, here)], max(ends[-1], through.max()))
+        begun = np.flatnonzero(p.step_begins[low:high])
+        step_ends = np.append(clock[begun - 1], max(ends[-1], through.max()))
         late = np.maximum(seen, _first_from(s.end[sends], step_ends))
         gone[message] = np.where(size[message] <= small_bytes, late, seen)
         sender[message] = rank
