@@ -116,6 +116,13 @@ def test_bytes_are_simulated_and_limited() -> None:
     assert max(p["residuals"] for p in timed(moved, s).peaks) == 1000
 
 
+@pytest.mark.parametrize("field", ["seconds", "acquires_bytes", "releases_bytes"])
+def test_amounts_by_stage_that_cannot_be_are_refused(field: str) -> None:
+    op("BELOW", **{field: lambda stage: -stage})
+    with pytest.raises(ScheduleError, match=f"{field} of stage 1 = -1"):
+        simulated(by_hand("0F0 0B0 0BELOW0", "1F0 1B0 1BELOW0"))
+
+
 def test_it_may_fill_gaps_like_w() -> None:
     s = shape_of(4, microbatches=8)
     recipe = one_f_one_b(s, op(after=F, seconds=1))
