@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
 from small import alike, simulated
 
+from pipeloom.ir.action import B
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
-from pipeloom.ir.schedule import Schedule
-from pipeloom.ir.steady import parse_steady, steady_step
+from pipeloom.ir.operation import Operation, declare
+from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.ir.steady import SteadyStep, parse_steady, steady_step
 from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.lowering.steady import SteadyRows
@@ -122,3 +126,19 @@ def test_receives_are_posted_once_their_step_has_begun():
     )
     assert [one.peak_bytes(rank) for rank in range(2)] == [two.peak_bytes(rank) for rank in range(2)]
     assert one.events == two.events
+
+
+def test_an_operation_on_gradients_runs_before_their_update():
+    """The update waits for it, beside computing too; behind gradients of the next one it is refused."""
+    declare(Operation(letters="ZIP", meaning="compression", after=B, stream="host", seconds=10.0))
+    updates, stages = Updates(policy="2bw", every=1), chain(1)
+    body = SteadyStep(name="", microbatches=1, placement=(0,), rows=parse_rows(("0F1 0B0 0ZIP0",)))
+    program = lower(body.unroll(3), stages, updates=updates)
+    assert str(program) == "0F0 0F1 0B0 0ZIP0 0STEP0 0F2 0B1 0ZIP1 0STEP1 0B2 0ZIP2 0STEP2"
+    rows = SteadyRows(step=body, stages=stages, updates=updates)
+    assert str(rows.row(2, 2).program) == "0F0 0B1 0ZIP1 0STEP1"
+    starts = {e.action: e.start_s for e in simulate(program, stages, equal_costs(1), alike(1)).events}
+    assert starts["0STEP0"] == 14  # from 4 to 14 its gradients are compressed
+    late = replace(body, rows=parse_rows(("0F2 0B1 0ZIP0",)), window=3)
+    with pytest.raises(ScheduleError, match="0ZIP0 after"):
+        lower(late.unroll(4), stages, updates=updates)

@@ -135,6 +135,16 @@ OPERATIONS: dict[Kind, Operation] = {}
 """What has been declared; `declare` adds to it."""
 
 
+def follows_anchor(kind: Kind) -> bool:
+    """Whether actions of a kind are operations behind their anchor."""
+    return kind in OPERATIONS and OPERATIONS[kind].after is not None
+
+
+def writes_gradients(kind: Kind) -> bool:
+    """Whether actions of a kind add to a stage's gradients, or are operations that may still change these."""
+    return kind in (B, W) or (follows_anchor(kind) and OPERATIONS[kind].anchor != F)
+
+
 def declare(operation: Operation) -> Operation:
     """Make an operation known. Declaring it again, as a file loaded twice does, replaces it.
 

@@ -32,6 +32,7 @@ from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, STEP_
 from ..ir.kernels import kernel
 from .loop_state import (
     COMPUTES,
+    FIRST_COPIES,
     MOVED,
     POSTED,
     RECEIVED,
@@ -146,9 +147,12 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
 def _closed(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> float:
     """Run a REDUCE or STEP: the rank's clock behind it, below 0 where it must wait.
 
-    The only one of a program waits for all that runs beside the rank. One of several does not: there a REDUCE
-    begins its sums, and the STEP of that update waits for them.
+    The only one of a program waits for all that runs beside the rank, one of several for operations only:
+    there a REDUCE begins its sums, and the STEP of that update waits for them.
     """
+    if p.microbatch[entry] >= 0:
+        for stream in range(1, FIRST_COPIES):
+            clock = max(clock, s.stream_free[rank, stream])
     s.clock[rank] = clock
     if p.microbatch[entry] >= 0:
         return _closed_of_several(p, s, rank, entry, clock)

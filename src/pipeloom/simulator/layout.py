@@ -39,7 +39,7 @@ from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import kernel
 from ..ir.message_index import EventCodes, MessageIndex, Routes
-from ..ir.operation import ANCHORS, OPERATIONS
+from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weights import Reduction, reductions
@@ -314,7 +314,8 @@ def _step_begins(program: Program) -> Longs:
         return np.zeros(0, np.int64)
     columns = program.columns
     begins = np.zeros(len(columns) + 1, np.int64)
-    belongs_before = columns.among((SEND_F_, SEND_B_, REDUCE_, STEP_, OFFLOAD_, AWAIT_))
+    behind = [code for code, kind in enumerate(columns.kinds) if follows_anchor(kind)]
+    belongs_before = columns.among((SEND_F_, SEND_B_, REDUCE_, STEP_, OFFLOAD_, AWAIT_, *behind))
     for low, high in pairwise(columns.offsets.tolist()):
         row = low + np.flatnonzero(columns.among((F_, B_, I_, W_))[low:high])
         if not len(row):

@@ -196,8 +196,8 @@ class SimulatorState(NamedTuple):
     requests: LinkRequests
 
 
-STREAMS = 5
-"""Computing, and those that run beside it."""
+STREAMS, FIRST_COPIES = 5, 3
+"""Computing, and those that run beside it: first of operations, then of copies."""
 NOT_YET = -1.0
 
 
