@@ -13,9 +13,9 @@ from damage import GRAPH, PLAN
 from refusals import refused
 from small import by_hand
 
-from pipeloom.ir.errors import ConfigError, CutError, PlanError
+from pipeloom.ir.errors import ConfigError, CutError, PlanError, ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.plan import load_plan
+from pipeloom.ir.plan import Plan, StagePlan, load_plan
 from pipeloom.ir.stages import chain, cut, replicate
 from pipeloom.lowering.passes import lower
 
@@ -49,6 +49,20 @@ def test_what_may_be_left_out_is(tmp_path: Path) -> None:
     plan |= {"schedule": "gpipe", "schedule_rows": ["0F0 0B0"], "notes": {"my": "own"}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert load_plan(tmp_path / "plan.json").notes == {"my": "own"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"delay_correction": 1.5}, "1.5"),
+        ({"schedule_rows": ("0F999999999 0B0",)}, "1000000000 steps"),
+    ],
+)
+def test_numbers_that_no_steady_plan_has_are_refused(fields: dict[str, Any], words: str) -> None:
+    step = {"schedule": "1f1b", "schedule_rows": ("0F1 0B0",), "microbatches": 1, "weights": "2bw"} | fields
+    plan = Plan(graph="", planner="", stages=(StagePlan(ops=("a",)),), placement=(0,), **step)
+    with pytest.raises(ScheduleError, match=words):
+        _ = plan.as_schedule
 
 
 def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
 import pytest
 from small import alike, simulated
 
+from pipeloom.ir.action import B
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
-from pipeloom.ir.schedule import Schedule
-from pipeloom.ir.steady import parse_steady, steady_step
+from pipeloom.ir.operation import Operation, declare
+from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.ir.steady import SteadyStep, parse_steady, steady_step
 from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
+from pipeloom.lowering.steady import SteadyRows
 from pipeloom.schedules import registry
 from pipeloom.schedules.registry import build_steady
+from pipeloom.simulator.layout import layout_of
 from pipeloom.simulator.simulate import simulate
 
 
@@ -92,3 +101,44 @@ def test_small_messages_are_held_to_the_end_of_their_own_step(policy, clips):
     few, many, none_held = peaks(5, 4), peaks(10, 4), peaks(10, 0)
     assert few == many
     assert all(held > free for held, free in zip(many, none_held, strict=True))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_simulator_cuts_a_row_into_the_steps_that_a_run_has(ranks, clips):
+    stages, body = built("1f1b", ranks, 4)
+    updates = Updates(policy="2bw", every=4)
+    program = lower(body.unroll(6), stages, updates=updates, clips=clips)
+    layout = layout_of(program, stages, equal_costs(ranks), alike(ranks), receive_ahead=2, action_s={})
+    steady = SteadyRows(step=body, stages=stages, updates=updates, clips=clips)
+    for rank, (low, high) in enumerate(pairwise(program.columns.offsets.tolist())):
+        begins = np.flatnonzero(layout.step_begins[low:high]).tolist()
+        run = [len(steady.row(step, step).program.rows[rank]) for step in range(5)]
+        assert begins[:5] == list(accumulate(run))
+
+
+def test_receives_are_posted_once_their_step_has_begun():
+    """With a micro-batch per step there is never more than one to post, however many would be ahead."""
+    stages, body = built("1f1b", 2, 1)
+    program = lower(body.unroll(6), stages, updates=Updates(policy="2bw", every=1))
+    one, two = (
+        simulate(program, stages, equal_costs(2), alike(2, 8.0), receive_ahead=ahead) for ahead in (1, 2)
+    )
+    assert [one.peak_bytes(rank) for rank in range(2)] == [two.peak_bytes(rank) for rank in range(2)]
+    assert one.events == two.events
+
+
+def test_an_operation_on_gradients_runs_before_their_update():
+    """The update waits for it, beside computing too; behind gradients of the next one it is refused."""
+    declare(Operation(letters="ZIP", meaning="compression", after=B, stream="host", seconds=10.0))
+    updates, stages = Updates(policy="2bw", every=1), chain(1)
+    body = SteadyStep(name="", microbatches=1, placement=(0,), rows=parse_rows(("0F1 0B0 0ZIP0",)))
+    program = lower(body.unroll(3), stages, updates=updates)
+    assert str(program) == "0F0 0F1 0B0 0ZIP0 0STEP0 0F2 0B1 0ZIP1 0STEP1 0B2 0ZIP2 0STEP2"
+    rows = SteadyRows(step=body, stages=stages, updates=updates)
+    assert str(rows.row(2, 2).program) == "0F0 0B1 0ZIP1 0STEP1"
+    starts = {e.action: e.start_s for e in simulate(program, stages, equal_costs(1), alike(1)).events}
+    assert starts["0STEP0"] == 14  # from 4 to 14 its gradients are compressed
+    late = replace(body, rows=parse_rows(("0F2 0B1 0ZIP0",)), window=3)
+    with pytest.raises(ScheduleError, match="0ZIP0 after"):
+        lower(late.unroll(4), stages, updates=updates)

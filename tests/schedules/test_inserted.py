@@ -116,6 +116,13 @@ def test_bytes_are_simulated_and_limited() -> None:
     assert max(p["residuals"] for p in timed(moved, s).peaks) == 1000
 
 
+@pytest.mark.parametrize("field", ["seconds", "acquires_bytes", "releases_bytes"])
+def test_amounts_by_stage_that_cannot_be_are_refused(field: str) -> None:
+    op("BELOW", **{field: lambda stage: -stage})
+    with pytest.raises(ScheduleError, match=f"{field} of stage 1 = -1"):
+        simulated(by_hand("0F0 0B0 0BELOW0", "1F0 1B0 1BELOW0"))
+
+
 def test_it_may_fill_gaps_like_w() -> None:
     s = shape_of(4, microbatches=8)
     recipe = one_f_one_b(s, op(after=F, seconds=1))
@@ -157,6 +164,14 @@ def test_what_meets_starts_together() -> None:
     made = schedule_of(s, one_f_one_b(s, op(seconds=1, meets=both)))
     starts = {e.action: e.start_s for e in timed(made, s).events}
     assert starts["0OP0"] == starts["1OP0"] == 6  # rank 1 is done with B at 4, rank 0 at 6
+
+
+def test_what_meets_waits_for_the_streams_of_all() -> None:
+    op("LONG", after=F, stages=lambda stage: stage == 0, stream="send", seconds=10)
+    op("MET", after=F, stream="send", seconds=1, meets=both)
+    made = by_hand("0F0 0LONG0 0MET0 0B0", "1F0 1MET0 1B0")
+    starts = {e.action: e.start_s for e in simulated(made).events}
+    assert starts["0MET0"] == starts["1MET0"] == 11  # rank 0 sends something else from 1 to 11
 
 
 def test_a_meeting_that_blocks_is_named() -> None:

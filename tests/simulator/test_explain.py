@@ -19,7 +19,9 @@ from pipeloom.ir.explanation import REASONS, Explanation, Idle
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.steady import steady_step
 from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.schedules.scenario import Scenario, explain as drawn_reasons, simulate_schedule
@@ -173,6 +175,21 @@ def test_a_step_that_runs_the_program_twice() -> None:
     later = [replace(e, start_s=e.start_s + once.step_s, end_s=e.end_s + once.step_s) for e in once.events]
     _, _, found = explained(program, replace(once, events=(*once.events, *later)), chain(2))
     assert [p.action for p in found.path].count("0F0") == 2
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_sum_before_each_of_several_updates_is_the_reason(clips: bool) -> None:
+    stages = dag(2, [(0, 1)], params={0: ("table",), 1: ("table",)})
+    body = steady_step(registry.build("1f1b", stages, (0, 1), 12), 2)
+    program = lower(body.unroll(4), stages, updates=Updates(policy="2bw", every=2), clips=clips)
+    costs = tuple(replace(cost, tied_bytes={"table": 100}, step_s=0.5) for cost in equal_costs(2))
+    timeline = simulate(program, stages, costs, alike(2, 10.0))
+    found = explain_idle_time(program, timeline, stages)
+    assert "overhead" not in found.by_reason and "overhead" not in {step.kind for step in found.path}
+    waits = {idle.action: idle.reason for idle in found.idle if idle.action.endswith("STEP1")}
+    assert waits == {"0STEP1": "reduce", "1STEP1": "reduce"}
+    sums = [step.end_s - step.start_s for step in found.path if step.action.endswith("REDUCE3")]
+    assert sums == [pytest.approx(10.0)]  # 100 bytes over two ranks at 10 a second
 
 
 def test_nothing_and_a_rank_that_does_nothing() -> None:

@@ -75,6 +75,15 @@ def test_doing_what_the_message_says_keeps_to_the_cap() -> None:
     check_memory_limit(moved, dag(2, []), [COST] * 2, [1.25 * MiB, inf])
 
 
+def test_a_backward_is_moved_with_its_copies() -> None:
+    cost, stages = replace(COST, residual_bytes=10 * MiB, offloaded_bytes=5 * MiB), dag(1, [])
+    made = by_hand("0F0 0OFFLOAD0 0F1 0AWAIT0 0F2 0RELOAD0 0B0 0B1 0B2")
+    assert "move 0RELOAD0 0B0 in front of 0F2" in refused(made, cost, [24 * MiB], stages)
+    moved = by_hand("0F0 0OFFLOAD0 0F1 0AWAIT0 0RELOAD0 0B0 0F2 0B1 0B2")
+    check(moved, chain(1))
+    check_memory_limit(moved, stages, [cost], [24 * MiB])
+
+
 @pytest.mark.sampled("forward_only", "eager_1f1b", "zb_1p", "v_min", "dualpipev", "gis", "chimera", "po_h")
 @pytest.mark.parametrize("name", registry.names())
 def test_the_least_limit_that_passes_is_the_simulated_peak(name: str) -> None:

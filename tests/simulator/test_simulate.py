@@ -197,6 +197,19 @@ def test_small_messages_are_held_until_the_step_ends() -> None:
     assert held(end, 0, end.step_s) == 0
 
 
+def test_a_small_message_does_not_hold_the_large_ones_behind_it() -> None:
+    """Rank 0 sends rank 1 the values of stage 0, of 4000 bytes, and those of stage 2, of 4."""
+    large, *small = chain(4).crossings
+    stages = replace(chain(4), crossings=(replace(large, value=replace(large.value, shape=(1000,))), *small))
+    program = lower(registry.build("interleaved_1f1b", stages, (0, 1, 0, 1), 8), stages)
+    kept, gone = (
+        simulate(program, stages, equal_costs(4), alike(2, 8000.0), small_bytes=size) for size in (4, 0)
+    )
+    for rank in range(2):
+        # At most 8 micro-batches, of each of which a rank sends two small values or gradients.
+        assert gone.peak_bytes(rank) < kept.peak_bytes(rank) <= gone.peak_bytes(rank) + 8 * 2 * 4
+
+
 def test_a_rank_waits_for_its_sends_before_it_passes_its_cap() -> None:
     free, late = (run(4, small_bytes=small).peak_bytes(0) for small in (None, 4))
     assert free < late

@@ -22,11 +22,12 @@ from ..ir.action import (
     F,
     Kind,
 )
-from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, STEP_, W_, Ints, starts_of
+from ..ir.columns import F_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, starts_of
 from ..ir.dependencies import entry_needs, meets
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.message_index import NO_ROUTE
+from ..ir.operation import writes_gradients
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weights import reductions
@@ -177,8 +178,8 @@ def _closes(program: Program, rank: int, update: int, closing: list[Action], beg
     rest = slice(begin, int(columns.offsets[rank + 1]))
     adds = columns.is_compute[rest]
     if program.every is not None:
-        makes_gradients = (columns.kind[rest] == B_) | (columns.kind[rest] == W_)
-        adds = adds & makes_gradients & (columns.microbatch[rest] // program.every == update)
+        writing = [code for code, kind in enumerate(columns.kinds) if writes_gradients(kind)]
+        adds = columns.among(writing)[rest] & (columns.microbatch[rest] // program.every == update)
     behind = np.flatnonzero(adds)
     if len(behind):
         step = columns.at(begin + int(behind[0]))

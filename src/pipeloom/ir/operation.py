@@ -75,11 +75,8 @@ class Operation:
                 hint="every= is at least 1; ahead= is at least 0, and goes only with before=",
             )
         for name in ("seconds", "share", "acquires_bytes", "releases_bytes"):
-            amount = getattr(self, name)
-            if not callable(amount) and not 0 <= amount < float("inf"):
-                raise ScheduleError(
-                    f"operation {self.letters} has {name} = {amount}", hint="use a finite number from 0 on"
-                )
+            if not callable(amount := getattr(self, name)):
+                self._refuse_odd(name, amount)
 
     def _anchored(self) -> str:
         sides = (("after", self.after), ("before", self.before))
@@ -111,17 +108,41 @@ class Operation:
         return (microbatch + (self.after is not None)) % self.every == 0
 
     def seconds_of(self, stage: int) -> float:
-        return float(self.seconds(stage) if callable(self.seconds) else self.seconds)
+        return float(self._amount("seconds", stage))
 
     def acquired(self, stage: int) -> int:
-        return self.acquires_bytes(stage) if callable(self.acquires_bytes) else self.acquires_bytes
+        return int(self._amount("acquires_bytes", stage))
 
     def released(self, stage: int) -> int:
-        return self.releases_bytes(stage) if callable(self.releases_bytes) else self.releases_bytes
+        return int(self._amount("releases_bytes", stage))
+
+    def _amount(self, name: str, stage: int) -> float:
+        amount: float | Callable[[int], float] = getattr(self, name)
+        if not callable(amount):
+            return amount
+        found = amount(stage)
+        self._refuse_odd(f"{name} of stage {stage}", found)
+        return found
+
+    def _refuse_odd(self, name: str, amount: float) -> None:
+        if not 0 <= amount < float("inf"):
+            raise ScheduleError(
+                f"operation {self.letters} has {name} = {amount}", hint="use a finite number from 0 on"
+            )
 
 
 OPERATIONS: dict[Kind, Operation] = {}
 """What has been declared; `declare` adds to it."""
+
+
+def follows_anchor(kind: Kind) -> bool:
+    """Whether actions of a kind are operations behind their anchor."""
+    return kind in OPERATIONS and OPERATIONS[kind].after is not None
+
+
+def writes_gradients(kind: Kind) -> bool:
+    """Whether actions of a kind add to a stage's gradients, or are operations that may still change these."""
+    return kind in (B, W) or (follows_anchor(kind) and OPERATIONS[kind].anchor != F)
 
 
 def declare(operation: Operation) -> Operation:

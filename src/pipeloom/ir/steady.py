@@ -30,6 +30,10 @@ UNROLLED_STEPS = 6
 and none is draining yet."""
 
 
+MOST_WINDOW = 1000
+"""More steps in flight at once are refused: a number in a file would decide how long planning takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SteadyStep:
     """The step that a schedule without a flush repeats.
@@ -120,6 +124,12 @@ def parse_steady(
     """Read the rows of a steady step, as `str` prints them. Raises: ScheduleError."""
     rows = parse_rows(lines)
     most = max((action.microbatch for row in rows for action in row), default=0)
+    if most >= MOST_WINDOW * microbatches:
+        raise ScheduleError(
+            f"a step of {microbatches} micro-batches runs micro-batch {most}: "
+            f"{most // microbatches + 1} steps would be in flight at once",
+            hint="number those of the steps before from 0, and this step's behind them",
+        )
     return SteadyStep(
         name=name,
         microbatches=microbatches,

@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import ScheduleError
+from .errors import ScheduleError, shown
 from .stages import StageGraph
 
 FLUSH = "flush"
@@ -132,6 +132,12 @@ class Updates:
             raise ScheduleError(
                 f"an update every {self.every} micro-batches, with {self.kept} versions kept",
                 hint="both are at least 1",
+            )
+        if not 0 <= self.correction < 1:
+            raise ScheduleError(
+                f"each update is extrapolated by {shown(self.correction)} of the change before it, which "
+                "grows without end",
+                hint="let delay_correction be from 0 to below 1",
             )
 
     @property

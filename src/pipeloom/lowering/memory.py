@@ -5,7 +5,7 @@
     AWAIT      in front of the F or RELOAD that would be one copy too many on the device
     RECOMPUTE  in front of the RECVs of B: it runs while the gradient is on its way
 
-A micro-batch whose B follows its F at once, or after one action, is not copied: it would come back at once. A
+A micro-batch whose B follows its F at once is not copied: it would come back at once. A
 schedule may say itself when single micro-batches of a stage are copied: such a stage gets no other copies,
 and loses these if a policy that says something of stages offloads nothing of it. Of another stage that
 offloads no more than `MemoryPolicy.at_once` micro-batches have all their residuals on the device, however

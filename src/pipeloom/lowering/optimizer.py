@@ -20,6 +20,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, W_, Bools, Rows
+from ..ir.errors import ScheduleError
+from ..ir.operation import writes_gradients
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weights import Updates
@@ -50,13 +52,20 @@ def add_optimizer(program: Program, stages: StageGraph, *, updates: Updates | No
 
 
 def _completed(program: Program, rank: int) -> list[int]:
-    """The entry behind the last B or W of each update, and behind what that sends."""
+    """The entry behind the last B or W of each update, and what that sends, and behind operations on its
+    gradients."""
     columns = program.columns
     low, high = columns.offsets[rank : rank + 2].tolist()
     if program.every is None:
         return [high]
-    entries = low + np.flatnonzero((columns.kind[low:high] == B_) | (columns.kind[low:high] == W_))
+    writing = [code for code, kind in enumerate(columns.kinds) if writes_gradients(kind)]
+    entries = low + np.flatnonzero(columns.among(writing)[low:high])
     update = columns.microbatch[entries] // program.every
+    if len(late := entries[(update < np.maximum.accumulate(update)) & ~columns.among((B_, W_))[entries]]):
+        raise ScheduleError(
+            f"rank {rank} runs {columns.at(int(late[0]))} after gradients of the next update were added",
+            hint="run it right behind its anchor, or use --weights flush",
+        )
     sends = (columns.kind == SEND_F_) | (columns.kind == SEND_B_)
     ends = [int(entries[update == number].max()) + 1 for number in program.updates]
     return [_skip(sends, end, int(high), step=1) for end in ends]

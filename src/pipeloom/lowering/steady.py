@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from ..ir.action import AWAIT, OFFLOAD, Action, B, F, I, W
 from ..ir.errors import ScheduleError
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
+from ..ir.operation import follows_anchor
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.steady import SteadyStep
@@ -165,4 +166,4 @@ def _computes(step: Action) -> bool:
 
 
 def _belongs_before(step: Action) -> bool:
-    return step.sends or step.is_stage_wide or step.kind in (OFFLOAD, AWAIT)
+    return step.sends or step.is_stage_wide or step.kind in (OFFLOAD, AWAIT) or follows_anchor(step.kind)

@@ -32,6 +32,7 @@ from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, STEP_
 from ..ir.kernels import kernel
 from .loop_state import (
     COMPUTES,
+    FIRST_COPIES,
     MOVED,
     POSTED,
     RECEIVED,
@@ -87,9 +88,11 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
         rank = s.runnable[s.runnable_count[0]]
         entry, clock, end = s.position[rank], s.clock[rank], p.offsets[rank + 1]
         while entry < end:
-            step = p.code[entry]
+            if len(p.step_begins) and p.step_begins[entry] > s.step[rank]:
+                _begin_step(p, s, rank, p.step_begins[entry], clock)
+            word = p.code[entry]
             # Bits 0 and 1 say what it is; the rest is a place in `flat_duration`, or the route of a message.
-            what, number = step & 3, step >> 2
+            what, number = word & 3, word >> 2
             if what == COMPUTES and at_once:
                 clock += p.flat_duration[number]
                 s.end[entry] = clock
@@ -144,9 +147,12 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
 def _closed(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, clock: float) -> float:
     """Run a REDUCE or STEP: the rank's clock behind it, below 0 where it must wait.
 
-    The only one of a program waits for all that runs beside the rank. One of several does not: there a REDUCE
-    begins its sums, and the STEP of that update waits for them.
+    The only one of a program waits for all that runs beside the rank, one of several for operations only:
+    there a REDUCE begins its sums, and the STEP of that update waits for them.
     """
+    if p.microbatch[entry] >= 0:
+        for stream in range(1, FIRST_COPIES):
+            clock = max(clock, s.stream_free[rank, stream])
     s.clock[rank] = clock
     if p.microbatch[entry] >= 0:
         return _closed_of_several(p, s, rank, entry, clock)
@@ -244,12 +250,21 @@ def _move(p: ProgramLayout, s: SimulatorState, channel: int) -> None:
 def _post(p: ProgramLayout, s: SimulatorState, channel: int, count: int, clock: float) -> None:
     """Post receives until `count` of a channel's messages have one."""
     first, posted = p.first_message[channel], s.counts[channel, POSTED]
-    until = min(count, p.first_message[channel + 1] - first)
+    until = min(count, p.due[channel, s.step[p.target[channel]]])
     while posted < until:
         s.transfer_end[first + posted] = clock
         posted += 1
     s.counts[channel, POSTED] = posted
     _move(p, s, channel)
+
+
+@kernel
+def _begin_step(p: ProgramLayout, s: SimulatorState, rank: int, step: int, clock: float) -> None:
+    """Post the first receives of a step."""
+    s.step[rank] = step
+    for channel in range(len(p.target)):
+        if p.target[channel] == rank:
+            _post(p, s, channel, s.counts[channel, RECEIVED] + p.receive_ahead, clock)
 
 
 @kernel
@@ -272,7 +287,8 @@ def _all_have_come(p: ProgramLayout, s: SimulatorState, rank: int, entry: int, c
     """Whether all have come that begin together with an entry."""
     low, high = p.first_meet[entry], p.first_meet[entry + 1]
     if low < high and s.meet_start[entry] < 0:
-        s.meet_start[entry] = max(clock, s.start[entry])  # not before what holds it has ended
+        # Not before what holds it has ended, nor what is in front of it on its own stream.
+        s.meet_start[entry] = max(clock, s.start[entry], s.stream_free[rank, p.stream[p.kind[entry]]])
         # A rank waits for one thing at a time, so one `next_waiter` per rank makes the lists of all things.
         waiter = s.meet_waiter[entry]
         while waiter >= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +12,10 @@ from ..ir.action import KINDS, TRANSFERS, TREATMENTS, Action
 from ..ir.cluster import Cluster
 from ..ir.columns import (
     AWAIT_,
+    B_,
     CODE,
+    F_,
+    I_,
     OFFLOAD_,
     RECOMPUTE_,
     RECV_B_,
@@ -21,6 +25,7 @@ from ..ir.columns import (
     SEND_B_,
     SEND_F_,
     STEP_,
+    W_,
     Codes,
     Columns,
     Floats,
@@ -34,7 +39,7 @@ from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import kernel
 from ..ir.message_index import EventCodes, MessageIndex, Routes
-from ..ir.operation import ANCHORS, OPERATIONS
+from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weights import Reduction, reductions
@@ -105,6 +110,7 @@ def timed_layout(
         messages.event_codes = _event_codes(columns, messages, channel, first)
     codes = messages.event_codes
     first_meet, meeting = _meets(program, flow)
+    begins = _step_begins(program)
     return ProgramLayout(
         kind=columns.kind,
         stage=columns.stage,
@@ -128,6 +134,8 @@ def timed_layout(
         meets=meeting,
         microbatch=columns.microbatch,
         updates=len(program.updates),
+        step_begins=begins,
+        due=_due(columns, messages.route, channel, codes.message, first, begins),
         first_sum=np.zeros(columns.ranks * len(program.updates) + 1, np.int32),
         sums=np.zeros(0, np.int64),
         sum_ranks=_NONE,
@@ -293,6 +301,49 @@ def _streams(columns: Columns) -> Ints:
         if KINDS[kind].on_microbatch and kind not in absent:
             numbers[code] = STREAMS.index(KINDS[kind].stream)
     return numbers
+
+
+def _step_begins(program: Program) -> Longs:
+    """Per entry the number of the step that a rank begins there, from 1, and 0 for none; empty for a program
+    of one update. A rank runs one of several as the rows of `lowering.steady`: each is cut in front of the
+    first forward of its batch, and what the drain runs in front of its first action.
+
+        0F0 0F1 0F2 | 0F3 0B0 0STEP0 0F4 0B1 ... | 0B9 0B10 0STEP9
+    """
+    if program.every is None:
+        return np.zeros(0, np.int64)
+    columns = program.columns
+    begins = np.zeros(len(columns) + 1, np.int64)
+    behind = [code for code, kind in enumerate(columns.kinds) if follows_anchor(kind)]
+    belongs_before = columns.among((SEND_F_, SEND_B_, REDUCE_, STEP_, OFFLOAD_, AWAIT_, *behind))
+    for low, high in pairwise(columns.offsets.tolist()):
+        row = low + np.flatnonzero(columns.among((F_, B_, I_, W_))[low:high])
+        if not len(row):
+            continue
+        step = np.where(columns.kind[row] == F_, columns.microbatch[row] // program.every, 0)
+        # Each batch has as many actions as any other, and the last row is as long as those before it.
+        starts = [0, *(np.flatnonzero(np.diff(np.maximum.accumulate(step))) + 1).tolist()]
+        starts.append(starts[-1] + len(row) // len(program.updates))
+        for number, first in enumerate(starts[1:]):
+            at = int(row[first - 1]) + 1
+            while at < high and belongs_before[at]:
+                at += 1
+            begins[at] = number + 1
+        begins[high] = 0
+    return begins[:-1]
+
+
+def _due(columns: Columns, route: Ints, channel: Longs, message: Ints, first: Longs, begins: Longs) -> Longs:
+    """See `ProgramLayout.due`."""
+    if not len(begins):
+        return np.diff(first)[:, None]
+    due = np.zeros((len(first) - 1, int(begins.max(initial=0)) + 1), np.int64)
+    for low, high in pairwise(columns.offsets.tolist()):
+        kind, step = columns.kind[low:high], np.maximum.accumulate(begins[low:high])
+        receives = np.flatnonzero((kind == RECV_F_) | (kind == RECV_B_))
+        of = channel[route[low + receives]]
+        np.maximum.at(due, (of, step[receives]), message[low + receives] - first[of] + 1)
+    return np.maximum.accumulate(due, axis=1)
 
 
 def _blocks(program: Program) -> Ints:

@@ -100,6 +100,11 @@ class ProgramLayout(NamedTuple):
     microbatch: Ints
     """(entries,): of REDUCE and STEP the update, -1 where there is only one."""
     updates: int
+    step_begins: Longs
+    """(entries,): the number of the step that the rank begins there, 0 for none; empty for one step."""
+    due: Longs
+    """(channels, steps): how many of its messages may have a receive posted, as a rank posts those of a step
+    only once it has begun."""
     first_sum: Ints
     """(ranks * updates + 1,): with n = r * updates + u, the REDUCE of update u of rank r goes through
     the sums `sums[first_sum[n] : first_sum[n + 1]]`."""
@@ -160,6 +165,8 @@ class SimulatorState(NamedTuple):
     """(ranks,): the entry at which it stands."""
     clock: Floats
     """(ranks,)"""
+    step: Longs
+    """(ranks,): which of several it is in."""
     awaited: Longs
     """(ranks,): the message that it waits for, -1 for none."""
     sum_part: Longs
@@ -189,8 +196,8 @@ class SimulatorState(NamedTuple):
     requests: LinkRequests
 
 
-STREAMS = 5
-"""Computing, and those that run beside it."""
+STREAMS, FIRST_COPIES = 5, 3
+"""Computing, and those that run beside it: first of operations, then of copies."""
 NOT_YET = -1.0
 
 
@@ -209,6 +216,7 @@ def new_state(layout: ProgramLayout, begin_s: Floats, *, starts: bool = True) ->
         transfer_end=np.zeros(len(layout.route)),
         position=layout.offsets[:-1].copy(),
         clock=begin_s.astype(np.float64),
+        step=np.zeros(ranks, np.int64),
         awaited=np.full(ranks, -1),
         sum_part=np.zeros(ranks, np.int64),
         next_waiter=np.full(ranks, -1),

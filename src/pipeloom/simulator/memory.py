@@ -40,11 +40,9 @@ from ..ir.columns import (
     RECOMPUTE_,
     RECV_B_,
     RECV_F_,
-    REDUCE_,
     RELOAD_,
     SEND_B_,
     SEND_F_,
-    STEP_,
     Bools,
     Floats,
     Ints,
@@ -91,11 +89,17 @@ class MemoryChanges(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A simulated step: what ran, when, and what that changes."""
+    """A simulated step: what ran, when, and what that changes.
+
+    gone_s, gone_bytes: when senders let go of messages, and of how many bytes; channel by channel as the
+    messages are, but in the order of time.
+    """
 
     layout: ProgramLayout
     state: SimulatorState
     changes: MemoryChanges
+    gone_s: Floats
+    gone_bytes: Longs
 
 
 class ReplayOutput(NamedTuple):
@@ -137,21 +141,29 @@ def replay(step: Step, ranks: tuple[int, int], out: ReplayOutput) -> int:
 @kernel
 def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     """Note the changes by a rank's own row: how many there are."""
-    p, s, changes = step
+    p, s, changes = step.layout, step.state, step.changes
     count, begin = 0, changes.begin_s[rank]
+    clock, number = begin, 0  # when the rank comes to an entry, and in which of its steps that is
     for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
-        count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead), begin, row, count)
+        count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead, number), begin, row, count)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code, end = p.kind[entry], s.end[entry]
+        if len(p.step_begins) and p.step_begins[entry]:
+            number = p.step_begins[entry]
+            for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
+                channel = changes.channels_in[at]
+                goal = channel, row.received[channel] + p.receive_ahead, number
+                count = _note_buffers(step, goal, clock, row, count)
         if len(s.start):
             begin = s.start[entry]
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
             channel = p.channel[p.route[message]]
             upto = message - p.first_message[channel] + 1
-            count = _note_buffers(step, (channel, upto), begin, row, count)
+            count = _note_buffers(step, (channel, upto, number), begin, row, count)
             row.received[channel] += 1
-            count = _note_buffers(step, (channel, row.received[channel] + p.receive_ahead), end, row, count)
+            goal = channel, row.received[channel] + p.receive_ahead, number
+            count = _note_buffers(step, goal, end, row, count)
         elif code != SEND_F_ and code != SEND_B_:
             stage = p.stage[entry]
             before = count
@@ -160,6 +172,8 @@ def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
                 row.change[before, RESIDUALS] -= changes.dropped[stage]
             count += _note_change((changes.finish, stage, code), end, row, count)
         begin = end
+        if p.stream[code] == 0:
+            clock = end
     return count
 
 
@@ -176,11 +190,12 @@ def _note_change(change: tuple[Longs, int, int], time: float, row: RowChanges, c
 
 
 @kernel
-def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChanges, count: int) -> int:
-    """A buffer for each receive that is posted; goal: a channel, and how many messages then have one."""
-    p, _, changes = step
-    channel, upto = goal
-    until = min(upto, p.first_message[channel + 1] - p.first_message[channel])
+def _note_buffers(step: Step, goal: tuple[int, int, int], time: float, row: RowChanges, count: int) -> int:
+    """A buffer for each receive that is posted; goal: a channel, how many messages then have one, and in
+    which of its steps the rank is."""
+    p, changes = step.layout, step.changes
+    channel, upto, number = goal
+    until = min(upto, p.due[channel, number])
     while row.posted[channel] < until:
         row.time[count] = time
         row.change[count, RESIDUALS] = 0
@@ -194,18 +209,16 @@ def _note_buffers(step: Step, goal: tuple[int, int], time: float, row: RowChange
 
 @kernel
 def _next_sent(step: Step, rank: int, gone: Longs) -> int:
-    """The channel of a rank whose message is through next, -1 for none; of several the first.
+    """The channel of which a rank lets go of a message next, -1 for none; of several the first.
 
     gone: of each channel, the messages before that."""
-    p, s, changes = step
+    p, changes = step.layout, step.changes
     best, first = -1, np.inf
-    # Only the head of each channel is looked at: messages of a channel are through in the order sent. Whoever
-    # changes these times keeps them ascending, as `_noticed` does.
     for at in range(changes.first_out[rank], changes.first_out[rank + 1]):
         channel = changes.channels_out[at]
         message = p.first_message[channel] + gone[channel]
-        if message < p.first_message[channel + 1] and (best < 0 or s.transfer_end[message] < first):
-            best, first = channel, s.transfer_end[message]
+        if message < p.first_message[channel + 1] and (best < 0 or step.gone_s[message] < first):
+            best, first = channel, step.gone_s[message]
     return int(best)
 
 
@@ -215,7 +228,7 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
 
     own: times and bytes of its row's changes, and their order by time; empty if they are in order.
     """
-    p, s, changes = step
+    p = step.layout
     time, change, order = own
     at_own, channel, message = 0, _next_sent(step, rank, gone), 0
     residuals, boundary, transient, peak, count = 0, 0, 0, 0, 0
@@ -226,9 +239,9 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
         if channel >= 0:
             message = p.first_message[channel] + gone[channel]
         # `<=`: else a peak would count a message together with what begins just when it is through.
-        if channel >= 0 and (at_own == len(time) or s.transfer_end[message] <= time[entry]):
-            now = s.transfer_end[message]
-            boundary -= changes.message_bytes[p.route[message]]
+        if channel >= 0 and (at_own == len(time) or step.gone_s[message] <= time[entry]):
+            now = step.gone_s[message]
+            boundary -= step.gone_bytes[message]
             gone[channel] += 1
             channel = _next_sent(step, rank, gone)
         else:
@@ -270,11 +283,16 @@ class Memory:
     gone_s: Floats | None = None
     """When each message's sender lets go of it; None for when it is through."""
 
-    @property
+    @cached_property
     def step(self) -> Step:
-        """What is replayed: messages are through when their senders let go of them."""
-        late = self.state if self.gone_s is None else self.state._replace(transfer_end=self.gone_s)
-        return Step(self.layout, late, self.changes)
+        """What is replayed. A small message is held to the end of a step, and larger ones of its channel,
+        sent later, are not."""
+        p = self.layout
+        gone_s, gone_bytes = self.state.transfer_end, self.changes.message_bytes[p.route]
+        if self.gone_s is not None:
+            order = np.lexsort((self.gone_s, np.repeat(np.arange(len(p.target)), np.diff(p.first_message))))
+            gone_s, gone_bytes = self.gone_s[order], gone_bytes[order]
+        return Step(p, self.state, self.changes, gone_s, gone_bytes)
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
@@ -447,20 +465,6 @@ def _first_from(times: Floats, ends: Floats) -> Floats:
     return np.where(at < len(ends), ends[np.minimum(at, len(ends) - 1)], times)
 
 
-def _step_ends(p: ProgramLayout, row: Longs) -> Longs:
-    """The last entries of the steps that a row has, but for what ends with it. A sum over ranks begins with
-    the last backward of its step, and what waits for it is late in the next one.
-
-        0B3 0REDUCE0 | 0F7 0B4 ... 0STEP0 ... 0REDUCE1 |        0B3 0STEP0 1STEP0 | 0F4 ... 0STEP1 1STEP1 |
-    """
-    if p.updates == 1:
-        return row[:0]
-    sums, steps = row[p.kind[row] == REDUCE_], row[p.kind[row] == STEP_]
-    closing = sums if len(sums) else steps
-    last: Longs = closing[np.diff(p.microbatch[closing], append=-1) != 0]
-    return last
-
-
 def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
     """Of each message when its sender notices that it is through, and who that is."""
     p, s = memory.layout, memory.state
@@ -479,19 +483,16 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
         #     noticed                       ^               the end of 0F1
         #
         # What is through while its own SEND runs is noticed there.
-        ends = np.maximum.accumulate(s.end[low:high][own_clock[low:high]])
+        clock = np.maximum.accumulate(np.where(own_clock[low:high], s.end[low:high], 0.0))
+        ends = clock[own_clock[low:high]]
         if not len(sends):
             continue
         message = p.message[sends]
         through = s.transfer_end[message]
         seen = np.where(through <= s.end[sends], through, _first_from(through, ends))
-        step_ends = np.append(s.end[_step_ends(p, here)], max(ends[-1], through.max()))
+        begun = np.flatnonzero(p.step_begins[low:high])
+        step_ends = np.append(clock[begun - 1], max(ends[-1], through.max()))
         late = np.maximum(seen, _first_from(s.end[sends], step_ends))
         gone[message] = np.where(size[message] <= small_bytes, late, seen)
         sender[message] = rank
-    # A small message is held to the end of a step, and larger ones behind it are not. `_next_sent` wants
-    # times that ascend along a channel.
-    for channel in range(len(p.target)):
-        low, high = int(p.first_message[channel]), int(p.first_message[channel + 1])
-        gone[low:high] = np.maximum.accumulate(gone[low:high])
     return gone, sender

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..checks.schedules import check
-from ..ir.action import Action, B, F, I, W
+from ..ir.action import COPYING, Action, B, F, I, W
 from ..ir.columns import AWAIT_, OFFLOAD_, RELOAD_, Longs
 from ..ir.costs import StageCost
 from ..ir.errors import ScheduleError
@@ -108,8 +108,9 @@ def _remedy(
         return f"{smaller}: {at} alone does not fit, however few micro-batches are in flight"
     moved: list[Action] = []
     for later in _movable(row, position):
-        moved.append(row[later])
-        excess += float(change[later])
+        brought = _brought(row, position, later)
+        moved += [row[each] for each in brought]
+        excess += float(change[brought].sum())
         if excess <= 0:
             break
     names = " ".join(map(str, moved))
@@ -131,6 +132,14 @@ def _movable(row: Sequence[Action], position: int) -> list[int]:
         for later in range(position + 1, len(row))
         if row[later].kind in (B, I, W) and (row[later].stage, row[later].microbatch) in done
     ]
+
+
+def _brought(row: Sequence[Action], position: int, later: int) -> list[int]:
+    """Positions from `position` on of a backward, and of the copies that have to stand before it."""
+    key = row[later].stage, row[later].microbatch
+    between = range(position, later)
+    copies = [at for at in between if row[at].kind in COPYING and (row[at].stage, row[at].microbatch) == key]
+    return [*copies, later]
 
 
 def _can_move(

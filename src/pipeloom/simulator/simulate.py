@@ -41,7 +41,8 @@ def simulate(
 
     program: as `lower` makes it, or one that `check_program` accepts.
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
-    receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
+    receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer; of
+        several steps those of the step that it has begun.
     begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
     action_s: seconds of single actions of the program, instead of what their stage's costs say.
     caps: bytes that each rank keeps, if it can, by waiting for its messages, see `small_bytes`; or none.

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...ir.action import STEP
 from ...ir.cluster import Cluster
 from ...ir.explanation import Explanation, Idle, Reason
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
-from .wait_causes import Causes, TimedSpan
+from .wait_causes import Causes, TimedSpan, closes_update
 
 MORE = 1e-9
 """A rank has more work than another if it has more by this share."""
@@ -112,7 +111,7 @@ def _wait(causes: Causes, item: TimedSpan, since_s: float) -> list[Idle]:
         return [piece(since_s, item.start_s, "overhead")]
     root = causes.root(cause)
     reason = _reason(causes, item, root)
-    closes = item.action.endswith(STEP)
+    closes = closes_update(item.action)
     pieces: list[Idle] = []
     if cause.end_s < item.start_s:
         pieces.append(piece(max(since_s, cause.end_s), item.start_s, "overhead", root))

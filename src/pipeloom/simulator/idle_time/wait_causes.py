@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from string import digits
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -76,6 +77,11 @@ class TimedSpan:
     place: int
     to_rank: int = -1
     waiting: str = ""
+
+
+def closes_update(text: str) -> bool:
+    """Whether an action is the STEP of the only update, or of one of several."""
+    return text.strip(digits) == STEP
 
 
 class SpansByEnd:
@@ -316,8 +322,9 @@ class Causes:
                     self._user.update(dict.fromkeys(waiting, text))
                     waiting = []
         self._placement = program.placement
+        everyone = list(range(columns.ranks))
         self._partners = [
-            sorted({rank for reduction in row for rank in reduction.ranks})
+            everyone if program.clips else sorted({rank for reduction in row for rank in reduction.ranks})
             for row in reductions(stages, program.placement)
         ]
 
@@ -396,7 +403,7 @@ class Causes:
         for message in self._receives.get(item.action, ()):
             if moved := self.message(message, item):
                 yield moved
-        if item.action.endswith(STEP):
+        if closes_update(item.action):
             yield from self._reduction(item)
             lanes = (self._lanes.get((item.rank, stream)) for stream in COPIES.values())
             yield from (copy for lane in lanes if lane and (copy := lane.until(item.start_s)))
@@ -500,11 +507,23 @@ class Causes:
         return None if held is None else replace(held, end_s=until_s, waiting=item.action)
 
     def _reduction(self, item: TimedSpan) -> Iterator[TimedSpan]:
-        """The sum over ranks before a STEP: from when the last of its ranks came to it."""
+        """The sum over ranks before a STEP: from when the last of its ranks came to it.
+
+        In a program of several updates a REDUCE only begins it. It goes on beside the rank until the STEP of
+        that update begins, or as long as a run notes that the rank waited for it.
+        """
         previous = self.before(item)
         begin_s = previous.end_s if previous else 0.0
+        update = item.action.partition(STEP)[2]
         for total in reversed(self._sums[item.rank]):
-            if begin_s <= total.start_s and total.end_s <= item.start_s:
+            if update and REDUCE in total.action:
+                if total.action.endswith(REDUCE + update) and total.end_s <= item.start_s:
+                    begun = [i for rank in self._peers(total) for i in self._sums[rank]]
+                    came = [i.end_s for i in begun if i.action.endswith(REDUCE + update)]
+                    start_s = max(end_s for end_s in came if end_s <= item.start_s)
+                    yield replace(total, place=item.place, start_s=start_s, end_s=item.start_s)
+                    return
+            elif begin_s <= total.start_s and total.end_s <= item.start_s:
                 yield self._summed(total, item.place, total.end_s)
                 return
 
