@@ -218,9 +218,12 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
         return best(shape, recipes)
     small = replace(shape, microbatches=few)
     try:
+        tried = _several(family(small))
+        if len(tried) != len(recipes):  # what is tried depends on how many micro-batches there are
+            return best(shape, recipes)
         scheduled: list[ScheduledRecipe] = []
         left: list[Recipe] = []
-        for one, index in _ranked(small, _several(family(small)), TRIED):
+        for one, index in _ranked(small, tried, TRIED):
             if many := stretched(one, small, recipes[index], shape.microbatches):
                 scheduled.append(many)
             else:
