@@ -310,6 +310,17 @@ def test_every_action_begins_when_its_cause_lets_it(name: str, transfer_s: float
                 )
 
 
+@pytest.mark.parametrize("name", ["forward_only", "1f1b:offload=1", "gis:limit=3", "po_h"])
+def test_every_action_begins_when_the_last_that_it_waits_for_is_there(name: str) -> None:
+    """Messages that wait for each other on a link, and copies: an AWAIT ends then, as it is a wait itself."""
+    simulated = simulate_schedule(name, Scenario(ranks=3, microbatches=5, transfer_s=1.7))
+    causes = CausesOfBlocks(simulated)
+    actions = {str(action) for row in simulated.schedule.rows for action in row}
+    for event in (event for event in simulated.timeline.events if event.action in actions):
+        latest = max((until_s for until_s, _, _ in causes.waits(event.action)), default=0.0)
+        assert latest == pytest.approx(event.end_s if "AWAIT" in event.action else event.start_s)
+
+
 def test_why_of_a_stage_on_several_ranks(folder: Path) -> None:
     """Rank 1 is free, but its part of the last stage begins when that of rank 0 can."""
     file = folder / "wide.py"
