@@ -56,6 +56,11 @@ def folder(folder: Path) -> Path:
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     (folder / "empty.csv").write_text("")
+    (folder / "table.py").write_text(
+        "from pipeloom.schedule_language import Entry, Recipe\n"
+        "def order(s): return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch))\n"
+        "table = Entry(recipe=order, place='table', table=lambda ranks: (0, 1, 0))\n"
+    )
     (folder / "binary.csv").write_bytes(b"\xff\xfe\x00")
     return folder
 
@@ -184,6 +189,10 @@ MISTAKES = [
     ("show 1f1b --edges 0-1,1-2 -T 1,1,1", 2, "3 times for the 2 boundaries"),
     ("check order.csv --edges 0-1,1-2", 1, "--edges names 3"),
     ("show order.csv --edges 0-1", 1, "stages of its own"),
+    ("show order.csv -p 3", 1, "for 2 ranks, not 3"),
+    ("show order.csv -p 2 -v 2", 1, "leave -v out"),
+    ("show table.py:table", 1, "for 2 ranks, not 4"),
+    ("show table.py:table -p 2 -v 2", 1, "leave -v out"),
 ]
 
 
@@ -272,6 +281,8 @@ def test_a_graph_of_stages_holds_as_many_as_its_longest_path_has_ranks() -> None
     compared = read("compare", "1f1b", "zb_h1", "--edges", TOWERS)
     assert {name: figures["peak"] for name, figures in compared.items()} == {"1f1b": 3.0, "zb_h1": 3.0}
     assert "B7 through stages 1, 0" in good("explain", "1f1b", "--edges", TOWERS)
+    line = ("--edges", "0-1 1-2 2-3 3-4 4-5")  # more ranks than -p has unless it is given
+    assert read("show", "1f1b:offload=1", *line) == read("show", "1f1b:offload=1", "-p", "6")
 
 
 def test_times_of_edges() -> None:

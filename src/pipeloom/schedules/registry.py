@@ -320,7 +320,8 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     """A chain of stages and the placement that a schedule is meant for.
 
     chunks: stages per rank, unless the name has its own (`:v=4`); 2 where a schedule needs several.
-    Raises: ScheduleError if the name gives stages per rank to a schedule that has no choice.
+    Raises: ScheduleError if a schedule that has no choice is given stages per rank, or other ranks than its
+        own.
 
     >>> default_placement("zb_v", 2)[1]
     (0, 1, 1, 0)
@@ -332,10 +333,11 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
-        if library_entry.stages is not None and ranks != (
-            count := 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
-        ):
+        count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
+        if ranks != count:
             raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
+        if chunks:
+            raise ScheduleError(f"{name} says itself which stages each rank has", hint="leave -v out")
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
@@ -432,13 +434,6 @@ def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]
 def _from_file(file: Path) -> Entry:
     schedule = read_schedule(file)
 
-    def table(ranks: int) -> RankTable:
-        if ranks != schedule.ranks:
-            raise ScheduleError(
-                f"{file} is for {schedule.ranks} ranks, not {ranks}", hint=f"use as many: -p {schedule.ranks}"
-            )
-        return schedule.placement
-
     def rows(shape: Shape) -> Schedule:
         if shape.microbatches != schedule.microbatches:
             raise ScheduleError(
@@ -447,4 +442,4 @@ def _from_file(file: Path) -> Entry:
             )
         return schedule
 
-    return Entry(rows=rows, place="table", table=table, about="from a file")
+    return Entry(rows=rows, place="table", table=lambda ranks: schedule.placement, about="from a file")
