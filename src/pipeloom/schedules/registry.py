@@ -278,6 +278,11 @@ def build(
             raise
         meant, ranks = MEANT.get(library_entry.place, library_entry.place), ", ".join(map(str, placement))
         within = "" if shape.limit_bytes is None else " within the limits"
+        if parsed.family_options:
+            raise ScheduleError(
+                f"the order of {parsed.written} stops on ranks {ranks}{within}: {error.message}",
+                hint=f"give its options other numbers, or leave them out; it is for {meant}",
+            ) from None
         raise ScheduleError(
             f"this schedule is for {meant}; with stages on ranks {ranks}{within} its order stops: "
             f"{error.message}",
