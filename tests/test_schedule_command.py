@@ -339,6 +339,18 @@ def test_every_action_begins_when_the_last_that_it_waits_for_is_there(name: str)
         assert latest == pytest.approx(event.end_s if "AWAIT" in event.action else event.start_s)
 
 
+def test_options_of_a_schedule_of_ones_own_are_keywords_of_its_function(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "from pipeloom.schedule_language import F, Recipe\n"
+        "def deep(s, group=1):\n"
+        "    return Recipe(priority=lambda a: (a.kind == F, a.microbatch),\n"
+        "                  in_flight=lambda rank: len(range(group)) * (s.ranks - rank))\n"
+    )
+    shape = ("-p", 2, "-m", 8)
+    assert [read("show", f"own.py:deep{of}", *shape)["peak"] for of in ("", ":group=2")] == [2.0, 4.0]
+    assert "no option 'grup'" in commands.bad(1, "schedule", "show", "own.py:deep:grup=2", *map(str, shape))
+
+
 def test_why_of_a_stage_on_several_ranks(folder: Path) -> None:
     """Rank 1 is free, but its part of the last stage begins when that of rank 0 can."""
     file = folder / "wide.py"

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -38,7 +40,7 @@ from .language.names import (
 )
 from .language.placements import RankTable, both_ways, loop, spread, wave
 from .language.recipe import Recipe
-from .language.shape import Shape
+from .language.shape import Shape, options
 from .list_scheduler.choose import fastest
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
@@ -103,6 +105,10 @@ class Entry:
             return (rows.rows, rows.slices, rows.pairs) if isinstance(rows, Schedule) else (rows, 1, ())
         recipe = self.copied if copied and self.copied is not None else self.recipe
         assert recipe is not None
+        if own := [p.name for p in signature(recipe).parameters.values() if p.default is not p.empty]:
+            options(shape, **dict.fromkeys(own, 0.0))  # refuses others
+            numbers = shape.options.items()
+            recipe = partial(recipe, **{name: int(x) if x == int(x) else x for name, x in numbers})
         scheduled = fastest(shape, recipe)
         return scheduled.rows, scheduled.recipe.slices, scheduled.pairs
 
