@@ -178,6 +178,7 @@ MISTAKES = [
     ("show 1f1b -p 3 --times plan.json", 2, "2 times for 3 stages"),
     ("show 1f1b --html no/x.html", 2, "no folder no"),
     ("export 1f1b -o no/x.csv", 2, "no folder no"),
+    ("export 1f1b --transfers -o rows.txt", 2, "--transfers"),
     ("why 1f1b 0I0", 1, "1f1b does not run 0I0"),
     ("check none.csv", 1, "none.csv"),
     ("check binary.csv", 1, "no text"),
@@ -218,6 +219,9 @@ def test_one_schedule_that_cannot_be_does_not_end_a_comparison() -> None:
     figures = json.loads(call(*words, "--json").stdout)
     assert "nonsense" in figures["nonsense"]["error"]
     assert figures["interleaved:v=4"]["bubble"] < figures["interleaved:v=2"]["bubble"]
+    result = call("compare", "1f1b", "zb_v", "-F", ",".join(["1"] * 8))
+    assert result.exit_code == 1
+    assert "error: 1f1b: F has 8 times for 4 stages" in result.stderr and "zb_v" in result.stdout
 
 
 def test_a_drawing_goes_on_below_where_numbers_have_no_room() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
+from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import format_bytes, show_share, write_whole
 from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
@@ -406,7 +406,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
     for name in names:
         try:
             by_name[name] = simulate_schedule(name, scenario)
-        except (ScheduleError, PlanError) as error:
+        except PipeloomError as error:
             refused[name] = error
     figures = {name: simulated.figures() for name, simulated in by_name.items()}
     errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
@@ -427,8 +427,8 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
             yield Table("", columns, rows)
 
     emit(figures | errors, screen(), as_json=as_json)
-    for why in refused.values():
-        click.echo(f"error: {why}", err=True)
+    for name, why in refused.items():
+        click.echo(f"error: {name}: {why}", err=True)
     if refused:
         click.get_current_context().exit(1)
 
@@ -490,8 +490,10 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
     """
     from ..schedules.scenario import csv_text, simulate_schedule
 
-    simulated = simulate_schedule(name, scenario)
     rows = output is not None and output.suffix == ".txt"
+    if rows and transfers:
+        raise ConfigError(f"--transfers has no place in {output}", hint="name a .csv, or leave it out")
+    simulated = simulate_schedule(name, scenario)
     text = f"{simulated.schedule}\n" if rows else csv_text(simulated, transfers=transfers)
     if output is None:
         click.echo(text, nl=False)
