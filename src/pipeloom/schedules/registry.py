@@ -18,7 +18,7 @@ from ..checks.weight_versions import weight_versions
 from ..ir.action import Action
 from ..ir.columns import AWAIT_, B_, F_, RELOAD_, W_, Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
-from ..ir.errors import DeadlockError, ScheduleError, shown
+from ..ir.errors import DeadlockError, ScheduleError, of_type, shown
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep, steady_step
@@ -226,6 +226,11 @@ def entry(name: str) -> Entry:
         )
     if isinstance(found, Entry):
         return found
+    if not callable(found):
+        raise ScheduleError(
+            f"{parsed.given} is {of_type(found)} and not a schedule",
+            hint="name a function that takes a Shape and returns a Recipe",
+        )
     return Entry(recipe=found, about="your own") if parsed.in_python else Entry(family=found)
 
 

@@ -208,11 +208,11 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
     Raises: what the last recipe raised, if none works.
     """
     answer = family(shape)
-    if not isinstance(answer, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(answer)):
+    recipes = _several(answer) if isinstance(answer, Recipe | Sequence) else []
+    if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
         raise ScheduleError(
             f"the schedule's function returned {of_type(answer)}", hint="return a Recipe, or several"
         )
-    recipes = _several(answer)
     few = (2 if shape.chunks > 1 else 3) * shape.ranks
     if len(recipes) < 3 or shape.microbatches <= few:
         return best(shape, recipes)
