@@ -353,7 +353,10 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
         if ranks != count:
             raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
         if chunks:
-            raise ScheduleError(f"{name} says itself which stages each rank has", hint="leave -v out")
+            raise ScheduleError(
+                f"{name} says itself which stages each rank has",
+                hint="leave -v out; others may have it in their names, as gis:v=4",
+            )
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
