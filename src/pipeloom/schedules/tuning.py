@@ -12,6 +12,7 @@ from ..ir.costs import StageCost
 from ..ir.dependencies import needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
+from ..ir.operation import OPERATIONS
 from ..ir.timeline import Event
 from ..simulator.simulate import simulate
 from .scenario import SimulatedSchedule, explain
@@ -153,15 +154,17 @@ class CausesOfBlocks:
     def _held_up(self, action: Action) -> Iterator[tuple[float, str, str]]:
         rank, at = self._place[str(action)]
         row, before = self._rows[rank], []
-        # A copy runs beside computing: it holds up the copies behind it, and what needs it.
+        # A copy, say, runs beside computing: it holds up the copies behind it, and what needs it.
         for stream in dict.fromkeys(("compute", self._events[str(action)].stream)):
             earlier = (row[place] for place in range(at - 1, -1, -1))
             before += next(([name] for name in earlier if self._events[name].stream == stream), [])
         for name in before:
             yield self._events[name].end_s, "rank", name
-        copy = str(replace(action, kind=COPY_NEEDED[action.kind])) if action.kind in COPY_NEEDED else ""
-        if copy in self._place and copy not in before:
-            yield self._events[copy].end_s, "message", copy
+        beside = [o.kind for o in OPERATIONS.values() if o.before is not None and o.stands_at(action.kind)]
+        beside += [COPY_NEEDED[action.kind]] if action.kind in COPY_NEEDED else []
+        for name in (str(replace(action, kind=kind)) for kind in beside):
+            if name in self._place and name not in before:
+                yield self._events[name].end_s, "message", name
         for stage, microbatch, phase in needs(action, self._flow):
             makers = (str(Action(stage, kind, microbatch)) for kind in ((I, B) if phase else (F,)))
             name = next((maker for maker in makers if maker in self._place), "")
