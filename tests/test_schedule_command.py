@@ -253,6 +253,8 @@ def test_degenerate_steps_are_drawn_and_explained(words: list[str]) -> None:
 def test_weight_versions_of_schedules_without_a_flush(folder: Path) -> None:
     shown = good("show", "async_1f1b")
     assert "versions kept 4 3 2 1, gradients late by up to 3 2 1 0 updates" in shown
+    words = ("show", "async_1f1b", "--update-every", "2")  # which is meant for stash
+    assert read(*words) == read(*words, "--weights", "stash")
     weights = read("show", "1f1b", "--weights", "2bw", "--update-every", "4")["weights"]
     versions = {"versions": [2] * 4, "staleness": [1] * 4}
     assert weights == {"policy": "2bw", "update_every": 4} | versions

@@ -208,6 +208,10 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_updates(
         *, weights: Any, update_every: int | None, keep_versions: int | None, **arguments: Any
     ) -> Any:
+        if weights is None and (update_every or keep_versions) and "name" in arguments:
+            from ..schedules.scenario import updates_of
+
+            weights = updates_of(arguments["name"]).policy
         if (weights is None or WEIGHT_POLICIES[weights].flushes) and (update_every or keep_versions):
             raise ConfigError(
                 "--update-every and --keep-versions say nothing without versions of weights",
