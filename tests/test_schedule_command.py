@@ -56,6 +56,11 @@ def folder(folder: Path) -> Path:
     (folder / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     (folder / "empty.csv").write_text("")
+    (folder / "table.py").write_text(
+        "from pipeloom.schedule_language import Entry, Recipe\n"
+        "def order(s): return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch))\n"
+        "table = Entry(recipe=order, place='table', table=lambda ranks: (0, 1, 0))\n"
+    )
     (folder / "binary.csv").write_bytes(b"\xff\xfe\x00")
     return folder
 
@@ -145,6 +150,13 @@ MISTAKES = [
     ("show 1f1", 1, "did you mean 1f1b?"),
     ("show 1f1b:memory=2", 1, "1f1b has no options"),
     ("show gis_g:group=x", 1, "'group=x'"),
+    ("show gis:v=nan", 1, "'v=nan'"),
+    ("show gis:offload=inf", 1, "'offload=inf'"),
+    ("show zb_1p:memory=nan", 1, "'memory=nan'"),
+    ("show zb_1p:memory=0.5", 1, "leave them out"),
+    ("show gis_g:group=2.5", 1, "group 2.5"),
+    ("show interleaved:group=0", 1, "group 0"),
+    ("show interleaved:group=-1", 1, "group -1"),
     ("show gis_g:size=3", 1, "its options: group"),
     ("show seq1f1b:slices=0", 1, "0 slices"),
     ("show seq1f1b:slices=1.5", 1, "1.5 slices"),
@@ -166,6 +178,7 @@ MISTAKES = [
     ("show 1f1b -p 3 --times plan.json", 2, "2 times for 3 stages"),
     ("show 1f1b --html no/x.html", 2, "no folder no"),
     ("export 1f1b -o no/x.csv", 2, "no folder no"),
+    ("export 1f1b --transfers -o rows.txt", 2, "--transfers"),
     ("why 1f1b 0I0", 1, "1f1b does not run 0I0"),
     ("check none.csv", 1, "none.csv"),
     ("check binary.csv", 1, "no text"),
@@ -184,6 +197,10 @@ MISTAKES = [
     ("show 1f1b --edges 0-1,1-2 -T 1,1,1", 2, "3 times for the 2 boundaries"),
     ("check order.csv --edges 0-1,1-2", 1, "--edges names 3"),
     ("show order.csv --edges 0-1", 1, "stages of its own"),
+    ("show order.csv -p 3", 1, "for 2 ranks, not 3"),
+    ("show order.csv -p 2 -v 2", 1, "leave -v out"),
+    ("show table.py:table", 1, "for 2 ranks, not 4"),
+    ("show table.py:table -p 2 -v 2", 1, "leave -v out"),
 ]
 
 
@@ -202,6 +219,9 @@ def test_one_schedule_that_cannot_be_does_not_end_a_comparison() -> None:
     figures = json.loads(call(*words, "--json").stdout)
     assert "nonsense" in figures["nonsense"]["error"]
     assert figures["interleaved:v=4"]["bubble"] < figures["interleaved:v=2"]["bubble"]
+    result = call("compare", "1f1b", "zb_v", "-F", ",".join(["1"] * 8))
+    assert result.exit_code == 1
+    assert "error: 1f1b: F has 8 times for 4 stages" in result.stderr and "zb_v" in result.stdout
 
 
 def test_a_drawing_goes_on_below_where_numbers_have_no_room() -> None:
@@ -233,6 +253,8 @@ def test_degenerate_steps_are_drawn_and_explained(words: list[str]) -> None:
 def test_weight_versions_of_schedules_without_a_flush(folder: Path) -> None:
     shown = good("show", "async_1f1b")
     assert "versions kept 4 3 2 1, gradients late by up to 3 2 1 0 updates" in shown
+    words = ("show", "async_1f1b", "--update-every", "2")  # which is meant for stash
+    assert read(*words) == read(*words, "--weights", "stash")
     weights = read("show", "1f1b", "--weights", "2bw", "--update-every", "4")["weights"]
     versions = {"versions": [2] * 4, "staleness": [1] * 4}
     assert weights == {"policy": "2bw", "update_every": 4} | versions
@@ -272,6 +294,8 @@ def test_a_graph_of_stages_holds_as_many_as_its_longest_path_has_ranks() -> None
     compared = read("compare", "1f1b", "zb_h1", "--edges", TOWERS)
     assert {name: figures["peak"] for name, figures in compared.items()} == {"1f1b": 3.0, "zb_h1": 3.0}
     assert "B7 through stages 1, 0" in good("explain", "1f1b", "--edges", TOWERS)
+    line = ("--edges", "0-1 1-2 2-3 3-4 4-5")  # more ranks than -p has unless it is given
+    assert read("show", "1f1b:offload=1", *line) == read("show", "1f1b:offload=1", "-p", "6")
 
 
 def test_times_of_edges() -> None:
@@ -308,6 +332,29 @@ def test_every_action_begins_when_its_cause_lets_it(name: str, transfer_s: float
                     pytest.approx(0.0),
                     pytest.approx(transfer_s if cause.reason == "message" else 0.0),
                 )
+
+
+@pytest.mark.parametrize("name", ["forward_only", "1f1b:offload=1", "gis:limit=3", "po_h"])
+def test_every_action_begins_when_the_last_that_it_waits_for_is_there(name: str) -> None:
+    """Messages that wait for each other on a link, and copies: an AWAIT ends then, as it is a wait itself."""
+    simulated = simulate_schedule(name, Scenario(ranks=3, microbatches=5, transfer_s=1.7))
+    causes = CausesOfBlocks(simulated)
+    actions = {str(action) for row in simulated.schedule.rows for action in row}
+    for event in (event for event in simulated.timeline.events if event.action in actions):
+        latest = max((until_s for until_s, _, _ in causes.waits(event.action)), default=0.0)
+        assert latest == pytest.approx(event.end_s if "AWAIT" in event.action else event.start_s)
+
+
+def test_options_of_a_schedule_of_ones_own_are_keywords_of_its_function(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "from pipeloom.schedule_language import F, Recipe\n"
+        "def deep(s, group=1):\n"
+        "    return Recipe(priority=lambda a: (a.kind == F, a.microbatch),\n"
+        "                  in_flight=lambda rank: len(range(group)) * (s.ranks - rank))\n"
+    )
+    shape = ("-p", 2, "-m", 8)
+    assert [read("show", f"own.py:deep{of}", *shape)["peak"] for of in ("", ":group=2")] == [2.0, 4.0]
+    assert "no option 'grup'" in commands.bad(1, "schedule", "show", "own.py:deep:grup=2", *map(str, shape))
 
 
 def test_why_of_a_stage_on_several_ranks(folder: Path) -> None:

@@ -22,8 +22,10 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape
-from pipeloom.schedules.list_scheduler.choose import make
+from pipeloom.schedules.list_scheduler.choose import make, order
 from pipeloom.schedules.registry import shape_of
+from pipeloom.schedules.scenario import Scenario, simulate_rows
+from pipeloom.schedules.tuning import CausesOfBlocks
 from pipeloom.viewer.labels import label
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
@@ -290,3 +292,10 @@ def test_any_declaration_gives_a_schedule_that_runs_and_moved_it_is_judged(data:
     finally:
         KINDS.pop(added.kind, None)
         OPERATIONS.pop(added.kind, None)
+
+
+def test_an_action_is_caused_by_the_operation_beside_computing_that_it_waits_for() -> None:
+    fetch = op("FETCH", before=B, seconds=1.5, stream="host")
+    made = order(shape_of(1, microbatches=1), one_f_one_b(shape_of(1, microbatches=1), fetch))
+    chained = CausesOfBlocks(simulate_rows(made, Scenario(ranks=1))).chain("0B0")
+    assert [cause.cause for cause in chained] == ["0FETCH0", "0F0", ""]

@@ -158,6 +158,12 @@ def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
         assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).peak) <= memory
 
 
+def test_a_filler_that_waits_makes_room_for_one_forward_and_not_for_two() -> None:
+    cost = StageCost(forward_s=4.0, input_grad_s=4.0, weight_grad_s=0.5, backward_s=4.5)
+    s = registry.shape_of(placement=(0, 1, 1, 0, 0, 1), microbatches=3, costs=(cost,) * 6)
+    assert make(s, Recipe(kinds="FIW", clock=path_clock(s), memory=1)).peak == pytest.approx((1.0, 1.0))
+
+
 def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
     """Greed starts a long W just before an urgent I arrives: the bubble of a V goes from 3.5 % to 11 %."""
 

@@ -16,7 +16,7 @@ from pipeloom.schedules import registry
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import engine, loop
-from pipeloom.schedules.list_scheduler.choose import make, simulated_cost, stretched
+from pipeloom.schedules.list_scheduler.choose import best, fastest, make, simulated_cost, stretched
 from pipeloom.schedules.list_scheduler.tables import as_lists, tables_of
 from pipeloom.simulator.summary import summarise
 
@@ -124,6 +124,17 @@ def test_orders_are_compared_by_what_the_simulator_says(
     timeline = simulated(made, s.costs, s.stages, alike(ranks, latency_s=transfer_s))
     assert cost is not None and cost[0] == pytest.approx(timeline.step_s, rel=1e-8)
     assert cost[1] == pytest.approx(summarise(timeline).span_s, rel=1e-8)
+
+
+def test_a_family_may_try_fewer_recipes_for_many_micro_batches_than_for_few() -> None:
+    """gis_g did with groups of 5 on 6 ranks, and a recipe was taken from a place behind the list's end."""
+
+    def family(s: Shape) -> list[Recipe]:
+        slow, good = (Recipe(kinds="FIW", clock=path_clock(s), memory=most) for most in (1, s.depth))
+        return [slow] * 4 + [good] if s.microbatches <= 6 else [slow, slow, good]
+
+    s = shape("zb_h1", 2, 9)
+    assert fastest(s, family).step_s == best(s, family(s)).step_s
 
 
 def test_where_messages_take_no_time_there_is_nothing_to_simulate() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from pipeloom.ir.stages import chain
 from pipeloom.schedules import registry
 from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.list_scheduler.choose import order
+from pipeloom.schedules.language.shape import Shape, path_clock
+from pipeloom.schedules.list_scheduler.choose import fastest, order
 from pipeloom.schedules.registry import shape_of
 
 LAST = "1F0 1B0 1F1 1B1"
@@ -45,6 +47,29 @@ def test_rows_that_block_by_themselves_are_not_blamed_on_limits() -> None:
     with pytest.raises(DeadlockError, match="rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1") as caught:
         ordered("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     assert caught.value.hint == "reorder the rows"
+
+
+@pytest.mark.parametrize(
+    ("family", "word"),
+    [
+        (lambda s: Recipe(clock=path_clock(s), early="never"), "never"),
+        (lambda s: Recipe(rows=["0F0 0B0 0F1 0B1"] * 2), "a str"),
+        (lambda s: Recipe(rows=lambda rank: None), "None"),  # type: ignore[arg-type, return-value]
+        (lambda s: Recipe(priority=lambda a: (a.kind == F, a.microbatch), slices=3), "3 slices"),
+        (lambda s: [], "a list"),
+    ],
+)
+def test_recipes_with_a_mistake_are_refused_with_a_sentence(
+    family: Callable[[Shape], Recipe], word: str
+) -> None:
+    with pytest.raises(ScheduleError, match=word):
+        fastest(shape_of(2, microbatches=2), family)
+
+
+def test_limits_may_be_one_number_for_all() -> None:
+    one, each = (Recipe(priority=lambda a: a.microbatch, in_flight=limit) for limit in (1, lambda rank: 1))
+    s = shape_of(2, microbatches=3)
+    assert str(order(s, one)) == str(order(s, each))
 
 
 def test_a_limit_that_binds_is_named() -> None:

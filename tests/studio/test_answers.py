@@ -223,6 +223,22 @@ def test_an_action_that_is_not_there_is_refused(action: str) -> None:
         DESK.ask({"words": [], "name": "1f1b", "action": action})
 
 
+def test_a_copy_is_asked_as_any_action_is() -> None:
+    asked = {"words": ["-p", "2", "-m", "3"], "name": "1f1b:offload=1", "action": "0OFFLOAD1"}
+    assert DESK.ask(asked)["chain"][0].action == "0OFFLOAD1"
+
+
+@pytest.mark.parametrize("name", ["chimera", "seq1f1b"])
+def test_rows_that_alone_would_be_read_otherwise_are_not_edited(name: str) -> None:
+    assert DESK.draw({"words": [], "entries": [{"name": name}]})["drawn"][0]["rows"] is None
+
+
+def test_rows_with_copies_are_no_recipe() -> None:
+    rows = " ".join(f"0F{b} 0OFFLOAD{b} 0RELOAD{b} 0B{b}" for b in range(5))
+    with pytest.raises(ScheduleError, match="copies"):
+        DESK.save({"words": [], "name": "mine", "rows": rows, "form": "recipe"})
+
+
 def test_a_setting_that_suits_some_schedules_is_drawn_for_these() -> None:
     words = ["-T", "0.1,0.1,0.1"]
     one, other = DESK.draw({"words": words, "entries": [{"name": "1f1b"}, {"name": "interleaved_1f1b"}]})[

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from browser import needs_chromium
-from commands import good
+from commands import figures, good
 
 pytestmark = needs_chromium
 
@@ -130,6 +130,10 @@ def test_saved_files_are_read_by_the_commands(
         assert saved(page, name, tmp_path).name == file
     for file in ("mine.txt", "mine.csv"):
         assert "cannot block" in good("schedule", "check", file)
+    page.set("-T", "0.5")
+    assert list(page.command()) == ["schedule", "check", "mine.txt", "-T", "0.5"]
+    assert figures(*page.command())["step_s"] == page.figures()["step_s"] == 29.0
+    page.set("-T", "0")
     assert (tmp_path / "mine.csv").read_text() == good(*"schedule export 1f1b -p 3 -m 6".split())
     for count in (6, 9):
         rows = [good("schedule", "export", n, "-p", 3, "-m", count) for n in ("mine.py:mine", "1f1b")]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
+from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import format_bytes, show_share, write_whole
 from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
@@ -208,6 +208,10 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_updates(
         *, weights: Any, update_every: int | None, keep_versions: int | None, **arguments: Any
     ) -> Any:
+        if weights is None and (update_every or keep_versions) and "name" in arguments:
+            from ..schedules.scenario import updates_of
+
+            weights = updates_of(arguments["name"]).policy
         if (weights is None or WEIGHT_POLICIES[weights].flushes) and (update_every or keep_versions):
             raise ConfigError(
                 "--update-every and --keep-versions say nothing without versions of weights",
@@ -406,7 +410,7 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
     for name in names:
         try:
             by_name[name] = simulate_schedule(name, scenario)
-        except (ScheduleError, PlanError) as error:
+        except PipeloomError as error:
             refused[name] = error
     figures = {name: simulated.figures() for name, simulated in by_name.items()}
     errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
@@ -427,8 +431,8 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
             yield Table("", columns, rows)
 
     emit(figures | errors, screen(), as_json=as_json)
-    for why in refused.values():
-        click.echo(f"error: {why}", err=True)
+    for name, why in refused.items():
+        click.echo(f"error: {name}: {why}", err=True)
     if refused:
         click.get_current_context().exit(1)
 
@@ -492,10 +496,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
 
     rows = output is not None and output.suffix == ".txt"
     if rows and transfers:
-        raise ConfigError(
-            f"--transfers was given, and the rows in {output} have no messages",
-            hint="leave it out, or name a .csv file",
-        )
+        raise ConfigError(f"--transfers has no place in {output}", hint="name a .csv, or leave it out")
     simulated = simulate_schedule(name, scenario)
     text = f"{simulated.schedule}\n" if rows else csv_text(simulated, transfers=transfers)
     if output is None:

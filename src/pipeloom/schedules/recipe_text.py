@@ -82,7 +82,7 @@ def recipe_text(
 
 
 def turn_of_rows(schedule: Schedule, stages: StageGraph) -> list[str] | None:
-    """The turn that gives exactly these rows; None if they do not repeat.
+    """The turn that gives exactly these rows; None if they do not repeat, or have what a turn cannot say.
 
     A turn has each stage's F and B (or I and W) once. Any run of so many actions in the middle of a row that
     has them all is a candidate: an action is as late as its micro-batch is behind the newest one.
@@ -93,7 +93,8 @@ def turn_of_rows(schedule: Schedule, stages: StageGraph) -> list[str] | None:
     >>> turn_of_rows(Schedule(name="", microbatches=3, placement=(0, 1), rows=rows), chain(2))
     ['0B-2 0F', '1F 1B']
     """
-    if schedule.pairs or schedule.slices > 1 or not schedule.columns.trains:
+    columns = schedule.columns
+    if schedule.pairs or schedule.slices > 1 or columns.copies or not columns.trains:
         return None
     shape = shape_of(microbatches=schedule.microbatches, placement=schedule.placement, stages=stages)
     rows = [[(a.stage, a.kind, a.microbatch) for a in row] for row in schedule.rows]
@@ -117,8 +118,8 @@ def turn_of_rows(schedule: Schedule, stages: StageGraph) -> list[str] | None:
 
 
 def repeating_recipe(schedule: Schedule, stages: StageGraph, *, name: str = "mine") -> str | None:
-    """A schedule as a file for any number of micro-batches; None if its rows do not repeat, or hold replicas
-    of stages."""
+    """A schedule as a file for any number of micro-batches; None if its rows do not repeat, or hold pairs,
+    copies, slices or replicas of stages."""
     turn = turn_of_rows(schedule, stages) if stages.replicas == 1 else None
     if turn is None:
         return None

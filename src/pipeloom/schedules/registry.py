@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -16,7 +18,7 @@ from ..checks.weight_versions import weight_versions
 from ..ir.action import Action
 from ..ir.columns import AWAIT_, B_, F_, RELOAD_, W_, Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
-from ..ir.errors import DeadlockError, ScheduleError, shown
+from ..ir.errors import DeadlockError, ScheduleError, of_type, shown
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep, steady_step
@@ -38,7 +40,7 @@ from .language.names import (
 )
 from .language.placements import RankTable, both_ways, loop, spread, wave
 from .language.recipe import Recipe
-from .language.shape import Shape
+from .language.shape import Shape, options
 from .list_scheduler.choose import fastest
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
@@ -103,6 +105,10 @@ class Entry:
             return (rows.rows, rows.slices, rows.pairs) if isinstance(rows, Schedule) else (rows, 1, ())
         recipe = self.copied if copied and self.copied is not None else self.recipe
         assert recipe is not None
+        if own := [p.name for p in signature(recipe).parameters.values() if p.default is not p.empty]:
+            options(shape, **dict.fromkeys(own, 0.0))  # refuses others
+            numbers = shape.options.items()
+            recipe = partial(recipe, **{name: int(x) if x == int(x) else x for name, x in numbers})
         scheduled = fastest(shape, recipe)
         return scheduled.rows, scheduled.recipe.slices, scheduled.pairs
 
@@ -220,6 +226,11 @@ def entry(name: str) -> Entry:
         )
     if isinstance(found, Entry):
         return found
+    if not callable(found):
+        raise ScheduleError(
+            f"{parsed.given} is {of_type(found)} and not a schedule",
+            hint="name a function that takes a Shape and returns a Recipe",
+        )
     return Entry(recipe=found, about="your own") if parsed.in_python else Entry(family=found)
 
 
@@ -278,6 +289,11 @@ def build(
             raise
         meant, ranks = MEANT.get(library_entry.place, library_entry.place), ", ".join(map(str, placement))
         within = "" if shape.limit_bytes is None else " within the limits"
+        if parsed.family_options:
+            raise ScheduleError(
+                f"the order of {parsed.written} stops on ranks {ranks}{within}: {error.message}",
+                hint=f"give its options other numbers, or leave them out; it is for {meant}",
+            ) from None
         raise ScheduleError(
             f"this schedule is for {meant}; with stages on ranks {ranks}{within} its order stops: "
             f"{error.message}",
@@ -320,7 +336,8 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     """A chain of stages and the placement that a schedule is meant for.
 
     chunks: stages per rank, unless the name has its own (`:v=4`); 2 where a schedule needs several.
-    Raises: ScheduleError if the name gives stages per rank to a schedule that has no choice.
+    Raises: ScheduleError if a schedule that has no choice is given stages per rank, or other ranks than its
+        own.
 
     >>> default_placement("zb_v", 2)[1]
     (0, 1, 1, 0)
@@ -332,10 +349,14 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     chunks = parse_name(name).chunks_in(place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
-        if library_entry.stages is not None and ranks != (
-            count := 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
-        ):
+        count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
+        if ranks != count:
             raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
+        if chunks:
+            raise ScheduleError(
+                f"{name} says itself which stages each rank has",
+                hint="leave -v out; others may have it in their names, as gis:v=4",
+            )
         return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
@@ -432,13 +453,6 @@ def in_flight(schedule: Schedule, *, on_device: bool = False) -> tuple[int, ...]
 def _from_file(file: Path) -> Entry:
     schedule = read_schedule(file)
 
-    def table(ranks: int) -> RankTable:
-        if ranks != schedule.ranks:
-            raise ScheduleError(
-                f"{file} is for {schedule.ranks} ranks, not {ranks}", hint=f"use as many: -p {schedule.ranks}"
-            )
-        return schedule.placement
-
     def rows(shape: Shape) -> Schedule:
         if shape.microbatches != schedule.microbatches:
             raise ScheduleError(
@@ -447,4 +461,4 @@ def _from_file(file: Path) -> Entry:
             )
         return schedule
 
-    return Entry(rows=rows, place="table", table=table, about="from a file")
+    return Entry(rows=rows, place="table", table=lambda ranks: schedule.placement, about="from a file")

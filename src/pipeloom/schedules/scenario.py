@@ -323,7 +323,7 @@ def build_schedule(name: str, scenario: Scenario) -> tuple[Schedule, StageGraph,
         costs=costs,
         limit_bytes=tuple(caps) if scenario.memory else None,
         transfer_s=between_stages if isinstance(transfer_s, tuple) else transfer_s,
-        uplinks=uplinks.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
+        uplinks=uplinks.shared_uplinks(costs, max(placement) + 1, scenario.per_uplink),
         shortest=scenario.shortest,
     )
     return schedule, stages, costs

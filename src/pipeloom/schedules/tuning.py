@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ..ir.action import Action, B, F, I, W, parse_action
+from ..ir.action import AWAIT, OFFLOAD, RELOAD, Action, B, F, I, W, parse_action
 from ..ir.cluster import Link
 from ..ir.costs import StageCost
 from ..ir.dependencies import needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
+from ..ir.operation import OPERATIONS
 from ..ir.timeline import Event
 from ..simulator.simulate import simulate
 from .scenario import SimulatedSchedule, explain
@@ -19,6 +20,9 @@ from .scenario import SimulatedSchedule, explain
 LESS = 0.9
 
 EPS = 1e-9
+
+COPY_NEEDED = {AWAIT: OFFLOAD, RELOAD: OFFLOAD, B: RELOAD, I: RELOAD}
+"""The copy that an action waits for, if its row has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +153,26 @@ class CausesOfBlocks:
 
     def _held_up(self, action: Action) -> Iterator[tuple[float, str, str]]:
         rank, at = self._place[str(action)]
-        before = self._rows[rank][at - 1] if at else ""
-        if before:
-            yield self._events[before].end_s, "rank", before
+        row, before = self._rows[rank], []
+        # A copy, say, runs beside computing: it holds up the copies behind it, and what needs it.
+        for stream in dict.fromkeys(("compute", self._events[str(action)].stream)):
+            earlier = (row[place] for place in range(at - 1, -1, -1))
+            before += next(([name] for name in earlier if self._events[name].stream == stream), [])
+        for name in before:
+            yield self._events[name].end_s, "rank", name
+        beside = [o.kind for o in OPERATIONS.values() if o.before is not None and o.stands_at(action.kind)]
+        beside += [COPY_NEEDED[action.kind]] if action.kind in COPY_NEEDED else []
+        for name in (str(replace(action, kind=kind)) for kind in beside):
+            if name in self._place and name not in before:
+                yield self._events[name].end_s, "message", name
         for stage, microbatch, phase in needs(action, self._flow):
             makers = (str(Action(stage, kind, microbatch)) for kind in ((I, B) if phase else (F,)))
-            name = next((maker for maker in makers if maker in self._place), before)
-            if name != before:
+            name = next((maker for maker in makers if maker in self._place), "")
+            if name and name not in before:
                 letter = "F" if action.kind == F else "B"
                 send = f"{stage}SEND_{letter}{action.microbatch}>{action.stage}"
                 sent = self._events.get(send) if self._schedule.placement[stage] != rank else None
-                yield self._events[name].end_s + (sent.duration_s if sent else 0.0), "message", name
+                yield (sent or self._events[name]).end_s, "message", name
 
 
 def sensitivity(simulated: SimulatedSchedule) -> list[Sensitivity]:

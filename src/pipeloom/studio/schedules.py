@@ -107,7 +107,7 @@ class ScheduleDesk:
             return _gap(one, int(asked["rank"]), float(asked["time"]))
         action = str(asked["action"])
         chain = causes.chain(action)  # refuses one that no rank runs
-        events = {e.action: e for e in simulated.timeline.events if e.stream == "compute"}
+        events = {e.action: e for e in simulated.timeline.events}
         letters = re.fullmatch(r"(\d+)F(\d+)", action)
         freed = [f"{letters[1]}{kind}{letters[2]}" for kind in ("B", "W")] if letters else []
         until = next((events[name] for name in freed if name in events), None)
@@ -172,7 +172,8 @@ class ScheduleDesk:
         text = repeating_recipe(simulated.schedule, simulated.stages, name=name)
         if text is None:
             raise ScheduleError(
-                f"{asked['name']} does not repeat: no line per rank gives these rows, again and again",
+                f"{asked['name']} does not repeat, or has pairs or copies: no line per rank gives these "
+                "rows, again and again",
                 hint="save the rows; or let each turn in the middle be like the one before",
             )
         return {"file": f"{name}.py", "text": text}
@@ -233,7 +234,8 @@ def _described(name: str, one: Studied) -> Json:
         "ranks": schedule.ranks,
         "microbatches": simulated.microbatches,
         "picture": drawn | {"columns": rank_columns(simulated)},
-        "rows": str(schedule) if few else None,
+        # Rows alone are read as one direction of whole micro-batches.
+        "rows": str(schedule) if few and schedule.slices == 1 and simulated.stages.replicas == 1 else None,
     }
 
 

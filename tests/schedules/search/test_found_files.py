@@ -141,6 +141,16 @@ def test_stages_without_ranks_get_some() -> None:
     assert found.schedule.placement == (0, 0, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("named", "placement"), [((0, None), (0, 1)), ((0, None, 2), (0, 1, 2)), ((2, None, None), (2, 0, 1))]
+)
+def test_no_rank_stays_empty_beside_stages_that_name_theirs(
+    named: tuple[int | None, ...], placement: tuple[int, ...]
+) -> None:
+    stages = [{"F": 1, "B": 2} | ({} if rank is None else {"ranks": rank}) for rank in named]
+    assert search_schedule({"stage": stages}, 3, ranks=len(named)).schedule.placement == placement
+
+
 def test_a_plan_says_what_its_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net_plan.py").write_text(JOB)
@@ -173,6 +183,8 @@ def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path
         ({"stage": [{"F": 1, "B": 2, "rank": 0}]}, "'rank'"),
         ({"stage": [{"F": 1, "B": 2, "after": "x"}]}, "'x', which is no stage"),
         ({"stage": [{"F": 1, "B": 2}]}, "how many ranks"),
+        ({"stage": [{"F": 1, "B": 2}], "ranks": "four"}, "ranks is 'four'"),
+        ({"stage": [{"F": 1, "B": 2}], "ranks": 2.5}, "ranks is 2.5"),
         ({"stage": [{"F": 1, "B": 2, "ranks": 3}], "ranks": 2}, "rank 3 of 2 ranks"),
     ],
 )

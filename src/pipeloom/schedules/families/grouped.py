@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from math import gcd
+from math import gcd, inf
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import Rows
@@ -36,7 +36,7 @@ def looped_bfs(s: Shape) -> Recipe:
 
 def interleaved_1f1b(s: Shape) -> list[Recipe]:
     """Megatron's order: 2 (p - 1 - rank) + (v - 1) g forwards ahead, then one forward, one backward."""
-    g = int(options(s, group=s.depth)["group"])
+    g = _whole_group(s, options(s, group=s.depth)["group"], 1)
     forward, backward = (lambda r: turns(s, r, F, g)), (lambda r: turns(s, r, B, g))
     ahead = lambda r: 2 * last(s, r) + (len(s.rank_stages[r]) - 1) * g  # noqa: E731
     published = Recipe(
@@ -48,6 +48,13 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
     return [published, Recipe(clock=path_clock(s, kinds="FB"), memory=most)]
 
 
+def _whole_group(s: Shape, group: float, least: int, most: float = inf) -> int:
+    to = f"to {most:g}" if most < inf else "on"
+    good = least <= group <= most and group == int(group)
+    s.require(good, f"group {group:g} for {s.depth} ranks", f"use a whole number from {least} {to}")
+    return int(group)
+
+
 def gis(s: Shape) -> list[Recipe]:
     return [*_gis(s, s.depth), *_as_published(s, gis)]
 
@@ -55,8 +62,7 @@ def gis(s: Shape) -> list[Recipe]:
 def gis_g(s: Shape) -> list[Recipe]:
     """Groups of `group` micro-batches: fewer hold less, down to half of p."""
     half = -(-s.depth // 2)
-    g = int(s.option("group", half))
-    s.require(half <= g <= s.depth, f"group {g} for {s.depth} ranks", f"use {half} to {s.depth}")
+    g = _whole_group(s, s.option("group", half), half, s.depth)
     return [*_gis(s, g), *_as_published(s, gis_g)]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
+from math import isfinite, nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,12 +86,15 @@ class ScheduleName:
         for part in filter(None, self.listed.split(",")):
             key, _, value = part.partition("=")
             try:
-                options[key.strip()] = float(value)
+                number = float(value)
             except ValueError:
+                number = nan
+            if not isfinite(number):
                 raise ScheduleError(
                     f"cannot read option {part!r} of {self.written!r}",
                     hint="write name:option=number, as in gis_g:group=3",
-                ) from None
+                )
+            options[key.strip()] = number
         return options
 
     @property

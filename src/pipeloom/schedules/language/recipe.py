@@ -29,6 +29,8 @@ from .shape import Shape, path_clock
 PerRank: TypeAlias = Callable[[int], float]
 RowMaker: TypeAlias = Callable[[int], Iterable[Action]]
 
+EARLY = ("all", "warm", "none")
+
 
 def per_rank(limit: PerRank | float, rank: int) -> float:
     return float(limit(rank) if callable(limit) else limit)
@@ -67,8 +69,8 @@ class Recipe:
     rows: Sequence[Sequence[Action]] | RowMaker | None = None
     before: Callable[[Action, Action], bool] | None = None
     memory: PerRank | float | None = None
-    in_flight: PerRank | None = None
-    in_flight_stage: PerRank | None = None
+    in_flight: PerRank | float | None = None
+    in_flight_stage: PerRank | float | None = None
     memory_bytes: PerRank | float | None = None
     fill: Sequence[str] = "W"
     drain: Sequence[str] = ""
@@ -91,6 +93,8 @@ class Recipe:
             raise ScheduleError(
                 "a recipe with memory and memory_bytes", hint="limit either micro-batches or bytes"
             )
+        if self.early not in EARLY:
+            raise ScheduleError(f"a recipe with early={self.early!r}", hint=f"use one of {', '.join(EARLY)}")
         for operation in self.insert:
             if operation.kind not in OPERATIONS:
                 raise ScheduleError(

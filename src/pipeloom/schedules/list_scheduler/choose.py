@@ -208,19 +208,22 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
     Raises: what the last recipe raised, if none works.
     """
     answer = family(shape)
-    if not isinstance(answer, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(answer)):
+    recipes = _several(answer) if isinstance(answer, Recipe | Sequence) else []
+    if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
         raise ScheduleError(
             f"the schedule's function returned {of_type(answer)}", hint="return a Recipe, or several"
         )
-    recipes = _several(answer)
     few = (2 if shape.chunks > 1 else 3) * shape.ranks
     if len(recipes) < 3 or shape.microbatches <= few:
         return best(shape, recipes)
     small = replace(shape, microbatches=few)
     try:
+        tried = _several(family(small))
+        if len(tried) != len(recipes):  # what is tried depends on how many micro-batches there are
+            return best(shape, recipes)
         scheduled: list[ScheduledRecipe] = []
         left: list[Recipe] = []
-        for one, index in _ranked(small, _several(family(small)), TRIED):
+        for one, index in _ranked(small, tried, TRIED):
             if many := stretched(one, small, recipes[index], shape.microbatches):
                 scheduled.append(many)
             else:

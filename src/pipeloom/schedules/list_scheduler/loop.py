@@ -233,6 +233,9 @@ def announce(t: Tables, s: SchedulerState, user: int, b: int, now: float) -> Non
     rank, seen = t.rank[user], s.arrival[user * t.size + b]
     if t.filler[user]:
         s.owed[rank] -= t.memory[user]
+        place, low = t.place[user * t.size + b], t.line_at[rank]
+        if place >= 0 and low < t.line_at[rank + 1]:
+            s.done[low + place] = True  # in `may_open` it counts among what is owed, and not again
     if s.batch[user] == b:
         s.ready[user] = seen
     # A rank that is busy until then looks around by itself when it is free.

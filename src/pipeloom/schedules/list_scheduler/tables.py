@@ -16,9 +16,9 @@ two micro-batches and the kinds F and B:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,9 +27,9 @@ import numpy as np
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import B_, CODE, CODED, Bools, Columns, Floats, Longs, Rows, columns_of
 from ...ir.dependencies import needs
-from ...ir.errors import ScheduleError
+from ...ir.errors import ScheduleError, of_type
 from ...ir.operation import OPERATIONS, Operation
-from ..language.recipe import Recipe, per_rank
+from ..language.recipe import EARLY, PerRank, Recipe, per_rank
 from ..language.shape import Periodic, Shape
 
 EPS = 1e-9
@@ -38,8 +38,7 @@ EPS = 1e-9
 NEVER = 1 << 40
 """So many things are missing that an action never runs: its stage does not have it at that micro-batch."""
 
-ALL, WARM, NONE = range(3)
-EARLY = {"all": ALL, "warm": WARM, "none": NONE}
+ALL, WARM, NONE = range(len(EARLY))
 
 
 class Tables(NamedTuple):
@@ -234,6 +233,11 @@ def as_lists(table: Table) -> Table:
 
 
 def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
+    if recipe.slices < 1 or shape.microbatches % recipe.slices:
+        raise ScheduleError(
+            f"{shape.microbatches} actions per stage for {recipe.slices} slices a micro-batch",
+            hint="let the slices divide them",
+        )
     listed = _listed(shape, recipe)
     named = set(recipe.fill)
     if listed is not None:
@@ -281,7 +285,7 @@ def tables_of(shape: Shape, recipe: Recipe) -> RecipeTables:
         strict=listed is not None,
         safe=recipe.clock is not None,
         level=recipe.level,
-        early=EARLY[recipe.early],
+        early=EARLY.index(recipe.early),
         patience=float(recipe.patience),
         overlap=(float(overlap[0]), float(overlap[1])),
     )
@@ -297,7 +301,15 @@ def _listed(shape: Shape, recipe: Recipe) -> Rows | None:
     listed = [rows(r) for r in range(shape.ranks)] if callable(rows) else rows
     if len(listed) != shape.ranks:
         raise ScheduleError(f"{len(listed)} rows for {shape.ranks} ranks", hint="give one row per rank")
-    return listed if isinstance(listed, Rows) else Rows(columns_of(listed))
+    if isinstance(listed, Rows):
+        return listed
+    made = [tuple(row) if isinstance(row, Iterable) else (row,) for row in listed]
+    for step in chain.from_iterable(made):
+        if not isinstance(step, Action):
+            raise ScheduleError(
+                f"rows= has {of_type(step)} in place of an action", hint="write Action(0, F, 3) for 0F3"
+            )
+    return Rows(columns_of(made))
 
 
 def _streams_of(shape: Shape, recipe: Recipe, loose: Sequence[Operation], listed: Rows | None) -> Streams:
@@ -606,8 +618,10 @@ def _offsets(lengths: Sequence[int] | Longs) -> Longs:
     return np.array([0, *accumulate(lengths)], np.int64)
 
 
-def _limits(limit: Callable[[int], float] | None, each: Sequence[int]) -> Floats:
-    return np.array([inf if limit is None else limit(one) for one in each], np.float64)
+def _limits(limit: PerRank | float | None, each: Sequence[int]) -> Floats:
+    if not callable(limit):
+        return np.full(len(each), inf if limit is None else limit, np.float64)
+    return np.array([limit(one) for one in each], np.float64)
 
 
 def _zeros(count: int) -> Longs:

@@ -155,7 +155,10 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
     unit = FINE if small else 1
     stages = tuple(_stage(table, s, names, unit) for s, table in enumerate(tables))
     most = max((rank for stage in stages for rank in stage.ranks), default=-1) + 1
-    count = int(ranks or document.get("ranks", 0) or most)
+    asked = document.get("ranks", 0)
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
+        raise ConfigError(f"{what}: ranks is {asked!r}", hint="write how many there are, as in ranks = 4")
+    count = ranks or asked or most
     if count < 1:
         raise ConfigError(
             f"{what} does not say how many ranks there are", hint="give stages ranks, or say -p 4"
@@ -451,7 +454,8 @@ SHORT = 0.2
 
 
 def tables(stages: Sequence[SearchStage], ranks: int) -> dict[str, tuple[SearchStage, ...]]:
-    """Name -> the stages with ranks, for those without: neighbours together, in a loop, in a wave.
+    """Name -> the stages with ranks, for those without: neighbours together, in a loop, in a wave; on all
+    ranks, and on those that no other stage is on.
 
     Stages go in the order in which they are given, which is that of the data. What names its ranks keeps
     them.
@@ -460,24 +464,29 @@ def tables(stages: Sequence[SearchStage], ranks: int) -> dict[str, tuple[SearchS
     """
     free = [s for s, stage in enumerate(stages) if not stage.ranks]
     taken = {r for stage in stages for r in stage.ranks}
-    if len(free) < len(set(range(ranks)) - taken):
+    untaken = sorted(set(range(ranks)) - taken)
+    if len(free) < len(untaken):
         raise ScheduleError(
             f"{len(free)} stages without ranks for {ranks} ranks", hint="use fewer ranks, or more stages"
         )
-    chunks = -(-len(free) // ranks)
-    found = {
-        "neighbours": _neighbours([stages[s] for s in free], ranks),
-        "loop": list(loop(ranks, chunks)[: len(free)]),
-        "wave": list(wave(ranks, chunks)[: len(free)]),
-    }
     result: dict[str, tuple[SearchStage, ...]] = {}
-    for name, where in found.items():
-        rank = dict(zip(free, where, strict=True))
-        placed = tuple(
-            replace(stage, ranks=(rank[s],)) if s in rank else stage for s, stage in enumerate(stages)
-        )
-        if placed not in result.values():
-            result[name] = placed
+    # Over all ranks the stages may leave one empty; over those that are empty, they do not.
+    for these, of in ((list(range(ranks)), ""), (untaken, " of their own")):
+        if not these:
+            continue
+        chunks = -(-len(free) // len(these))
+        found = {
+            "neighbours": _neighbours([stages[s] for s in free], len(these)),
+            "loop": loop(len(these), chunks),
+            "wave": wave(len(these), chunks),
+        }
+        for name, where in found.items():
+            rank = {s: these[at] for s, at in zip(free, where, strict=False)}
+            placed = tuple(
+                replace(stage, ranks=(rank[s],)) if s in rank else stage for s, stage in enumerate(stages)
+            )
+            if taken.union(rank.values()) >= set(range(ranks)) and placed not in result.values():
+                result[name + of] = placed
     return result
 
 

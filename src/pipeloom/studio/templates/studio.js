@@ -32,9 +32,9 @@ function say(problem = "") {
 
 // --- the setting: words of a command, and the address ---
 
-function words() {
+function words(but = []) {
   const timed = state.options["--times"] !== "";
-  return Object.entries(state.options).filter(([flag]) => !(timed && ["-F", "-I", "-W"].includes(flag))).flatMap(([flag, value]) => (value.trim() && value !== DEFAULTS[flag] ? [flag, value.trim()] : []));
+  return Object.entries(state.options).filter(([flag]) => !but.includes(flag) && !(timed && ["-F", "-I", "-W"].includes(flag))).flatMap(([flag, value]) => (value.trim() && value !== DEFAULTS[flag] ? [flag, value.trim()] : []));
 }
 const setting = (more = {}) => ({ words: words(), ...more });
 // Of what is drawn, which need not be the setting any more.
@@ -63,10 +63,10 @@ function readAddress() {
 }
 
 function command() {
-  const quoted = words().map((word) => (/[\s"]/.test(word) ? `"${word}"` : word)).join(" ");
+  const own = state.entries.length === 1 && state.entries[0].rows; // which have their ranks and micro-batches
+  const quoted = words(own ? ["-p", "-m", "-v"] : []).map((word) => (/[\s"]/.test(word) ? `"${word}"` : word)).join(" ");
   const names = state.entries.map(({ name, rows }) => (rows ? `${name}.txt` : name));
-  if (names.length === 1 && state.entries[0].rows) return `pipeloom schedule check ${names[0]}`;
-  return `pipeloom schedule ${names.length > 1 ? "compare" : "show"} ${names.join(" ")} ${quoted}`.trim();
+  return `pipeloom schedule ${own ? "check" : names.length > 1 ? "compare" : "show"} ${names.join(" ")} ${quoted}`.trim();
 }
 
 function showSetting() {
@@ -314,7 +314,7 @@ function edit(n) {
   if (!entry.rows) {
     const one = drawn.find(({ name, error }) => name === entry.name && !error);
     if (!one) return say(`${entry.name} is not drawn, so there are no rows to edit`);
-    if (!one.rows) return say(`${entry.name} is too large to be edited as text: use fewer micro-batches`);
+    if (!one.rows) return say(`${entry.name} cannot be edited as text: it has more than fits (use fewer micro-batches), two directions, or slices`);
     const taken = new Set(state.entries.map((one) => one.name));
     const name = ["mine", ...range(99).map((i) => `mine${i + 2}`)].find((one) => !taken.has(one));
     state.entries[n] = { name, rows: one.rows };
