@@ -16,6 +16,8 @@ from pipeloom.ir.cluster import Cluster
 from pipeloom.planner import planners
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.planners import make_plan
+from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.searched_order import with_searched_order
 
 pytestmark = pytest.mark.whole_search
@@ -114,3 +116,15 @@ def test_the_bound_holds_for_devices_that_differ_in_other_ways_from_op_to_op() -
     made = planned(graph, profiles, replace(cluster, devices=devices), "auto", "1f1b")
     told = searched_for(made) if made is not None else None
     assert told is not None and 0 < told["bound_s"] <= step_s(made)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h2"])
+def test_the_bound_holds_where_the_pipeline_does_not_drain(schedule: str) -> None:
+    """A micro-batch takes longer from end to end than a step of one micro-batch."""
+    graph, profile = random_graph(1, 8, "chain")
+    options = PlanOptions(ranks=3, microbatches=1, schedule=schedule, weights="stash")
+    made = make_plan(graph, profile, cluster_of(3), options)
+    told = searched_for(made)
+    work = sum(cost.forward_s + cost.backward_s for cost in profile.costs.values())
+    assert told is not None and told["bound_s"] == pytest.approx(work / 3)
+    assert told["bound_s"] <= made.predicted_step_s < work

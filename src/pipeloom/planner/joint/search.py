@@ -512,7 +512,7 @@ class JointSearch:
 
     def _bound_s(self) -> float:
         """No step is shorter: the work of all ranks together; the largest op, of which two ranks may have
-        replicas, for all micro-batches; the longest path of one micro-batch."""
+        replicas, for all micro-batches; where the pipeline drains, the longest path of one micro-batch."""
         request, graph = self.request, self.request.graph
         costs = [profile_of(request.profile, d.name, graph).costs for d in request.cluster.devices]
         ops = [op.name for op in graph.ops if not op.cheap]
@@ -538,7 +538,8 @@ class JointSearch:
                 own[name].forward_s + own[name].input_grad_s for own in kinds
             )
         most, count = max(least, default=0.0), request.microbatches
-        return max(count * work / rate if rate < inf else 0.0, most * count / directions, *path.values())
+        longest = max(path.values(), default=0.0) if request.updates is None else 0.0
+        return max(count * work / rate if rate < inf else 0.0, most * count / directions, longest)
 
 
 def key_of(found: Candidate) -> tuple[int, float]:
