@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from math import inf
 
 import pytest
@@ -79,6 +79,15 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(planners.AXES, "cuts", stop)  # type: ignore[arg-type]
     made = planned(graph, profile, cluster, "auto")
     assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
+
+
+def test_a_limit_that_is_over_before_there_is_a_plan_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeloom.planner.joint.search.time.monotonic", count(0, 10).__next__)
+    made = planned(*random_case(0), "auto", time_limit=1)
+    told = searched_for(made) if made is not None else None
+    assert told is not None and told["ended"] == "time limit" and sum(told["tried"].values()) == 1
 
 
 @pytest.mark.parametrize("kind", ["chain", "series-parallel"])

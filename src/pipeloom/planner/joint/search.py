@@ -151,7 +151,7 @@ what became of the one before: `JointSearch.best_of` has it."""
 
 
 class TimeIsUp(Exception):
-    """The limit is reached."""
+    """The limit is reached, and there is a plan."""
 
 
 class JointSearch:
@@ -289,7 +289,7 @@ class JointSearch:
         if point.key in self.tried:
             return None
         self.tried[point.key] = None
-        if time.monotonic() > self.until:
+        if self.best is not None and time.monotonic() > self.until:
             raise TimeIsUp
         best_s = self.best.step_s if self.best is not None else inf
         if least_step_s(point.request, point.search, point.cuts) >= best_s * (1 - SAME):
