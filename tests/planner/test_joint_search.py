@@ -90,6 +90,12 @@ def test_a_limit_that_is_over_before_there_is_a_plan_waits_for_the_first(
     assert told is not None and told["ended"] == "time limit" and sum(told["tried"].values()) == 1
 
 
+def test_a_search_whose_budget_is_spent_has_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.planner.joint.search.BUDGET", 8_000)
+    made = planned(*random_case(0), "auto")
+    assert made is not None and searched_for(made)["ended"] == "budget spent"  # type: ignore[index]
+
+
 @pytest.mark.parametrize("kind", ["chain", "series-parallel"])
 def test_a_searched_order_keeps_the_caps_and_is_what_is_simulated(kind: str) -> None:
     graph, profile = random_graph(3, 12, kind)

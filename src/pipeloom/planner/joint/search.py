@@ -45,7 +45,7 @@ from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
-from .ledger import INTERRUPTED, SearchLedger
+from .ledger import INTERRUPTED, SPENT, SearchLedger
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -237,6 +237,7 @@ class JointSearch:
             # Where nothing fits yet, orders that cost several searches are no way to begin.
             most = BUDGET / 2 if self.best is not None else 2 * BUDGET
             if self.closest is not None and self.spent + 2 * self._actions(request) > most:
+                self.ledger.ended = SPENT
                 raise PlanError("not tried: other schedules took the time", hint="name it alone")
             if not self.ways or request.entry.recipe is not None:
                 self.spent += self._actions(request)
@@ -298,6 +299,7 @@ class JointSearch:
         cost = self._actions(point.request) + WEIGHING * len(point.request.graph.ops)
         if self.spent + cost > BUDGET and self.best is not None:
             self.ledger.died["budget"] += 1
+            self.ledger.ended = SPENT
             return None
         self.spent += cost
         self._tell(point, by)
