@@ -66,6 +66,8 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
         (0.001, {}, "give"),
         (0.001, {"planner": "dawnpiper"}, "give"),
         (0.001, {"planner": "balanced"}, "give"),
+        # The least that is tried took longer than all that may be tried: then nothing was advised.
+        (0.6, {"schedule": "zb_v"}, None),
     ],
 )
 def test_every_piece_leads_to_a_plan(share: float, how: dict[str, object], kinds: str | None) -> None:
