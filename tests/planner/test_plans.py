@@ -17,6 +17,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering.passes import lower
+from pipeloom.plan_request import PlanRequest
 from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
@@ -51,6 +52,16 @@ def peaks(plan: Plan, costs: PlanCosts) -> list[int]:
     step = costs.simulate(plan)
     assert step.step_s == pytest.approx(plan.predicted_step_s)
     return [step.peak_bytes(rank) for rank in range(step.ranks)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_plan_is_told_to_hold_what_it_was_made_with(shared: bool) -> None:
+    graph, profile, cluster = case(4, 4, 40.0)
+    how = PlanOptions(ranks=2, replicas=2, shard_optimizer=shared, planner="exact", schedule="1f1b")
+    model = ProfiledModel(size=16, graph=graph, profiles={profile.device: profile})
+    plan = PlanRequest(options=how, cluster=cluster).plan(model)
+    figures = PlanCosts(graph, profile, cluster).figures(plan)
+    assert [stage.memory for stage in figures] == [stage.memory for stage in plan.stages]
 
 
 @pytest.mark.parametrize("name", PLANNERS_OF_ONE)
