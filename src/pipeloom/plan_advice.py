@@ -84,6 +84,11 @@ class _Attempts:
     def within(self, seconds: float) -> bool:
         return time.monotonic() - self.begin_s < seconds
 
+    @property
+    def in_line(self) -> bool:
+        """Whether each rank has one stage."""
+        return registry.entry(self.request.options.named_schedule).place == "line"
+
     def memory(self, error: InfeasibleError) -> Iterator[str]:
         """The least memory of each device: of what the search found, or else of a plan made without caps.
 
@@ -119,7 +124,18 @@ class _Attempts:
                     low = middle
             return best
 
-        margin = next((margin for margin in MARGINS if least and fits(scaled(margin))), None)
+        def least_margin() -> float | None:
+            if not isinstance(error, NoCutFits) or self.in_line:
+                return next((margin for margin in MARGINS if fits(scaled(margin))), None)
+            # What stages need together is far above the estimate, and a search that barely fails takes long.
+            found = None
+            for margin in reversed(MARGINS):
+                if (found is not None and not self.within(REFINED_S)) or not fits(scaled(margin)):
+                    break
+                found = margin
+            return found
+
+        margin = least_margin() if least else None
         if margin is None:
             return
         enough = scaled(margin)

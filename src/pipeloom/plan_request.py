@@ -19,6 +19,7 @@ from .planner.microbatch_sizes import ProfiledModel
 from .planner.plan_costs import PlanCosts
 from .planner.plan_table import Change, changed_clusters, one_more, what_if
 from .planner.planners import chooses, first_way, make_plan, ways_of
+from .planner.refusals import closely
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
@@ -110,7 +111,7 @@ def plan_side_by_side(plan: Plan, width: int, costs: PlanCosts, cluster: Cluster
         if peak > cap:
             raise InfeasibleError(
                 f"rank {rank} needs {format_bytes(peak)} as one of {width} replicas, its cap is "
-                f"{format_bytes(cap)}"
+                f"{format_bytes(cap)}{closely(peak, cap)}"
             )
     return replace(wide, caps=caps, peaks=step.rank_peaks, predicted_step_s=step.step_s)
 
@@ -153,7 +154,8 @@ def plan_within_caps(
     rank, most = max(enumerate(first), key=lambda pair: pair[1] - caps[pair[0]])
     raise InfeasibleError(
         f"as planned, all fits, but rank {rank} holds {format_bytes(most)} when its stage is traced, and its "
-        f"device's cap is {format_bytes(caps[rank])}; planning for less found no plan that keeps it"
+        f"device's cap is {format_bytes(caps[rank])}{closely(most, caps[rank])}; planning for less found no "
+        "plan that keeps it"
     )
 
 

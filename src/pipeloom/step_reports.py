@@ -20,27 +20,26 @@ from .runtime.channel import Channel
 from .runtime.ledger import Ledger
 from .runtime.recorder import RecordedStep, Recorder
 
-FIRST_STEP, STEPS = 2, 3
-"""Of a simulation the first step that is shown, as no rank is still filling the pipeline; and how many."""
+STEPS = 3
+"""Of a simulation that are shown."""
 
 
 def full_steps(timeline: Timeline, step: SteadyStep) -> Timeline:
     """The middle steps of a simulation of `step.unrolled`; times count from the first start in them. Memory
     is cut alike; peaks stay those of the whole."""
-    steps = timeline.steps
-    shift = (FIRST_STEP - step.window + 1) * step.microbatches
+    steps, first = timeline.steps, step.window  # in it no rank is still filling the pipeline
     kept: list[Event] = []
     ends = []
     for rank in range(timeline.ranks):
         events = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_s, e.end_s))
-        sizes = [len(step.row(rank, at, steps)) for at in range(FIRST_STEP + STEPS)]
-        low, high = sum(sizes[:FIRST_STEP]), sum(sizes)
+        sizes = [len(step.row(rank, at, steps)) for at in range(first + STEPS)]
+        low, high = sum(sizes[:first]), sum(sizes)
         counted, inside = 0, []
         for event in events:
             if low <= counted < high or (counted == high and event.stream != "compute"):
                 inside.append(event)
             counted += event.stream == "compute" and _is_in_schedule(event.action)
-        kept += [_renumbered(e, lambda n: n - shift, FIRST_STEP - step.window + 1) for e in inside]
+        kept += [_renumbered(e, lambda n: n - step.microbatches, 1) for e in inside]
         ends.append(max((e.end_s for e in inside if e.stream == "compute"), default=0.0))
     zero, end = min((e.start_s for e in kept), default=0.0), max(ends, default=0.0)
     return replace(

@@ -68,6 +68,20 @@ def test_a_steady_step_has_no_bubble(name, clips):
     assert timeline.step_s < simulated(flushed, stages=stages).step_s
 
 
+@pytest.mark.parametrize(("name", "ranks", "every"), [("zb_h2", 3, 1), ("1f1b", 8, 1), ("zb_h1", 8, 2)])
+def test_a_step_and_its_peaks_are_those_of_a_full_pipeline_however_long_it_takes_to_fill(name, ranks, every):
+    stages, body = built(name, ranks, every, "stash")
+    updates, costs = Updates(policy="stash", every=every), equal_costs(ranks)
+
+    def timeline(schedule):
+        return simulate(lower(schedule, stages, updates=updates), stages, costs, alike(ranks, 1e18))
+
+    assert body.window > 3
+    judged, many = timeline(body.unrolled), timeline(body.unroll(8 * body.window))
+    assert judged.step_s == pytest.approx(3 * every) == many.step_s
+    assert judged.rank_peaks == many.rank_peaks
+
+
 def test_steps_stand_where_the_gradients_are_complete_and_sums_are_awaited_late():
     stages, body = built("1f1b", 2, 2)
     updates = Updates(policy="2bw", every=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from math import inf
 
 import pytest
@@ -16,6 +16,8 @@ from pipeloom.ir.cluster import Cluster
 from pipeloom.planner import planners
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
+from pipeloom.planner.planners import make_plan
+from pipeloom.planner.request import PlanOptions
 from pipeloom.planner.searched_order import with_searched_order
 
 pytestmark = pytest.mark.whole_search
@@ -79,6 +81,21 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
 
 
+def test_a_limit_that_is_over_before_there_is_a_plan_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeloom.planner.joint.search.time.monotonic", count(0, 10).__next__)
+    made = planned(*random_case(0), "auto", time_limit=1)
+    told = searched_for(made) if made is not None else None
+    assert told is not None and told["ended"] == "time limit" and sum(told["tried"].values()) == 1
+
+
+def test_a_search_whose_budget_is_spent_has_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.planner.joint.search.BUDGET", 8_000)
+    made = planned(*random_case(0), "auto")
+    assert made is not None and searched_for(made)["ended"] == "budget spent"  # type: ignore[index]
+
+
 @pytest.mark.parametrize("kind", ["chain", "series-parallel"])
 def test_a_searched_order_keeps_the_caps_and_is_what_is_simulated(kind: str) -> None:
     graph, profile = random_graph(3, 12, kind)
@@ -114,3 +131,15 @@ def test_the_bound_holds_for_devices_that_differ_in_other_ways_from_op_to_op() -
     made = planned(graph, profiles, replace(cluster, devices=devices), "auto", "1f1b")
     told = searched_for(made) if made is not None else None
     assert told is not None and 0 < told["bound_s"] <= step_s(made)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h2"])
+def test_the_bound_holds_where_the_pipeline_does_not_drain(schedule: str) -> None:
+    """A micro-batch takes longer from end to end than a step of one micro-batch."""
+    graph, profile = random_graph(1, 8, "chain")
+    options = PlanOptions(ranks=3, microbatches=1, schedule=schedule, weights="stash")
+    made = make_plan(graph, profile, cluster_of(3), options)
+    told = searched_for(made)
+    work = sum(cost.forward_s + cost.backward_s for cost in profile.costs.values())
+    assert told is not None and told["bound_s"] == pytest.approx(work / 3)
+    assert told["bound_s"] <= made.predicted_step_s < work

@@ -17,12 +17,13 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering.passes import lower
+from pipeloom.plan_request import PlanRequest
 from pipeloom.planner import plan_table
 from pipeloom.planner.microbatch_sizes import ProfiledModel, interpolate_sample, largest_size
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.plan_table import changed_clusters, what_if
 from pipeloom.planner.planners import PLANNERS, finder_of, make_plan
-from pipeloom.planner.refusals import NoCutFits
+from pipeloom.planner.refusals import NoCutFits, passes_caps
 from pipeloom.planner.request import PlanOptions, Request
 from pipeloom.profiler.roofline import roofline
 
@@ -51,6 +52,26 @@ def peaks(plan: Plan, costs: PlanCosts) -> list[int]:
     step = costs.simulate(plan)
     assert step.step_s == pytest.approx(plan.predicted_step_s)
     return [step.peak_bytes(rank) for rank in range(step.ranks)]
+
+
+def test_a_cap_that_is_passed_by_little_is_printed_with_the_difference() -> None:
+    """The error said that a stage needs 1.6 GiB, and that its device's cap is 1.6 GiB."""
+    graph, profile, cluster = case(4, 2, 40.0)
+    how = PlanOptions(ranks=2, planner="equal", schedule="1f1b")
+    need = max(stage.memory.total for stage in make_plan(graph, profile, cluster, how).stages)
+    with pytest.raises(InfeasibleError, match="1 B less"):
+        make_plan(graph, profile, with_memory(cluster, need - 1), how)
+    assert "1 B less" in passes_caps((0, 1), cluster, "1f1b").message
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_plan_is_told_to_hold_what_it_was_made_with(shared: bool) -> None:
+    graph, profile, cluster = case(4, 4, 40.0)
+    how = PlanOptions(ranks=2, replicas=2, shard_optimizer=shared, planner="exact", schedule="1f1b")
+    model = ProfiledModel(size=16, graph=graph, profiles={profile.device: profile})
+    plan = PlanRequest(options=how, cluster=cluster).plan(model)
+    figures = PlanCosts(graph, profile, cluster).figures(plan)
+    assert [stage.memory for stage in figures] == [stage.memory for stage in plan.stages]
 
 
 @pytest.mark.parametrize("name", PLANNERS_OF_ONE)

@@ -123,8 +123,9 @@ def test_ranks_that_fail_leave_the_plan(quick: Path, monkeypatch: pytest.MonkeyP
     assert planned["predicted_by"] == "profile" and (quick / "plan.json").is_file()
 
 
-def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
-    """As much longer as the step itself."""
+def test_what_branches_gain_is_told_of_the_rehearsed_step_and_the_gap_to_the_bound_of_ops_alone() -> None:
+    """What branches gain is as much longer as the step itself; the bound knows nothing of what ranks do
+    between ops."""
     figures = {"step_s": ("0.2", "0.3"), "depth": ("3", "4"), "peak_bytes": ("5", "6")}
     notes = {
         f"{what}.{name}": pair[at]
@@ -132,6 +133,7 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
         for name, pair in figures.items()
     }
     simulated = plan_job(zoo.job("skips"), ranks=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
+    notes |= {"search.bound_s": "0.16", "search.ended": "converged"}
     plan = replace(simulated, predicted_step_s=0.2, notes=notes)
     told = reported(plan, [], proof=None, times="profile", rehearsed_s=0.5)
     assert (told["predicted_step_s"], told["profiled_step_s"], told["predicted_by"]) == (
@@ -143,6 +145,8 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
         "branches": {"step_s": pytest.approx(0.5), "depth": 3, "peak_bytes": 5},
         "no_branches": {"step_s": pytest.approx(0.75), "depth": 4, "peak_bytes": 6},
     }
+    assert told["search"]["gap"] == pytest.approx(0.25)
+    assert told["limits"][-1].endswith("the gap is 25.0%")
 
 
 def test_what_would_take_long_or_much_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def reported(
     from .. import plan_request
     from ..plan_words import WHOLE_STEP, words_sentence
     from ..planner import plan_table
-    from ..planner.joint.ledger import searched_for
+    from ..planner.joint.ledger import searched_for, sentences
     from ..planner.notes import branch_figures
 
     step_s = plan.predicted_step_s if rehearsed_s is None else rehearsed_s
@@ -118,6 +118,7 @@ def reported(
     beside = [key for key in (*STEPS_OF_BRANCHES, WHOLE_STEP) if plan.notes.get(key, "none") != "none"]
     notes = {**plan.notes, **{key: str(scale * float(plan.notes[key])) for key in beside}}
     scaled = replace(plan, predicted_step_s=step_s, notes=notes)
+    told = searched_for(plan)  # of ops alone, as its bound is
     return {
         "predicted_step_s": step_s,
         "predicted_by": times if rehearsed_s is None else "rehearsal",
@@ -129,10 +130,10 @@ def reported(
         "compiled": plan.notes.get(plan_request.COMPILED),
         "split_words": plan.split_words or None,
         "words": words_sentence(scaled),
-        "limits": plan_table.limits(scaled),
+        "limits": [*plan_table.limits(scaled), *([] if told is None else sentences(told))],
         "branches": branch_figures(scaled) or None,
         "updates": proof,
-        "search": searched_for(plan),
+        "search": told,
         "what_if": [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes],
         "stages": stages,
     }

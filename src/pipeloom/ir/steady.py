@@ -25,10 +25,6 @@ from .action import Action, B, F, W
 from .errors import ScheduleError
 from .schedule import Pair, Schedule, parse_pairs, parse_rows
 
-UNROLLED_STEPS = 6
-"""Steps that a steady plan is judged by: in steps 3 and 4 of them, counted from 0, no rank is still filling,
-and none is draining yet."""
-
 
 MOST_WINDOW = 1000
 """More steps in flight at once are refused: a number in a file would decide how long planning takes."""
@@ -84,7 +80,7 @@ class SteadyStep:
         moved = (replace(action, microbatch=action.microbatch + shift) for action in self.rows[rank])
         return tuple(action for action in moved if 0 <= action.microbatch < total)
 
-    def unroll(self, steps: int = UNROLLED_STEPS) -> Schedule:
+    def unroll(self, steps: int) -> Schedule:
         """An ordinary schedule of so many steps, with lead-in and drain.
 
         >>> body = SteadyStep(name="", microbatches=1, placement=(0,), rows=parse_rows(("0F1 0B0",)))
@@ -114,8 +110,9 @@ class SteadyStep:
 
     @cached_property
     def unrolled(self) -> Schedule:
-        """`UNROLLED_STEPS` steps of it."""
-        return self.unroll()
+        """As many steps as a plan is judged by: in the middle third no rank is still filling, and none is
+        draining yet."""
+        return self.unroll(3 * self.window)
 
 
 def parse_steady(

@@ -73,7 +73,8 @@ class PlanCosts:
 
     def figures(self, plan: Plan) -> tuple[StagePlan, ...]:
         """The stages of a plan, with what each takes on the device of its rank. Raises: as `stages`."""
-        stages, model = plan.stage_graph(self.graph), self._model(plan, 0)
+        sharing = plan.width if plan.shard_optimizer else 1
+        stages, model = plan.stage_graph(self.graph), self._model(plan, 0, sharing)
         in_flight, found = registry.in_flight(plan.as_schedule), list[StagePlan]()
         for s in range(len(plan.stages)):
             treatments = plan.memory.stages[s] if plan.memory.stages else {}
@@ -87,7 +88,7 @@ class PlanCosts:
         program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
         return simulate(program, stages, self.stages(plan), self.cluster, caps=plan.caps)
 
-    def _model(self, plan: Plan, replica: int) -> CostModel:
+    def _model(self, plan: Plan, replica: int, sharing: int = 1) -> CostModel:
         if (ranks := max(plan.placement) + 1) > len(self.cluster.devices):
             raise PlanError(
                 f"the plan is for {ranks} devices, the cluster has {len(self.cluster.devices)}",
@@ -103,6 +104,7 @@ class PlanCosts:
             weights=plan.weights,
             clips=plan.clips,
             width=plan.width,
+            sharing=sharing,
             offloaded_at_once=plan.memory.at_once,
         )
         if (placement, options) not in self._models:

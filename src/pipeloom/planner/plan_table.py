@@ -28,7 +28,6 @@ from ..ir.text import format_bytes
 from ..ir.weights import optimizer_shares
 from ..lowering.passes import lower
 from .candidate import EQUAL_TIMES
-from .joint.ledger import searched_for, sentences
 from .notes import branch_figures
 from .search.layer_groups import layer_names
 
@@ -369,8 +368,7 @@ def limits(plan: Plan) -> list[str]:
             f"the order is that of {plan.schedule} for equal times: ordered by these stages' times, a step "
             "does not repeat or stops"
         )
-    told = searched_for(plan)
-    return said + _gain_of_branches(plan) + ([] if told is None else sentences(told))
+    return said + _gain_of_branches(plan)
 
 
 def _full(plan: Plan) -> list[str]:

@@ -635,7 +635,7 @@ PLANNERS: dict[str, Planner] = {
         granularity="op",
         optimises="asked",
         source="dynamic programming",
-        about="the best contiguous cut; slow where residuals are optimised",
+        about="of all cuts that whose slowest stage is fastest; slow where residuals are optimised",
     ),
     "dawnpiper": Planner(
         plan=OneSchedule(

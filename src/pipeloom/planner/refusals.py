@@ -168,7 +168,7 @@ def explain_infeasible(
     return NoCutFits(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
         f"needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
-        f"{format_bytes(search.caps[stage])}{_closely(need, search.caps[stage])}",
+        f"{format_bytes(search.caps[stage])}{closely(need, search.caps[stage])}",
         share=share,
         stages=fewest_stages(search, more),
     )
@@ -184,10 +184,11 @@ def passes_caps(over: Sequence[int], cluster: Cluster, schedule: str) -> Infeasi
     return InfeasibleError(
         f"no cut found keeps its caps with {schedule}: in the closest, rank {rank} holds "
         f"{format_bytes(cap + over[rank])}, its device's cap is {format_bytes(cap)}"
+        f"{closely(cap + over[rank], cap)}"
     )
 
 
-def _closely(need: int, cap: int) -> str:
+def closely(need: int, cap: int) -> str:
     """The difference, where both are printed alike."""
     alike = format_bytes(need) == format_bytes(cap) and need > cap
     return f", {format_bytes(need - cap)} less" if alike else ""
@@ -198,7 +199,7 @@ def does_not_fit(search: Search, cuts: tuple[int, ...], name: str) -> Infeasible
     stage, need = binding_stage(search, cuts)
     return InfeasibleError(
         f"planner {name} gives stage {stage} {format_bytes(need)}, its device's cap is "
-        f"{format_bytes(search.caps[stage])}"
+        f"{format_bytes(search.caps[stage])}{closely(need, search.caps[stage])}"
     )
 
 

@@ -108,7 +108,7 @@ def _steady_s(program: Program, end: Floats) -> float:
     """Seconds from one update to the next in the middle of several, on the slowest rank."""
     columns, count = program.columns, len(program.updates)
     steps = np.flatnonzero(columns.kind == STEP_)
-    late = max(count - 3, 0)
+    late = count // 2
     rank = np.searchsorted(columns.offsets, steps, side="right")
     ends = np.zeros((2, columns.ranks + 1))
     for row, update in enumerate((late, late - 1)):

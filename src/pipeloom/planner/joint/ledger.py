@@ -13,7 +13,7 @@ from ...ir.text import show_time
 
 PREFIX = "search."
 
-INTERRUPTED = "interrupted"
+SPENT, INTERRUPTED = "budget spent", "interrupted"
 
 
 @dataclass
@@ -21,7 +21,8 @@ class SearchLedger:
     """planners: seconds of the best step of what each found, or why it has nothing.  schedules: seconds of
     the best step in each, or why there is none.  tried: candidates of each axis.  gained: seconds by which
     each shortened the best step.  died: candidates that were not simulated, by the tier that judged them.
-    bound_s: no step is shorter.  ended: converged, time limit, or `INTERRUPTED` by Ctrl-C.
+    bound_s: no step is shorter.  ended: converged, `SPENT` on other candidates, time limit, or
+    `INTERRUPTED` by Ctrl-C.
     """
 
     planners: dict[str, float | str] = field(default_factory=dict)

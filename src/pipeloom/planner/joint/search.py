@@ -45,7 +45,7 @@ from ..search.problem import Cuts
 from ..searched_order import with_searched_order
 from ..stage_cost.tensors import Readers
 from .estimates import ACTIONS, ClosedForm, CutTimes, Estimate, InOrder, climb
-from .ledger import INTERRUPTED, SearchLedger
+from .ledger import INTERRUPTED, SPENT, SearchLedger
 
 LITTLE = 1e-3
 """Share of the step that a round has to save for another one."""
@@ -151,7 +151,7 @@ what became of the one before: `JointSearch.best_of` has it."""
 
 
 class TimeIsUp(Exception):
-    """The limit is reached."""
+    """The limit is reached, and there is a plan."""
 
 
 class JointSearch:
@@ -237,6 +237,7 @@ class JointSearch:
             # Where nothing fits yet, orders that cost several searches are no way to begin.
             most = BUDGET / 2 if self.best is not None else 2 * BUDGET
             if self.closest is not None and self.spent + 2 * self._actions(request) > most:
+                self.ledger.ended = SPENT
                 raise PlanError("not tried: other schedules took the time", hint="name it alone")
             if not self.ways or request.entry.recipe is not None:
                 self.spent += self._actions(request)
@@ -289,7 +290,7 @@ class JointSearch:
         if point.key in self.tried:
             return None
         self.tried[point.key] = None
-        if time.monotonic() > self.until:
+        if self.best is not None and time.monotonic() > self.until:
             raise TimeIsUp
         best_s = self.best.step_s if self.best is not None else inf
         if least_step_s(point.request, point.search, point.cuts) >= best_s * (1 - SAME):
@@ -298,6 +299,7 @@ class JointSearch:
         cost = self._actions(point.request) + WEIGHING * len(point.request.graph.ops)
         if self.spent + cost > BUDGET and self.best is not None:
             self.ledger.died["budget"] += 1
+            self.ledger.ended = SPENT
             return None
         self.spent += cost
         self._tell(point, by)
@@ -512,7 +514,7 @@ class JointSearch:
 
     def _bound_s(self) -> float:
         """No step is shorter: the work of all ranks together; the largest op, of which two ranks may have
-        replicas, for all micro-batches; the longest path of one micro-batch."""
+        replicas, for all micro-batches; where the pipeline drains, the longest path of one micro-batch."""
         request, graph = self.request, self.request.graph
         costs = [profile_of(request.profile, d.name, graph).costs for d in request.cluster.devices]
         ops = [op.name for op in graph.ops if not op.cheap]
@@ -538,7 +540,8 @@ class JointSearch:
                 own[name].forward_s + own[name].input_grad_s for own in kinds
             )
         most, count = max(least, default=0.0), request.microbatches
-        return max(count * work / rate if rate < inf else 0.0, most * count / directions, *path.values())
+        longest = max(path.values(), default=0.0) if request.updates is None else 0.0
+        return max(count * work / rate if rate < inf else 0.0, most * count / directions, longest)
 
 
 def key_of(found: Candidate) -> tuple[int, float]:
