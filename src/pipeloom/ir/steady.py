@@ -25,7 +25,6 @@ from .action import Action, B, F, W
 from .errors import ScheduleError
 from .schedule import Pair, Schedule, parse_pairs, parse_rows
 
-
 MOST_WINDOW = 1000
 """More steps in flight at once are refused: a number in a file would decide how long planning takes."""
 
