@@ -49,6 +49,14 @@ def test_schedules_that_do_not_repeat_are_refused(name, every, words):
         built(name, 4, every)
 
 
+@pytest.mark.parametrize("policy", ["2bw", "stash"])
+@pytest.mark.parametrize("name", ["zb_v", "hanayo"])
+def test_stages_of_a_rank_that_are_at_different_updates_are_refused(name, policy):
+    """A rank updates all its stages at once: the gradient of one was added to the update before its own."""
+    with pytest.raises(ScheduleError, match="update before"):
+        built(name, 2, 8, policy)
+
+
 def test_rows_outside_the_window_are_refused():
     with pytest.raises(ScheduleError, match="at least 4 steps"):
         steady_step(Schedule(name="", microbatches=2, placement=(0,), rows=((),)), 1)

@@ -106,10 +106,10 @@ def test_corrections_of_two_pipelines(how: str, shards: bool) -> None:
     assert_close(found, delayed(job, 4, clip_norm=0.05, **changes), 1e-10)
 
 
-@pytest.mark.sampled("zb_v")
-@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b", "dualpipe"])
+@pytest.mark.sampled("interleaved_1f1b")
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe"])
 def test_other_schedules(schedule: str) -> None:
-    """Stages in a loop, in a wave, and replicas in both directions."""
+    """Stages in a loop, and replicas in both directions."""
     job = job_of(tied=True)
     how = {"ranks": 2, "microbatches": 8, "microbatch_size": 2, "weights": "2bw", "cluster": cpu_cluster(2)}
     made = plan(job, schedule=schedule, captured=runs.capture_of(job, 2), **how)

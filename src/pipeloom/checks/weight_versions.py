@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ..ir.action import Action, B, F, I, W
+from ..ir.columns import B_, W_
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
@@ -64,9 +67,11 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
 def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
     """Forward and backward of every micro-batch find the same version, and no stage keeps too many.
 
-    Raises: ScheduleError, also for tied parameters that their stages update at different times.
+    Raises: ScheduleError, also for tied parameters that their stages update at different times, and for
+        stages of one rank of which one is at the next update before another is done with this one.
     """
     stages_versions = versions(schedule, updates)
+    _one_update_at_a_time(schedule, updates)
     for name, readers in stages.tied.items():
         first, *others = (stages_versions[stage] for stage in readers)
         for other in others:
@@ -77,6 +82,24 @@ def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) ->
                         f"uses version {pair[0]} and {other.stage}F{microbatch} version {pair[1]}",
                         hint="use policy 2bw or flush, where all stages use the same version",
                     )
+
+
+def _one_update_at_a_time(schedule: Schedule, updates: Updates) -> None:
+    """A rank has one optimizer for all its stages, and one set of gradients for it."""
+    columns = schedule.columns
+    adds = np.flatnonzero((columns.kind == B_) | (columns.kind == W_))
+    if updates.rule.flushes or not len(adds):
+        return
+    update = columns.microbatch[adds] // (schedule.slices * updates.every)
+    rank = np.searchsorted(columns.offsets, adds, side="right")
+    early = np.flatnonzero((np.diff(update) < 0) & (np.diff(rank) == 0))
+    if len(early):
+        first, second = (columns.at(int(adds[early[0] + n])) for n in (0, 1))
+        raise ScheduleError(
+            f"rank {rank[early[0]] - 1} runs {first} in front of {second}, whose gradient belongs to the "
+            "update before, and it updates all its stages at once",
+            hint="use --weights flush, or a schedule such as 1f1b or interleaved_1f1b",
+        )
 
 
 @dataclass
