@@ -108,6 +108,6 @@ def test_compiled_modules() -> None:
 def test_models_that_export_can_capture(name: str, stages: int) -> None:
     """Cutting between modules does not depend on why export failed: any model can be cut so."""
     job = replace(zoo.job(name), name=f"{name} by modules")
-    with patch("pipeloom.tracer.capture.export_program", side_effect=CaptureError("not asked")):
+    with patch("pipeloom.tracer.capture.export_watched", side_effect=CaptureError("not asked")):
         ops = len(capture_of(job).graph.ops)
         check(job, min(stages, ops), "1f1b", split=True)
