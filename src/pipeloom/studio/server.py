@@ -125,6 +125,7 @@ class StudioServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((LOOPBACK, port))
+            self._socket.listen()  # a page that is opened before `run` waits for its answer
         except OSError as error:
             raise ConfigError(f"port {port}: {error.strerror}", hint="choose another --port") from None
         self.port, self.token = self._socket.getsockname()[1], secrets.token_urlsafe(24)
