@@ -192,6 +192,26 @@ def test_the_sum_before_each_of_several_updates_is_the_reason(clips: bool) -> No
     assert sums == [pytest.approx(10.0)]  # 100 bytes over two ranks at 10 a second
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_norm_begins_behind_the_sums_of_all_ranks(shared: bool) -> None:
+    """Rank 2 sums nothing, but its updates await the norm of gradients that ranks 0 and 1 sum for 10 s."""
+    stages = dag(3, [(0, 1), (1, 2)], params={0: ("table",), 1: ("table",)})
+    body = steady_step(registry.build("1f1b", stages, (0, 1, 2), 12), 3)
+    costs = tuple(replace(cost, tied_bytes={"table": 100}, step_s=0.5) for cost in equal_costs(3))
+    cluster = alike(3, 10.0)
+    if shared:
+        devices = tuple(replace(device, node=node) for node, device in enumerate(cluster.devices))
+        cluster = replace(cluster, devices=devices, node_link=cluster.within_node)
+    waited = {}
+    for clips in (False, True):
+        program = lower(body.unroll(4), stages, updates=Updates(policy="2bw", every=3), clips=clips)
+        timeline = simulate(program, stages, costs, cluster)
+        spans = {event.action: event for event in timeline.events}
+        begun = max(spans[action].end_s for action in ("0REDUCE1", "1REDUCE1"))
+        waited[clips] = spans["2STEP1"].start_s - begun
+    assert waited[False] < 10.0 <= waited[True]
+
+
 def test_nothing_and_a_rank_that_does_nothing() -> None:
     program = parse_program(1, (0, 1), ("0F0", "1F0"))
     assert explain_idle_time(program, measured(2), dag(2, [])).path == ()

@@ -42,17 +42,18 @@ from .loop_state import (
     STREAMS,
     ProgramLayout,
     SimulatorState,
+    sums_end,
     wake,
-    wake_all_reduce,
 )
 from .shared_links import (
     all_copies_known,
+    all_have_come,
     copy_known,
     issue_copy,
     mark_pending,
-    request,
     request_links,
     serve_earliest,
+    sum_uses_shared_links,
 )
 
 
@@ -326,32 +327,18 @@ def _begin_sums(p: ProgramLayout, s: SimulatorState, low: int, high: int, clock:
         number = p.sums[at]
         s.sum_start[number] = max(s.sum_start[number], clock)
         s.sum_arrived[number] += 1
-        if s.sum_arrived[number] == p.sum_ranks[number]:
-            if _uses_shared_links(p, number):
-                request(s, s.sum_start[number], len(p.kind) + number)
-            else:
-                wake_all_reduce(s, number)
+        if s.sum_arrived[number] == p.sum_arrivals[number]:
+            all_have_come(p, s, number)
 
 
 @kernel
 def _sums_end(p: ProgramLayout, s: SimulatorState, rank: int, low: int, high: int) -> float:
-    """When a rank has its sums, below 0 where it must wait for others to come. They follow each other, each
-    from when the last rank had come, as they share the rank's links."""
-    end = 0.0
+    """When a rank has its sums, below 0 where it must wait for others to come."""
     for at in range(low, high):
         number = p.sums[at]
-        # end = max(end of the sum before it, last rank has come) + seconds. A sum over shared links counts
-        # one arrival more: that it was served.
-        if s.sum_arrived[number] < p.sum_ranks[number] + _uses_shared_links(p, number):
+        # A sum over shared links counts one arrival more: that it was served.
+        if s.sum_arrived[number] < p.sum_arrivals[number] + sum_uses_shared_links(p, number):
             s.next_waiter[rank] = s.sum_waiter[number]
             s.sum_waiter[number] = rank
             return -1.0
-        end = max(end, s.sum_start[number]) + p.sum_seconds[number]
-    return float(end)
-
-
-@kernel
-def _uses_shared_links(p: ProgramLayout, number: int) -> bool:
-    """Whether a sum goes through links that are shared, and so waits for these too."""
-    gates = p.shared.first_sum_link
-    return bool(len(gates) and gates[number] < gates[number + 1])
+    return sums_end(p, s, low, high)

@@ -43,7 +43,7 @@ from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weights import Reduction, reductions
-from .all_reduce import all_reduce_s as all_reduce_s, all_reduces_of
+from .all_reduce import AllReduces, all_reduce_s as all_reduce_s, all_reduces_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, ProgramLayout
 from .shared_links import NO_SHARED_LINKS, copy_s, shared_links_of, transfer_s
 
@@ -82,6 +82,7 @@ def layout_of(
     sums = all_reduces_of(_reductions(program, stages), costs, cluster, columns.ranks).repeated(
         len(program.updates)
     )
+    arrivals, norm_behind = _norms(program, sums)
     of_channel = dict(zip(layout.channel.tolist(), _ends(routes, program.placement), strict=True))
     ends = [of_channel[channel] for channel in range(len(layout.target))]
     return layout._replace(
@@ -89,7 +90,8 @@ def layout_of(
         entry_duration=_entry_durations(program, costs, action_s, durations),
         first_sum=sums.first,
         sums=sums.numbers,
-        sum_ranks=sums.ranks,
+        sum_arrivals=arrivals,
+        norm_behind=norm_behind,
         sum_seconds=sums.seconds,
         shared=shared_links_of(program, costs, cluster, (ends, layout.message, size), sums.links(cluster)),
     )
@@ -138,7 +140,8 @@ def timed_layout(
         due=_due(columns, messages.route, channel, codes.message, first, begins),
         first_sum=np.zeros(columns.ranks * len(program.updates) + 1, np.int32),
         sums=np.zeros(0, np.int64),
-        sum_ranks=_NONE,
+        sum_arrivals=_NONE,
+        norm_behind=np.zeros(0, np.int64),
         sum_seconds=np.zeros(0),
         receive_ahead=receive_ahead,
         shared=NO_SHARED_LINKS,
@@ -153,6 +156,18 @@ def _reductions(program: Program, stages: StageGraph) -> Sequence[Sequence[Reduc
     ranks = tuple(range(program.columns.ranks))
     norm = Reduction(names=(), stages=tuple(range(len(program.placement))), ranks=ranks)
     return [(*(tied[rank] if rank < len(tied) else ()), norm) for rank in ranks]
+
+
+def _norms(program: Program, sums: AllReduces) -> tuple[Ints, Longs]:
+    """`ProgramLayout.sum_arrivals` and `norm_behind`. On each rank the norm is the last of its sums."""
+    if not program.clips:
+        return sums.ranks, np.zeros(0, np.int64)
+    each = len(sums.ranks) // len(program.updates)
+    norms = sums.numbers[sums.first[1] - 1] + each * np.arange(len(program.updates))
+    arrivals, behind = sums.ranks.copy(), np.repeat(norms, each)
+    arrivals[norms] += each - 1
+    behind[norms] = -1
+    return arrivals, behind
 
 
 def message_bytes(routes: Routes, stages: StageGraph) -> Longs:

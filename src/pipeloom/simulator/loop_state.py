@@ -109,8 +109,10 @@ class ProgramLayout(NamedTuple):
     """(ranks * updates + 1,): with n = r * updates + u, the REDUCE of update u of rank r goes through
     the sums `sums[first_sum[n] : first_sum[n + 1]]`."""
     sums: Longs
-    sum_ranks: Ints
-    """(sums,): how many ranks meet."""
+    sum_arrivals: Ints
+    """(sums,): how many it waits for to begin: its ranks, a norm for the other sums of its update, too."""
+    norm_behind: Longs
+    """(sums,): the sum of the norm that waits for it, -1 for none; empty where no update awaits a norm."""
     sum_seconds: Floats
     """(sums,)"""
     receive_ahead: int
@@ -208,7 +210,7 @@ def new_state(layout: ProgramLayout, begin_s: Floats, *, starts: bool = True) ->
     runs beside computing, each starts when the one before it in its row ends, so that need not be stored.
     """
     entries, ranks, channels = len(layout.kind), len(begin_s), len(layout.target)
-    sums, meeting = len(layout.sum_ranks), len(layout.first_meet)
+    sums, meeting = len(layout.sum_arrivals), len(layout.first_meet)
     return SimulatorState(
         start=np.zeros(entries if starts else 0),
         end=np.zeros(entries),
@@ -266,3 +268,13 @@ def wake_all_reduce(s: SimulatorState, number: int) -> None:
     while waiter >= 0:
         wake(s, waiter)
         waiter = s.next_waiter[waiter]
+
+
+@kernel
+def sums_end(p: ProgramLayout, s: SimulatorState, low: int, high: int) -> float:
+    """When a rank has sums whose starts are known. They follow each other, each from when the last rank had
+    come, as they share the rank's links."""
+    end = 0.0
+    for at in range(low, high):
+        end = max(end, s.sum_start[p.sums[at]]) + p.sum_seconds[p.sums[at]]
+    return float(end)

@@ -52,6 +52,7 @@ from .loop_state import (
     ProgramLayout,
     SharedLinks,
     SimulatorState,
+    sums_end,
     wake,
     wake_all_reduce,
 )
@@ -318,6 +319,46 @@ def _serve_sum(p: ProgramLayout, s: SimulatorState, number: int, time: float) ->
     s.sum_start[number] = begin
     s.sum_arrived[number] += 1
     wake_all_reduce(s, number)
+    all_have_come(p, s, _norm_to_begin(p, s, number))
+
+
+@kernel
+def all_have_come(p: ProgramLayout, s: SimulatorState, number: int) -> None:
+    """Begin a sum, or ask for the shared links that it goes through; then the norm that waits for it."""
+    while number >= 0:
+        if len(p.norm_behind) and p.norm_behind[number] < 0:
+            _norm_begins(p, s, number)
+        if sum_uses_shared_links(p, number):
+            request(s, s.sum_start[number], len(p.kind) + number)
+            return
+        wake_all_reduce(s, number)
+        number = _norm_to_begin(p, s, number)
+
+
+@kernel
+def _norm_to_begin(p: ProgramLayout, s: SimulatorState, number: int) -> int:
+    """The norm that waited for nothing but this sum to begin, -1 for none."""
+    norm = p.norm_behind[number] if len(p.norm_behind) else -1
+    if norm < 0:
+        return -1
+    s.sum_arrived[norm] += 1
+    return int(norm) if s.sum_arrived[norm] == p.sum_arrivals[norm] else -1
+
+
+@kernel
+def _norm_begins(p: ProgramLayout, s: SimulatorState, norm: int) -> None:
+    """Not before every rank has its other sums of the same update, as these are what the norm is of."""
+    update = norm * p.updates // len(p.sum_arrivals)
+    for rank in range(len(s.clock)):
+        row = rank * p.updates + update
+        s.sum_start[norm] = max(s.sum_start[norm], sums_end(p, s, p.first_sum[row], p.first_sum[row + 1] - 1))
+
+
+@kernel
+def sum_uses_shared_links(p: ProgramLayout, number: int) -> bool:
+    """Whether a sum goes through links that are shared, and so waits for these too."""
+    gates = p.shared.first_sum_link
+    return bool(len(gates) and gates[number] < gates[number + 1])
 
 
 @kernel
