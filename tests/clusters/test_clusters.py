@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from refusals import refused
 
 from pipeloom import plan
+from pipeloom.clusters import names
 from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.clusters.files import load_cluster, save_cluster
-from pipeloom.clusters.names import cpu_cluster, find_cluster
+from pipeloom.clusters.names import cpu_cluster, find_cluster, machine_memory
 from pipeloom.ir.cluster import OP_CLASSES, Cluster, Device, GiB, Link
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.graph import DTYPE_BYTES
@@ -325,6 +326,15 @@ def test_clusters_by_name(text: str, said: str) -> None:
         find_cluster(text)
     assert len(str(caught.value)) < 200
     assert str(caught.value.hint) in ("describe at most 100000", "sizes are below 1e30 bytes")
+
+
+def test_a_container_may_use_less_than_the_machine_has(tmp_path, monkeypatch):
+    whole, unlimited, tight = machine_memory(), file_of(tmp_path, "max\n"), tmp_path / "limit"
+    tight.write_text("67108864\n")
+    monkeypatch.setattr(names, "CONTAINER_LIMITS", (tmp_path / "absent", unlimited))
+    assert machine_memory() >= whole
+    monkeypatch.setattr(names, "CONTAINER_LIMITS", (unlimited, tight))
+    assert cpu_cluster(2).devices[0].memory_bytes == 32 * 1024**2
 
 
 @pytest.mark.parametrize("count", [MANY, HUGE, 10**5000], ids=["11", "401", "5001"])

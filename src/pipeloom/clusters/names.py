@@ -27,6 +27,10 @@ _PART = re.compile(
 )
 _HINT = 'write it as "8 x a100-40" or "2 nodes of 8 x h100", or give the path of a cluster file'
 
+CONTAINER_LIMITS = tuple(
+    Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")
+)
+"""Of memory, in bytes: in control groups of version 2, and of version 1."""
 DIGITS = 30
 """Of a number of nodes or devices, at most."""
 
@@ -58,8 +62,16 @@ def cpu_cluster(devices: int, *, memory: str | int | None = None) -> Cluster:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that this machine has, or the container that this runs in may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in CONTAINER_LIMITS:
+        try:
+            limit = file.read_text().strip()
+        except OSError:
+            continue  # not in a container, or of the other kind
+        if limit.isdigit():  # else "max"
+            limits.append(int(limit))
+    return min(limits)
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,7 @@ def _plan(
                 plan, planned = planning.plan_at_size(request, job, sized_by)
             else:
                 plan, planned = planning.plan_size(request, job, profiled=profiled)
+            proof = prove_plan(plan, planned.graph)
             if output is not None:
                 plan.save(output)
             changes = request.changes(plan, planned) if what_if else []
@@ -231,7 +232,7 @@ def _plan(
         plan,
         plan_rows(plan, planned.graph, request.cluster),
         changes,
-        proof=prove_plan(plan, planned.graph),
+        proof=proof,
         times="profile" if request.local or profiled is not None else "roofline",
         rehearsed_s=rehearsed_s,
         not_rehearsed=why_not,
@@ -412,9 +413,9 @@ def _plan_shape(*, closed_form: bool, as_json: bool, output: Path | None, **opti
         return
     shaped, model = shapes.plan_shape(request, job)
     plan, shape = shaped.plan, shaped.shape
+    proof = prove_plan(plan, model.graph)
     if output is not None:
         plan.save(output)
-    proof = prove_plan(plan, model.graph)
     rows = plan_rows(plan, model.graph)
     report = reported(plan, rows, proof=proof, times="roofline", not_rehearsed=DESCRIBED)
     count = plan.microbatches // plan.width
