@@ -133,17 +133,26 @@ def graph_of(job: Job, microbatch_size: int = 2) -> OpGraph:
     return planning.with_updates(capture_of(job, microbatch_size).graph, job)
 
 
-def even(graph: OpGraph, stages: int) -> dict[str, int]:
-    """Ops to stages in order, about the same number in each; what must stay together does."""
+def cuttable(graph: OpGraph) -> list[list[str]]:
+    """Ops in order; those that no cut may separate are one."""
     names = [op.name for op in graph.ops if not op.cheap]
     place = {name: index for index, name in enumerate(names)}
     spans = [range(min(at), max(at) + 1) for at in ([place[n] for n in g] for g in graph.together.values())]
-    stage_of, last = {}, 0
+    pieces: list[list[str]] = []
     for index, name in enumerate(names):
-        torn = any(index in span and index != span.start for span in spans)
-        last = last if torn else index * stages // len(names)
-        stage_of[name] = last
-    return stage_of
+        if any(index in span and index != span.start for span in spans):
+            pieces[-1].append(name)
+        else:
+            pieces.append([name])
+    return pieces
+
+
+def even(graph: OpGraph, stages: int) -> dict[str, int]:
+    """Ops to stages in order, about the same number of what can be cut in each; fewer where there are not so
+    many."""
+    pieces = cuttable(graph)
+    stages = min(stages, len(pieces))
+    return {name: at * stages // len(pieces) for at, piece in enumerate(pieces) for name in piece}
 
 
 def plan_for(

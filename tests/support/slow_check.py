@@ -37,7 +37,7 @@ MESSAGES = {
     r"|which comes first of the two$",
     "pairs": r"of the pair|is in two pairs|is a pair$|as a pair, but",
     "operations": r"never runs \d+(NOTE|PACK|WARM|SWAP)\d+$|is not declared for it"
-    r"|runs \d+(NOTE|PACK|WARM|SWAP)\d+ (before|after) \d+[FBIW]\d+$",
+    r"|runs \d+(NOTE|PACK|WARM|SWAP)\d+ (before|after) \d+[FBIW]\d+$|no rank runs or which does not meet",
     "ends": r"does not hold stage|pass that way from stage to stage|but holds both stages"
     r"|runs \d+(SEND|RECV)_\S+, but the micro-batches are 0 to",
     "pairing": r"\d(SEND|RECV)_\S+ twice|never runs \d+(SEND|RECV)",
@@ -101,7 +101,7 @@ def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
         "residuals": lambda s, g: badly_treated(s),
         "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
         "pairs": lambda s, g: bool(bad_pairs(s, g)),
-        "operations": lambda s, g: badly_added(s),
+        "operations": badly_added,
     }
     for rule in SCHEDULE_RULES:
         if tests[rule](schedule, stages):
@@ -207,9 +207,13 @@ def bad_pairs(s: Schedule, g: StageGraph) -> bool:
     return any(pair not in neighbours or makes(pair[0]) & needs(pair[1]) for pair in s.pairs)
 
 
-def badly_added(s: Schedule) -> bool:
-    """An operation that a schedule has somewhere stands on its side of every anchor, and nowhere else."""
-    there = {a.kind for row in s.rows for a in row if a.kind in ADDED}
+def badly_added(s: Schedule, g: StageGraph) -> bool:
+    """An operation that a schedule has somewhere stands on its side of every anchor, and nowhere else; and
+    what it meets is there."""
+    added = {a for row in s.rows for a in row if a.kind in ADDED}
+    there = {a.kind for a in added}
+    if any(other not in added for a in added for other in met(a, g)):
+        return True
     for rank, row in enumerate(s.rows):
         place = {a: at for at, a in enumerate(row)}
         for operation in (OPERATIONS[kind] for kind in there):
@@ -294,7 +298,7 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         "order": lambda: out_of_order(untreated, g),
         "residuals": lambda: badly_treated(compute),
         "pairs": lambda: bad_pairs(compute, g),
-        "operations": lambda: badly_added(compute),
+        "operations": lambda: badly_added(compute, g),
         "ends": lambda: _stray(p, g),
         "pairing": lambda: _unpaired(p),
         "data": lambda: _missing_data(p, g),

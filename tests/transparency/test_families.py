@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import zoo
-from runs import Numbers, assert_same, capture_of, even_plan, pipelined, plain
+from runs import Numbers, assert_same, capture_of, cuttable, even_plan, pipelined, plain
 
 SIZES = {"microbatches": 4, "microbatch_size": 2}
 DOUBLE = {name: name != "mixtral" for name in zoo.NAMES}
@@ -42,7 +42,7 @@ def test_every_op_is_a_stage(name: str) -> None:
     """The finest cut there is, on two ranks. Stages of ops that only train have no evaluation."""
     job = zoo.job(name, double=True)
     batches = [job.batch(seed, 8) for seed in range(2)]
-    stages = sum(not op.cheap for op in capture_of(job).graph.ops)
+    stages = len(cuttable(capture_of(job).graph))
     plan = even_plan(
         job, stages, schedule="gpipe", split=True, placement=[s * 2 // stages for s in range(stages)], **SIZES
     )

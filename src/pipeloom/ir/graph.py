@@ -250,7 +250,7 @@ class OpGraph:
         read = {name for op in self.ops for name in op.inputs}
         for at, op in enumerate(self.ops):
             counts = op.updates and not any(value.name in read for value in op.outputs)
-            later = (other.name for other in self.ops[at + 1 :] if other.module == op.module)
+            later = (o.name for o in self.ops[at + 1 :] if o.module == op.module and not o.cheap)
             beside = next(later, None) if counts else None
             for name in dict.fromkeys((*op.buffers, *op.updates)):
                 users.setdefault(name, []).append(op.name)

@@ -477,7 +477,11 @@ class JointPlanner:
         return JointSearch(request, axes, self.seeds, room, orders=self.orders).run()
 
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Search, Cuts]]:
-        """What the own searches of all planners find, for one stage on each rank."""
+        """What the own searches of all planners find, for one stage on each rank; `exact` for several."""
+        if not request.layout.in_line:
+            found = finder_of("exact").find(request, request.search(), SearchLog())
+            yield from (("exact", candidate.search, candidate.cuts) for candidate in found)
+            return
         for name in self.planners or PLANNERS:
             by = planner(name)
             if not isinstance(by.plan, OneSchedule):

@@ -56,7 +56,8 @@ LINES, CLOSE = 4, 0.08
 """Ways whose best candidates are moved, at most, and by which share of the step they may be slower."""
 
 TINY = 16
-"""Places for cuts up to which a cut moved by one is another model: then the best of each layout is moved."""
+"""Places for cuts up to which a cut moved by one is another model: then the best of each layout is moved, and
+`exact` is asked about several stages per rank, too."""
 
 FEW, EACH, FAR = 6, 2, 0.03
 """Schedules that are simulated in any case, those of each layout, as estimates by an order for equal times
@@ -418,6 +419,9 @@ class JointSearch:
                 continue
             judged = self.judge(point, "schedules")
             seen[layout] += judged is None or judged.fits
+            if self.places <= TINY and not layout.in_line and not self._near(CLOSEST):
+                for planner, own, cuts in self.seeds(point.request, self.ledger):
+                    self.judge(Point(point.request, own, cuts), planner)
 
     def _make_room(self) -> None:
         """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
