@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -479,8 +480,9 @@ class JointPlanner:
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Search, Cuts]]:
         """What the own searches of all planners find, for one stage on each rank; `exact` for several."""
         if not request.layout.in_line:
-            found = finder_of("exact").find(request, request.search(), SearchLog())
-            yield from (("exact", candidate.search, candidate.cuts) for candidate in found)
+            with suppress(PlanError, ScheduleError):
+                found = finder_of("exact").find(request, request.search(), SearchLog())
+                yield from (("exact", candidate.search, candidate.cuts) for candidate in found)
             return
         for name in self.planners or PLANNERS:
             by = planner(name)
