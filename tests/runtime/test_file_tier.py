@@ -16,7 +16,6 @@ import runs
 import torch
 import zoo
 from hypothesis import given, strategies as st
-from processes import output
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
@@ -209,33 +208,6 @@ def test_a_wait_ends_when_another_rank_fails(tier: FileTier, monkeypatch: pytest
         with pytest.raises(PeerError):
             wait(check)
     stuck.set()
-
-
-LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from pipeloom.ir.errors import OffloadError
-from pipeloom.runtime.file_tier import FileTier
-from pipeloom.tracer.stage.functions import Slot
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-tier = FileTier(Path(sys.argv[1]), 0)
-tier.offload("0OFFLOAD0", {Slot("residual", "a"): torch.zeros(1 << 17)})
-try:
-    tier.offload("0OFFLOAD1", {Slot("residual", "a"): torch.zeros(1 << 18)})
-except OffloadError as error:
-    print(error)
-tier.close()
-"""
-
-
-def test_a_real_limit(tmp_path: Path) -> None:
-    """The system's own refusal, in a process that may write files of 1 MiB."""
-    said = output("-c", LIMITED, tmp_path)
-    assert said.startswith("rank 0 cannot write 1.0 MiB at 0OFFLOAD1: File too large; ")
-    assert "512.0 KiB of residuals are there" in said
 
 
 PLAN = Plan(
