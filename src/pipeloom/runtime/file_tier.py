@@ -28,7 +28,7 @@ from torch import Tensor
 from ..ir.errors import ConfigError, OffloadError
 from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
-from .tier import TensorLayout, TierOptions, bytes_of
+from .tier import TensorLayout, bytes_of
 
 PAGE = 4096
 CHECK_INTERVAL_S = 0.2
@@ -301,19 +301,19 @@ _ELSEWHERE = "name another directory with --offload-dir (Options.offload_dir)"
 _RESUME = "then resume from the last checkpoint: what was learnt since then is lost"
 
 
-def open_file_tier(options: TierOptions) -> FileTier:
+def open_file_tier(rank: int, directory: Path | None, first: bool) -> FileTier:
     """A file in the folder that the user named, or in the system's for temporary ones.
 
-    Warns, once per run, where files in that folder would take memory instead of freeing it.
+    first: of all ranks that offload; it warns where files there would take memory instead of freeing it.
     """
-    folder = options.directory or Path(tempfile.gettempdir())
-    if options.first and lies_in_memory(folder):
+    folder = directory or Path(tempfile.gettempdir())
+    if first and lies_in_memory(folder):
         warnings.warn(
             f"offloaded residuals go to {folder}, which lies in memory (tmpfs): offloading frees none there; "
             "name a folder on a disk with --offload-dir (Options.offload_dir)",
             stacklevel=5,  # whoever made the pipeline
         )
-    return FileTier(folder, options.rank)
+    return FileTier(folder, rank)
 
 
 def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool:

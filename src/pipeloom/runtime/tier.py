@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -95,19 +94,6 @@ class Copy(Protocol):
 
     def discard(self) -> None:
         """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierOptions:
-    """What a tier is opened with.
-
-    directory: for files; None if the user named none.  first: of all ranks that offload, the one to say what
-        is said once per run.
-    """
-
-    rank: int
-    directory: Path | None
-    first: bool
 
 
 class Tier(Protocol):
