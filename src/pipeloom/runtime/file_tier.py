@@ -145,7 +145,7 @@ class FileTier:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = 0
         self._directory, self._rank = directory, rank
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,6 @@ class FileTier:
         """Both the caller's thread and the one that reads change `used_bytes`."""
         with self._lock:
             self.used_bytes += change
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _forget_pages(self, copy: FileCopy) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""

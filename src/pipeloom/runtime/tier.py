@@ -99,11 +99,10 @@ class Copy(Protocol):
 class Tier(Protocol):
     """Memory for residuals beside the device's. Copies to it follow each other, and so do copies back.
 
-    used_bytes, peak_bytes: there now, and at most; from the start of the copy to the end of the copy back.
+    used_bytes: there now, each from the start of the copy to the end of the copy back.
     """
 
     used_bytes: int
-    peak_bytes: int
 
     def offload(self, action: str, residuals: Tensors) -> Copy:
         """Begin to copy residuals, and take them: `residuals` is emptied, and they are free once copied.
