@@ -16,39 +16,25 @@ import torch
 from torch import Tensor
 
 from ..tracer.stage.functions import Slot, Tensors
+from ..tracer.tensors import StorageView
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies in its storage, to be built again around the same bytes.
-
-    offset, stride: in elements.  bytes: of the whole storage.
-    """
+    """How a tensor looks at its storage, of so many bytes, to be built again around the same ones."""
 
     slot: Slot
-    dtype: torch.dtype
+    view: StorageView
     device: torch.device
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
     bytes: int
 
     @staticmethod
     def of(slot: Slot, tensor: Tensor) -> TensorLayout:
-        return TensorLayout(
-            slot=slot,
-            dtype=tensor.dtype,
-            device=tensor.device,
-            size=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-            bytes=tensor.untyped_storage().nbytes(),
-        )
+        return TensorLayout(slot, StorageView.of(tensor), tensor.device, tensor.untyped_storage().nbytes())
 
     def around(self, raw: Tensor) -> Tensor:
         """The tensor whose storage is that of `raw` (uint8, `bytes` long)."""
-        whole = torch.empty(0, dtype=self.dtype, device=raw.device)
-        return whole.set_(raw.untyped_storage(), self.offset, self.size, self.stride)
+        return self.view.on(raw.untyped_storage())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
