@@ -24,7 +24,7 @@ from ..ir.errors import PlanError
 from ..ir.graph import LOWER_PRECISION, OpGraph, Parameter, PartRows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
-from ..tracer.tensors import LiveBytes
+from ..tracer.tensors import LiveBytes, tensors_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -217,8 +217,8 @@ def refuse_kept_beside(optimizer: Optimizer) -> None:
                     f"{type(each).__name__} keeps data of parameters in its attribute {name!r}",
                     hint="a rank has some parameters only: keep what belongs to a parameter p in state[p]",
                 )
-    held = {id(t) for part in parts for t in kept_tensors(part.state.values())}
-    if any(id(t) not in held for t in kept_tensors(getattr(optimizer, "state", {}).values())):
+    held = {id(t) for part in parts for t in tensors_of([*part.state.values()])}
+    if any(id(t) not in held for t in tensors_of([*getattr(optimizer, "state", {}).values()])):
         raise PlanError(
             f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
             hint="it would not be saved: keep it in the state of one of these optimizers",
@@ -284,7 +284,7 @@ def _step_one(
             optimizer.step()
         most = max(most, scratch.peak_bytes)
     group["params"], param.grad = params, None
-    return storage_bytes(kept_tensors([part.state.get(param, {})])), most
+    return storage_bytes(tensors_of(part.state.get(param, {}))), most
 
 
 def _of_small(
@@ -303,7 +303,7 @@ def _of_small(
     states: dict[int, list[Tensor]] = {}
     for part in optimizers_of(optimizer):
         for param, state in part.state.items():
-            states[id(param)] = kept_tensors([state])
+            states[id(param)] = tensors_of(state)
     found = {}
     for name, param in small.items():
         state = states.get(id(param), [])
@@ -397,11 +397,6 @@ def _one(dtype: torch.dtype) -> float | int | bool:
     if dtype is torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1
-
-
-def kept_tensors(states: Iterable[Any]) -> list[Tensor]:
-    """What an optimizer keeps, inside lists too.  states: of its parameters."""
-    return [leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
