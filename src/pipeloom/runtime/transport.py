@@ -165,9 +165,7 @@ def gloo_group(
     return group
 
 
-def open_groups(
-    known: dict[SumGroup, Group], groups: Sequence[SumGroup], rank: int, make: MakeGroup
-) -> None:
+def open_groups(known: dict[SumGroup, Group], groups: Sequence[SumGroup], rank: int, make: MakeGroup) -> None:
     """Add to those that a rank knows the groups that it sums in, each without other ranks. All ranks
     of a group come to it after those before it, so none waits for ever."""
     for group in groups:
