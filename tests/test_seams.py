@@ -39,7 +39,6 @@ from pipeloom.planning import estimate
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.open_tier import TIERS
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.tier import TierOptions
 from pipeloom.schedules import formats, registry
 from pipeloom.simulator.simulate import simulate as simulate_simulate
 from pipeloom.viewer import labels, terminal
@@ -209,9 +208,9 @@ def trains(made: Plan) -> bool:
 def test_a_tier(tmp_path: Path) -> None:
     opened = []
 
-    def open_counted(options: TierOptions) -> FileTier:
-        opened.append(options.rank)
-        return FileTier(tmp_path, options.rank)
+    def open_counted(rank: int, directory: Path | None, first: bool) -> FileTier:
+        opened.append(rank)
+        return FileTier(tmp_path, rank)
 
     TIERS["cpu"] = open_counted
 

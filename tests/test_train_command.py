@@ -128,14 +128,6 @@ def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_file_and_other_flags_do_not_mix(folder: Path) -> None:
-    done = run(folder, "config.toml", "--ranks", "3")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: pipeline.ranks is to be 3, but the plan plan.json has 2\n")
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.slow
 def test_under_torchrun_each_process_is_a_rank(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeloom"]
     done = run(folder, "train", "config.toml", "--out", "a", command=torchrun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def _processes(
 def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measurement]]:
     """The same processes with files in a directory to offload to, which is made if need be: a disk that they
     share, as fast as it is found to be now, which takes a few seconds."""
-    from .profiler.host_copies import file_tier, free_disk
+    from .profiler.host_copies import file_tier
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measure
             f"cannot offload to {directory}: {error.strerror}", hint="name a folder on a disk with room"
         ) from None
     out, back, rows = file_tier(directory)
-    free_bytes = free_disk(directory) // len(cluster.devices)
+    free_bytes = shutil.disk_usage(directory).free // len(cluster.devices)
     devices = tuple(
         replace(device, host_link=out, host_link_back=back, host_memory_bytes=free_bytes, switch="disk")
         for device in cluster.devices

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
-from small import built, by_hand
+from small import by_hand
 
-from pipeloom.checks import schedules
-from pipeloom.ir import dependencies
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
@@ -110,16 +106,3 @@ def test_refuses_what_the_checks_refuse() -> None:
         lower(by_hand("0F0 0B0 0B1", "1F0 1B0 1F1 1B1"), chain(2))
     with pytest.raises(DeadlockError, match="rank 0 at 0B0 needs 1B0"):
         lower(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), chain(2))
-
-
-def test_work_per_action_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what the checks ask per action, in two sizes: near-linear time without a stopwatch."""
-    asked = Mock(side_effect=dependencies.needs)
-    monkeypatch.setattr(schedules, "needs", asked)
-    per_action = []
-    for ranks in (4, 16):
-        asked.reset_mock()
-        made = built("1f1b", ranks, 2 * ranks)
-        lower(made, chain(ranks))
-        per_action.append(asked.call_count / sum(map(len, made.rows)))
-    assert per_action[0] == per_action[1]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
-import numpy as np
 import pytest
 from small import built, by_hand
 
 from pipeloom.ir.action import AWAIT, OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I
-from pipeloom.ir.columns import AWAIT_, OFFLOAD_, RECOMPUTE_, RELOAD_
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import chain, replicate
@@ -19,8 +17,8 @@ from pipeloom.schedules import registry
 BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}), ahead=(0, 1))
 
 
-def lowered(name: str, microbatches: int, *, split: bool = False) -> str:
-    schedule = registry.build(name, chain(2), (0, 1), microbatches, split_backward=split)
+def lowered(name: str, microbatches: int) -> str:
+    schedule = registry.build(name, chain(2), (0, 1), microbatches)
     program = lower(schedule, chain(2), policy=BOTH)
     assert parse_program(microbatches, (0, 1), tuple(str(program).splitlines())) == program
     return str(program)
@@ -135,13 +133,3 @@ def without_copies(program: Program) -> tuple[tuple[object, ...], ...]:
         tuple(step for step in row if step.kind not in (OFFLOAD, AWAIT, RELOAD, RECOMPUTE))
         for row in program.rows
     )
-
-
-def test_large_programs_are_treated_as_small_ones() -> None:
-    schedule = built("1f1b", 8, 512)
-    policy = MemoryPolicy(stages=({"a": "offload", "b": "recompute"},) * 8, ahead=tuple(range(8)))
-    plain, treated = lower(schedule, chain(8)), lower(schedule, chain(8), policy=policy)
-    counts = np.bincount(treated.columns.kind)
-    assert counts[RECOMPUTE_] == 8 * 512 and counts[OFFLOAD_] == counts[RELOAD_] == 7 * 512
-    assert counts.sum() == len(plain.columns) + sum(counts[[OFFLOAD_, AWAIT_, RELOAD_, RECOMPUTE_]])
-    assert np.all(np.diff(treated.columns.offsets) > 0)

@@ -22,7 +22,7 @@ def say_and_fail(folder: str) -> None:
 
 
 def environment() -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "GLIBC_TUNABLES")
     print(" ".join(os.environ.get(name, "-") for name in names), "torch" in sys.modules)
     print("to stderr", file=sys.stderr)
 
@@ -32,10 +32,6 @@ def talk(folder: str) -> None:
     for number in range(20_000):
         print("line", number)
     say(folder)
-
-
-def tunables() -> None:
-    print(os.environ["GLIBC_TUNABLES"])
 
 
 def sleep(folder: str) -> None:

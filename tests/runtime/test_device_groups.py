@@ -108,7 +108,7 @@ def test_a_failure_ends_sums_too() -> None:
 def test_closing_shuts_down_the_groups_that_were_made_and_no_others() -> None:
     ended: list[str] = []
     made = transport([])
-    for group in (made._group, *made._edges.values(), *made._open.all()):
+    for group in (made._group, *made._edges.values(), *made._open.values()):
         group.shutdown = lambda name=group.called: ended.append(name)
     made.close()
     made.close()

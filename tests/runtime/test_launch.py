@@ -6,9 +6,7 @@ import importlib
 import io
 import json
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,17 +18,17 @@ from types import ModuleType
 import pytest
 from processes import run, start, until
 
-from pipeloom.ir.errors import ConfigError
 from pipeloom.runtime import launch as processes
-from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, Processes, StartedRanks, launch
+from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, Processes, StartedRanks
 
 HERE = Path(__file__).parent
 
 LAUNCHER = """
 import json, sys
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime import launch as processes
 import launch_targets
-sys.exit(launch(getattr(launch_targets, sys.argv[1]), **json.loads(sys.argv[2])))
+processes.GRACE_S = 0.5
+sys.exit(processes.launch(getattr(launch_targets, sys.argv[1]), 2, args=json.loads(sys.argv[2])))
 """
 
 Launch = Callable[..., subprocess.Popen[str]]
@@ -41,9 +39,8 @@ def launched() -> Iterator[Launch]:
     """Start the launcher in a process and a session of its own."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(target: str, *args: object, ranks: int = 2, **options: object) -> subprocess.Popen[str]:
-        call = json.dumps({"ranks": ranks, "args": args, **options})
-        started.append(start("-c", LAUNCHER, target, call, start_new_session=True))
+    def run(target: str, *args: object) -> subprocess.Popen[str]:
+        started.append(start("-c", LAUNCHER, target, json.dumps(args), start_new_session=True))
         return started[-1]
 
     yield run
@@ -71,36 +68,29 @@ def alive(pid: int) -> bool:
     return status.strip() != "" and not status.startswith("Z")
 
 
-def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(launched: Launch) -> None:
-    process = launched("environment")
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert sorted(out.splitlines()) == ["0 0 2 127.0.0.1 1 - False", "[rank 1] 1 1 2 127.0.0.1 1 - False"]
-    assert sorted(err.splitlines()) == ["[rank 1] to stderr", "to stderr"]
-
-
-def test_further_variables_and_the_callers_own_are_kept(
-    launched: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    out, _ = launched("environment", ranks=1, env={"EXTRA": "more"}).communicate(timeout=300)
-    assert out == "0 0 1 127.0.0.1 3 more False\n"
-
-
 @pytest.mark.parametrize(
     ("own", "seen"),
     [
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+        ({}, "1 glibc.malloc.hugetlb=1"),
+        (
+            {"OMP_NUM_THREADS": "3", "GLIBC_TUNABLES": "glibc.malloc.arena_max=2"},
+            "3 glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1",
+        ),
     ],
 )
-def test_ranks_ask_for_huge_pages_unless_the_caller_has_decided(
-    launched: Launch, monkeypatch: pytest.MonkeyPatch, own: str, seen: str
+def test_ranks_see_what_torchrun_sets_and_the_callers_own_and_output_names_the_rank(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], seen: str
 ) -> None:
-    monkeypatch.setenv("GLIBC_TUNABLES", own)
-    out, _ = launched("tunables", ranks=1).communicate(timeout=300)
-    assert out == f"{seen}\n"
+    for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in own.items():
+        monkeypatch.setenv(name, text)
+    process = launched("environment")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0
+    expected = f"2 127.0.0.1 {seen} False"
+    assert sorted(out.splitlines()) == [f"0 0 {expected}", f"[rank 1] 1 1 {expected}"]
+    assert sorted(err.splitlines()) == ["[rank 1] to stderr", "to stderr"]
 
 
 def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
@@ -119,7 +109,7 @@ def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
 
 def test_a_failing_rank_ends_all_ranks(launched: Launch, tmp_path: Path) -> None:
     """Also ranks that do not listen, and what they started."""
-    process = launched("fail_on_1", str(tmp_path), grace_s=0.5)
+    process = launched("fail_on_1", str(tmp_path))
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert err.startswith("rank 1 failed:\nTraceback (most recent call last):\n")
@@ -198,21 +188,6 @@ def test_no_process_stays_when_the_launcher_is_killed(launched: Launch, tmp_path
     until(lambda: not any(alive(pid) for pid in started))
 
 
-def test_a_port_in_use_is_one_clear_sentence() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError) as found:
-            launch(print, 2, port=port)
-    assert found.value.message == f"port {port} is in use"
-
-
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="0 processes"):
-        launch(print, 0)
-
-
 def test_ranks_go_on_when_nobody_reads_what_they_say(launched: Launch, tmp_path: Path) -> None:
     process = launched("talk", str(tmp_path))
     assert process.stdout is not None and process.stderr is not None
@@ -237,7 +212,8 @@ def test_ranks_prepare_several_things_before_they_know_their_work(
     for folder in folders:
         folder.mkdir()
     first, second, ran = map(str, folders)
-    with StartedRanks(2, prepare=targets.say_and_fail, args=(first,)) as started:
+    with StartedRanks(2) as started:
+        started.prepare(targets.say_and_fail, (first,))
         started.prepare(targets.say_and_fail, (second,))
         before = pids(folders[1], 2)
         assert pids(folders[0], 2) == before
@@ -249,10 +225,8 @@ def test_ranks_that_get_no_work_end_without_a_word(
     tmp_path: Path, targets: ModuleType, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ready: list[int] = []
-    with (
-        pytest.raises(ValueError, match="no plan"),
-        StartedRanks(2, prepare=targets.say_and_fail, args=(str(tmp_path),)),
-    ):
+    with pytest.raises(ValueError, match="no plan"), StartedRanks(2) as started:
+        started.prepare(targets.say_and_fail, (str(tmp_path),))
         ready += pids(tmp_path, 2)
         raise ValueError("no plan")
     assert not any(alive(pid) for pid in ready)
@@ -354,7 +328,7 @@ def test_a_pipe_is_read_to_its_end_whatever_happens(monkeypatch: pytest.MonkeyPa
     raised: list[object] = []
     closed_at: list[int] = []
     monkeypatch.setattr(threading, "excepthook", lambda hook: raised.append(hook.exc_value))
-    ranks = Processes(pickle.dumps((bool, ())))
+    ranks = Processes()
     ranks._print(Pipe(b"one\ntwo\nthree\n"), Closed(), 1)
     ranks._printers[0].join()
     assert closed_at == [14] and isinstance(raised[0], ValueError)

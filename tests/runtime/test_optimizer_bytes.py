@@ -2,22 +2,20 @@
 
 import inspect
 import threading
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from optimizers import BOTH, CLASSES, REFUSED, TRAINS, Make, MuonAndAdamW, maker
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes, step_bytes
 from pipeloom.runtime.optimizer_bytes import default_optimizer, optimizers_of, stand_in, update_bytes
 from pipeloom.runtime.weights import Weights
 from pipeloom.tracer.random import seeded
+from pipeloom.tracer.tensors import LiveBytes, tensors_of
 
 SHAPES = {"a": (96, 40), "b": (40, 24), "c": (24,), "d": (96, 40), "e": (2, 3, 4)}
 
@@ -31,24 +29,6 @@ def counted(make: Make | None, name: str = "", accelerated: bool = False) -> dic
     return update_bytes(make, params, accelerated)
 
 
-class Live(TorchDispatchMode):
-    """The most bytes of storages that are alive at once, of those that ops make."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.known = {t.untyped_storage()._cdata for t in known}
-        self.alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                self.alive.add(tensor.untyped_storage())
-        self.most = max(self.most, sum(s.nbytes() for s in self.alive))
-        return made
-
-
 def measured(make: Make, name: str) -> tuple[int, int]:
     """Bytes of state, and the most scratch of ten steps, on the CPU."""
     torch.manual_seed(0)
@@ -58,13 +38,12 @@ def measured(make: Make, name: str) -> tuple[int, int]:
     for step in range(10):
         for p in params:
             p.grad = torch.randn_like(p)
-        states = [o.state for o in optimizers_of(optimizer)]
-        held = [t for s in states for t in tree_leaves([*s.values()]) if isinstance(t, Tensor)]
-        with Live([*params, *(p.grad for p in params if p.grad is not None), *held]) as live:
+        with LiveBytes() as live:
             optimizer.step()
         if step:  # the first one makes the state
-            most = max(most, live.most)
-    return sum(t.nbytes for t in held), most
+            most = max(most, live.peak_bytes)
+    states = [[*o.state.values()] for o in optimizers_of(optimizer)]
+    return sum(t.nbytes for t in tensors_of(states)), most
 
 
 def flags(name: str) -> list[dict[str, bool]]:

@@ -61,7 +61,7 @@ def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
             assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.used_bytes == 0
         assert pipeline.ledger.peak == sum(pipeline.ledger.at_peak.values())
         # However slow copies are, there are never more than a step's and those of the one broken off before.
-        assert tier.peak_bytes <= 2 * plan.microbatches * each
+        assert pipeline.ledger.host_peak <= 2 * plan.microbatches * each
 
 
 def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from unittest.mock import patch
 
-from runs import capture_of, each_rank, even, plan_for
+from runs import capture_of, each_rank, plan_for
 from torch import Tensor
 
 from pipeloom import Job, Pipeline, forecast, planning
@@ -76,11 +76,10 @@ def compare(
     stages: int,
     schedule: str,
     *,
-    evenly: bool = False,
     share: float | None = None,
     ahead: bool = False,
 ) -> list[Peaks]:
-    """Run two steps on threads; one entry per stage. evenly: cut by the number of ops alone.
+    """Run two steps on threads; one entry per stage.
 
     share: residuals are recomputed until each stage needs no more than this between the least that the
     optimisation reaches (0) and all it needs (1).  ahead: in an action of its own.
@@ -88,7 +87,7 @@ def compare(
     """
     captured = capture_of(job, SIZE)
     graph = planning.with_updates(captured.graph, job)
-    stage_of = (even if evenly else calm)(graph, stages)
+    stage_of = calm(graph, stages)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, microbatch_size=SIZE, schedule=schedule)
 
     model, cut = _model(graph, stages), plan.stage_graph(graph)

@@ -6,7 +6,6 @@ simulation of the same program with the same times.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W, parse_action
-from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.dependencies import needs, produces
-from pipeloom.ir.flow import dag, flow_of
+from pipeloom.ir.costs import StageCost
 from pipeloom.ir.graph import Value
-from pipeloom.ir.memory_policy import KEEP_ALL, MemoryPolicy
 from pipeloom.ir.schedule import Program
-from pipeloom.ir.stages import StageGraph, replicate
+from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weights import Updates
-from pipeloom.lowering.passes import lower
 from pipeloom.lowering.steady import SteadyRows
-from pipeloom.runtime.channel import Channel, dist_channel
-from pipeloom.runtime.connect import connect, watch_ranks
+from pipeloom.runtime.channel import Channel
 from pipeloom.runtime.file_tier import FileCopy, FileTier
 from pipeloom.runtime.ledger import Ledger
 from pipeloom.runtime.rank import Microbatch, Rank, Variant
@@ -39,7 +33,6 @@ from pipeloom.runtime.tier import Tier
 from pipeloom.runtime.transport import PendingTransfer, SumGroup
 from pipeloom.runtime.watch import Watch
 from pipeloom.runtime.weights import Weights
-from pipeloom.schedules import registry
 from pipeloom.steady_run import SteadyRun
 from pipeloom.step_reports import StepRecord
 from pipeloom.tracer.stage.functions import Sink, Slot, StageFunctions, Tensors
@@ -292,50 +285,3 @@ class PacedSteadyRank:
             )
 
         transport.all_reduce = all_reduce  # type: ignore[method-assign]
-
-
-# Paced ranks for tests: small programs, and what must hold of every step of theirs.
-
-
-SECONDS = 1e-4
-
-
-def program_of(name: str, policy: MemoryPolicy = KEEP_ALL) -> tuple[Program, StageGraph]:
-    shape, placement = registry.default_placement(name, 2)
-    count = len(placement) // shape.replicas
-    one = dag(count, [(s, s + 1) for s in range(count - 1)], value_bytes=1024)
-    stages = replicate(one, shape.replicas)
-    return lower(registry.build(name, stages, placement, 4), stages, policy=policy), stages
-
-
-def costs_of(stages: StageGraph) -> tuple[StageCost, ...]:
-    return equal_costs(len(stages.stages), forward_s=SECONDS, input_grad_s=2 * SECONDS, weight_grad_s=SECONDS)
-
-
-def assert_in_order(timeline: Timeline, program: Program, stages: StageGraph) -> None:
-    """By the clock that all ranks share: an action starts after what it needs has ended."""
-    done: dict[object, float] = {}
-    flow = flow_of(stages)
-    for rank, row in enumerate(program.rows):
-        computed = [e for e in timeline.events if e.rank == rank and e.stream == "compute"]
-        wanted = [str(step) for step in row if str(step)[-1].isdigit() and "_" not in str(step)]
-        assert [e.action for e in computed if not e.action.endswith("STEP")] == wanted
-    events = [e for e in timeline.events if e.stream == "compute" and not e.action.endswith("STEP")]
-    for event in events:
-        done |= dict.fromkeys(produces(parse_action(event.action)), event.end_s)
-    for event in events:
-        for need in needs(parse_action(event.action), flow):
-            assert event.start_s >= done[need], f"{event.action} at {event.start_s} before {need}"
-
-
-def paced_step(name: str, file: Path) -> None:
-    """What one rank runs; rank 0 writes the ranks whose actions it has seen."""
-    group = connect(torch.device("cpu"), timeout_s=300)
-    program, stages = program_of(name)
-    costs = costs_of(stages)
-    with watch_ranks(group) as watch:
-        channel = dist_channel(group, watch, device=torch.device("cpu"), timeout_s=300)
-        timeline = PacedRank(program, stages, costs, channel, watch).step()
-    assert_in_order(timeline, program, stages)
-    if channel.rank == 0:
-        file.write_text(json.dumps(sorted({e.rank for e in timeline.events})))

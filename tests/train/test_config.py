@@ -87,11 +87,6 @@ def test_a_dotted_key_may_stand_in_quotes(tmp_path: Path) -> None:
     assert config.model == ModelConfig(width=96, layers=2, heads=3)
 
 
-def test_a_config_is_written_whole() -> None:
-    text = write_config(read_config(None, ["pipeline.ranks=3"]))
-    assert "ranks = 3" in text and "microbatches = 8" in text
-
-
 @pytest.mark.parametrize(
     ("text", "key", "word"),
     [

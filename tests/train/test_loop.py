@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_run import lines
 
-from pipeloom.ir.errors import CheckpointError, PipeloomError
+from pipeloom.ir.errors import PipeloomError
 from pipeloom.train.config import Config
 from pipeloom.train.loop import TrainOutcome, resume_from, train
 
@@ -81,17 +81,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Config, run: Callable, 
     assert outcome.comparison is not None and outcome.comparison.windows[0].steps == 4
 
 
-def test_a_finished_run_makes_no_step(tiny: Config, run: Callable, tmp_path: Path) -> None:
-    run(tiny, "a")
-    before = lines(tmp_path / "a")
-    outcome = run(tiny, "a", resume=True)
-    assert (outcome.first_step, outcome.steps, outcome.timeline) == (12, 12, None)
-    assert lines(tmp_path / "a") == before
-    longer = dataclasses.replace(tiny, steps=14)
-    assert run(longer, "a", resume=True).steps == 14
-    assert [line["step"] for line in lines(tmp_path / "a")] == list(range(15))
-
-
 def test_a_resumed_run_trains_at_the_rate_of_its_config(
     tiny: Config, run: Callable, plain: Callable, tmp_path: Path
 ) -> None:
@@ -113,15 +102,6 @@ def test_a_resumed_run_trains_at_the_rate_of_its_config(
     train(pipeline, changed, workload, out, console=console())
     said = [line["learning_rate"] for line in lines(out) if line["step"] > 12]
     assert taken == [(rate, 0.5) for rate in said] and len(said) == 8
-
-
-def test_nothing_to_resume_and_other_data(tiny: Config, run: Callable, change_text: Callable) -> None:
-    with pytest.raises(CheckpointError, match="checkpoint directory .* does not exist"):
-        run(tiny, "a", resume=True)
-    run(tiny, "a")
-    change_text()
-    with pytest.raises(CheckpointError, match="is of other data"):
-        run(tiny, "a", resume=True)
 
 
 def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import figures, good
@@ -27,7 +28,7 @@ from pipeloom.train.measured_steps import why_not_rehearsed
 @pytest.fixture
 def quick(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No process is started, and a rehearsal is one walk."""
-    monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext(Mock()))
     monkeypatch.setattr("pipeloom.forecast.ENOUGH_S", 0.0)
     monkeypatch.delenv("RANK", raising=False)
     return folder

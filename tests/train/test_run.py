@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_bench_does_what_was_asked_for(here: None, folder: Path, monkeypatch: py
         raise AssertionError("a step that nobody asked for was run")
 
     monkeypatch.setattr("pipeloom.runtime.rehearsal.Rehearsal.time_actions", refuse_to_rehearse)
-    monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipeloom.train.rank_processes.StartedRanks", lambda *_, **__: nullcontext(Mock()))
     words = ("--ranks", "1", "-m", "2", "--microbatch-size", "2", "--steps", "1", "--warmup", "0")
     printed = good("bench", "mine.py:words", *words)
     assert "(median of 1)" in printed and "by the plan's profile" in printed

@@ -13,7 +13,7 @@ import pytest
 from processes import start
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train.run_directory import LOCK, Metrics, find_run, run_directory
+from pipeloom.train.run_directory import LOCK, Metrics, find_run, read_metrics, run_directory
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_metrics_are_on_disk_at_once_and_a_full_disk_is_one_sentence(here: Path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with Metrics(file, after_step=9) as metrics:
-        assert [line.step for line in metrics.read()] == list(range(8))
+        assert [line.step for line in read_metrics(metrics.path)] == list(range(8))
 
 
 DAMAGED = [b"", b"\0" * 40, b'{"step": 2, "x": "\xff"}', b"[2]", b'{"step": 2, "loss": "1"}', b"[" * 100_000]
@@ -166,7 +166,7 @@ def test_what_is_no_line_of_figures_is_dropped(
     first, third = b'{"step": 1, "loss": 3.0}\n', b'{"step": 3, "loss": 2.0, "a": 1}\n'
     file.write_bytes(first + damage + b"\n" + third + b'{"step": 4')
     with Metrics(file, after_step=5) as metrics:
-        assert [(line.step, line.loss) for line in metrics.read()] == [(1, 3.0), (3, 2.0)]
+        assert [(line.step, line.loss) for line in read_metrics(metrics.path)] == [(1, 3.0), (3, 2.0)]
     assert file.read_bytes() == first + third
     assert "1 lines" in caplog.text
 
@@ -177,7 +177,7 @@ def test_losses_that_are_no_numbers_are_read_again(here: Path) -> None:
             if not after_step:
                 metrics.write({"step": 1, "loss": math.inf, "grad_norm": math.nan})
                 metrics.write({"step": 2, "loss": 1.0, "validation_loss": -math.inf})
-            lines = metrics.read()
+            lines = read_metrics(metrics.path)
             assert [(line.loss, line.validation_loss) for line in lines] == [
                 (math.inf, None),
                 (1.0, -math.inf),

@@ -22,7 +22,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.ir.weights import Updates
 from pipeloom.lowering.passes import lower
 from pipeloom.runtime.rank import Rank, RankWork
-from pipeloom.schedules.registry import build_steady, in_flight
+from pipeloom.schedules.registry import build_steady
 from pipeloom.simulator.simulate import simulate
 
 TABLE = (
@@ -78,19 +78,3 @@ def test_the_published_table_op_for_op() -> None:
             name, _, start = word.partition("@")
             action = f"{stage}{name[0]}{int(name[1:].partition('/')[0]) - 1}"
             assert starts[action] == pytest.approx(float(start), abs=1e-6), f"stage {stage + 1}: {word}"
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("depth", "microbatches"), [(2, 1), (3, 2), (4, 3), (4, 4), (3, 9)])
-@pytest.mark.parametrize("policy", ["2bw", "stash"])
-def test_at_most_d_minus_s_micro_batches_are_in_flight(depth: int, microbatches: int, policy: str) -> None:
-    """Planned, and counted in a run: forwards less backwards of each stage."""
-    plan = steady_plan(job_of(), depth, microbatches, policy)
-    limits = [depth - stage for stage in range(depth)]
-    assert list(in_flight(plan.as_schedule)) == limits
-    for stage, row in as_run(plan).items():
-        now = most = 0
-        for kind, _, _ in row:
-            now += 1 if kind == "F" else -1
-            most = max(most, now)
-        assert most <= limits[stage] and now == 0

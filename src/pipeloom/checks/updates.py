@@ -70,18 +70,17 @@ def prove_updates(
     stages: StageGraph,
     *,
     updates: Updates | None = None,
-    sums: Sums | None = None,
     shares: Sequence[OptimizerShares] = (),
     trained: Iterable[str] | None = None,
 ) -> UpdateProof:
     """Prove it for a program that trains.
 
-    stages: of all replicas.  updates: of a program with several.  sums: by default those of the stages.
+    stages: of all replicas.  updates: of a program with several.
     shares: of all ranks who updates which parameter; empty where each updates all that it holds.
     trained: parameters; by default all.
     Raises: ScheduleError with the parameter or the action, and the rank.
     """
-    sums = sums_of(stages, program.placement, shares) if sums is None else sums
+    sums = sums_of(stages, program.placement, shares)
     known = None if trained is None else set(trained)
     readers: dict[str, list[int]] = {}
     for stage, names in enumerate(stages.params):

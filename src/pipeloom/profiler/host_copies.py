@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -42,7 +41,7 @@ def file_tier(directory: Path, *, file_bytes: int = FILE_BYTES) -> tuple[Link, L
             for _ in range(REPEATS):
                 writes.append(file_bytes / _seconds(lambda: _write(number, source)))
                 os.posix_fadvise(number, 0, file_bytes, os.POSIX_FADV_DONTNEED)
-                reads.append(file_bytes / _seconds(lambda: _read(number, target)))
+                reads.append(file_bytes / _seconds(lambda: os.preadv(number, [target.numpy().data], 0)))
     except OSError as error:
         raise ConfigError(
             f"cannot keep a file of {file_bytes // MiB} MiB in {directory}: {error.strerror}",
@@ -52,11 +51,6 @@ def file_tier(directory: Path, *, file_bytes: int = FILE_BYTES) -> tuple[Link, L
     return Link(bandwidth_bytes_per_s=rows[0].value), Link(bandwidth_bytes_per_s=rows[1].value), rows
 
 
-def free_disk(directory: Path) -> int:
-    """Bytes that files in a directory may take."""
-    return shutil.disk_usage(directory).free
-
-
 def _seconds(run: Callable[[], object]) -> float:
     start = perf_counter()
     run()
@@ -64,18 +58,8 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _write(file: int, source: Tensor) -> None:
-    left, at = memoryview(source.numpy().data), 0
-    while left:
-        at += (done := os.pwrite(file, left, at))
-        left = left[done:]
+    os.pwrite(file, source.numpy().data, 0)
     os.fdatasync(file)
-
-
-def _read(file: int, target: Tensor) -> None:
-    left, at = memoryview(target.numpy().data), 0
-    while left:
-        at += (done := os.preadv(file, [left], at))
-        left = left[done:]
 
 
 def pinned_copies(where: torch.device) -> tuple[Link, Link, list[Measurement]]:

@@ -127,10 +127,6 @@ class Failure:
     found_by: int | None = None
     table: str = ""
 
-    @property
-    def who(self) -> str:
-        return "another rank" if self.rank is None else f"rank {self.rank}"
-
 
 class StoreCalls:
     """Makes calls on one connection to a store, one after the other, in a thread of its own.

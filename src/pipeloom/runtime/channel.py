@@ -1,7 +1,7 @@
 """The channel: how a rank exchanges tensors with the other ranks of its pipeline.
 
 A `Channel` decides what to post, keep, wait for and free; a `Transport` moves the bytes. Receives are posted
-ahead of need, since a transfer starts only once both ends are posted: with `ahead` receives posted per
+ahead of need, since a transfer starts only once both ends are posted: with `AHEAD` receives posted per
 source, the next messages arrive while this rank computes.
 
     buffers of one source      | in use | arrived or arriving | buffer taken |  no buffer yet
@@ -48,6 +48,8 @@ from .watch import Watch
 
 T = TypeVar("T")
 
+AHEAD = 2
+"""Receives kept posted per source."""
 
 LOCAL_INTERVAL_S = 0.1
 """How often threads look whether another one has failed."""
@@ -104,27 +106,19 @@ class Channel:
     """How a rank exchanges tensors with the other ranks of its pipeline, over any transport.
 
     watch: entered by the caller before the first step.
-    device: where receive buffers live.  ahead: receives kept posted per source.
-    timeout_s: limit of each single wait.
+    device: where receive buffers live.  timeout_s: limit of each single wait.
     A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
     is held; a small one of a CPU at `end` or `finish_send`.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        watch: Watch,
-        *,
-        device: torch.device,
-        ahead: int = 2,
-        timeout_s: float = 300.0,
+        self, transport: Transport, watch: Watch, *, device: torch.device, timeout_s: float = 300.0
     ) -> None:
         self.rank = transport.rank
         self.ranks = transport.ranks
         self._sending_bytes = 0
         self._transport = transport
         self.watch = watch
-        self._ahead = ahead
         self._timeout_s = timeout_s
         self._pool = BufferPool(device)
         self._sources: dict[int, MessageSource] = {}
@@ -150,7 +144,7 @@ class Channel:
     def begin(self, incoming: Sequence[Message]) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them.
 
-        Posts the first `ahead` receives of each source.
+        Posts the first `AHEAD` receives of each source.
         """
         self.watch.check()
         self._free_finished_sends()
@@ -162,7 +156,7 @@ class Channel:
             source = self._sources.setdefault(rank, MessageSource())
             source.messages = tuple(messages)
             source.waiting_for = {message.key: index for index, message in enumerate(messages)}
-            self._take_buffers(source, self._ahead)
+            self._take_buffers(source, AHEAD)
         self._post_receives()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -218,7 +212,7 @@ class Channel:
         del self._receives[message.key]
         self._in_use[message.key] = buffer
         source.received += 1
-        self._take_buffers(source, source.received + self._ahead)
+        self._take_buffers(source, source.received + AHEAD)
         if source.posted == source.received:
             self._post_receives()  # no receive is posted: none may wait for the next call
         return unpack(message, buffer)
@@ -228,7 +222,7 @@ class Channel:
         source = self._sources.get(message.source)
         if source is None:
             return 0
-        end = max(source.waiting_for.get(message.key, -1), source.received + self._ahead) + 1
+        end = max(source.waiting_for.get(message.key, -1), source.received + AHEAD) + 1
         return sum(later.bytes for later in source.messages[source.with_buffer : end])
 
     def finish_send(self) -> bool:
@@ -413,7 +407,6 @@ def dist_channel(
     watch: Watch,
     *,
     device: torch.device,
-    ahead: int = 2,
     timeout_s: float = 300.0,
     pairs: Iterable[tuple[int, int]] | None = None,
 ) -> Channel:
@@ -441,15 +434,10 @@ def dist_channel(
             timeout_s=timeout_s,
             pairs=pairs,
         )
-    return Channel(transport, watch, device=device, ahead=ahead, timeout_s=timeout_s)
+    return Channel(transport, watch, device=device, timeout_s=timeout_s)
 
 
-def local_channels(
-    ranks: int,
-    *,
-    ahead: int = 2,
-    timeout_s: float = 300.0,
-) -> list[Channel]:
+def local_channels(ranks: int, *, timeout_s: float = 300.0) -> list[Channel]:
     """Channels of ranks 0 to `ranks` - 1 as threads of this process, each to be entered (`channel.watch`) and
     used by its thread.
     """
@@ -462,7 +450,7 @@ def local_channels(
         watch = Watch(Board(store, rank, ranks, interval_s=LOCAL_INTERVAL_S, lost_s=math.inf))
         cpu = torch.device("cpu")
         transport = GlooTransport(group, make)
-        return Channel(transport, watch, device=cpu, ahead=ahead, timeout_s=timeout_s)
+        return Channel(transport, watch, device=cpu, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(ranks) as pool:  # a group is there once all its ranks have come
         return list(pool.map(channel, range(ranks)))

@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from ..ir.errors import ConfigError
 from .connect import BACKEND_PATIENCE
-from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, OpenGroups, PendingTransfer, SumGroup
+from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, PendingTransfer, SumGroup, open_groups
 from .watch import Waiting, Watch
 
 UNREACHED_PATIENCE = BACKEND_PATIENCE / 2
@@ -161,7 +161,8 @@ class DeviceTransport:
         self._group = group
         self._device = device
         self._aborted = False
-        self._open = OpenGroups(self.rank, make)
+        self._make = make
+        self._open: dict[SumGroup, Group] = {}
         self._control = GlooTransport(make_control("control data", self.rank, self.ranks), make_control)
         self._edges: dict[tuple[int, int], Group] = {}
         # Make all communicators now, in one order on all ranks. A communicator is made by the first transfer
@@ -195,7 +196,7 @@ class DeviceTransport:
         return send
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        self._open.open(groups)
+        open_groups(self._open, groups, self.rank, self._make)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if tensor.device.type != self._device.type:
@@ -218,7 +219,7 @@ class DeviceTransport:
         return self._control.all_gather_object(value, timeout_s)
 
     def interrupt(self) -> None:
-        groups = (*self._edges.values(), self._group, *self._open.all())
+        groups = (*self._edges.values(), self._group, *self._open.values())
         self._aborted = True
         self._control.interrupt()
         for group in groups:
@@ -229,7 +230,7 @@ class DeviceTransport:
         self._lookout.close()
         self._control.close()
         if not self._aborted:  # to shut one down waits for its operations, and these may never end then
-            for group in [*self._open.all()[::-1], *[*self._edges.values()][::-1]]:
+            for group in [*self._edges.values(), *self._open.values()][::-1]:
                 group.shutdown()
         self._edges.clear()
         self._open.clear()

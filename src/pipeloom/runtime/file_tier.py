@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 import warnings
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +27,7 @@ from torch import Tensor
 from ..ir.errors import ConfigError, OffloadError
 from ..ir.text import format_bytes
 from ..tracer.stage.functions import Tensors
-from .tier import TensorLayout, TierOptions, bytes_of
+from .tier import TensorLayout, bytes_of
 
 PAGE = 4096
 CHECK_INTERVAL_S = 0.2
@@ -36,16 +35,15 @@ CHECK_INTERVAL_S = 0.2
 
 
 class FileAllocator:
-    """Which byte ranges of a file are used and which are free. For one thread at a time.
-
-        | used | free     | used | free |end        two free ranges never touch: they are merged
+    """Which places of a file are taken. Places lie end to end, and a free one is taken by what fits into it;
+    once all are free, the file is divided anew. For one thread at a time.
 
     end: length of the file in bytes.
     reserve: makes the file longer; called with where it ends and by how much, before anything is changed.
 
     >>> allocator = FileAllocator(lambda end, size: None)
     >>> a, b = allocator.allocate(100), allocator.allocate(50)
-    >>> allocator.free(a, 100)
+    >>> allocator.free(a)
     >>> a, b, allocator.allocate(40), allocator.end
     (0, 100, 0, 150)
     """
@@ -53,40 +51,29 @@ class FileAllocator:
     def __init__(self, reserve: Callable[[int, int], None]) -> None:
         self.end = 0
         self._reserve = reserve
-        self._free: list[tuple[int, int]] = []  # (begin, size), in order
+        self._sizes: dict[int, int] = {}  # of all places, by where they begin
+        self._free: set[int] = set()
 
     def allocate(self, size: int) -> int:
-        """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
+        """The offset of the smallest free place for `size` bytes, above 0, or of a new one.
 
         Raises: what `reserve` does; nothing is allocated then.
         """
-        if size == 0:
-            return self.end
-        fits = [(room, begin) for begin, room in self._free if room >= size]
-        if fits:
-            room, begin = min(fits)
-            self._free.remove((begin, room))
-            if room > size:
-                insort(self._free, (begin + size, room - size))
+        if len(self._free) == len(self._sizes):
+            self._free, self._sizes = set(), {}
+        if fits := [(room, at) for at in self._free if (room := self._sizes[at]) >= size]:
+            _, begin = min(fits)
+            self._free.remove(begin)
             return begin
-        begin, room = self._free[-1] if self._free and sum(self._free[-1]) == self.end else (self.end, 0)
-        self._reserve(self.end, size - room)
-        self.end += size - room
-        if room:
-            self._free.pop()
+        begin = sum(self._sizes.values())
+        if (more := begin + size - self.end) > 0:
+            self._reserve(self.end, more)
+            self.end += more
+        self._sizes[begin] = size
         return begin
 
-    def free(self, begin: int, size: int) -> None:
-        """Free a range that was allocated with this size."""
-        if size == 0:
-            return
-        at = bisect_left(self._free, (begin, 0))
-        if at < len(self._free) and self._free[at][0] == begin + size:
-            size += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == begin:
-            begin, before = self._free.pop(at - 1)
-            size += before
-        insort(self._free, (begin, size))
+    def free(self, begin: int) -> None:
+        self._free.add(begin)
 
 
 @dataclass(eq=False)
@@ -116,7 +103,7 @@ class FileCopy:
 
     @property
     def file_bytes(self) -> int:
-        return sum(_page_aligned(layout.bytes) for layout in self.layouts)
+        return sum(_page_aligned(layout.bytes) for layout in self.layouts) or PAGE
 
     def gone(self) -> bool:
         if self.away.done():
@@ -158,7 +145,7 @@ class FileTier:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = 0
         self._directory, self._rank = directory, rank
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -257,7 +244,7 @@ class FileTier:
         finally:
             self._change_used(-copy.bytes)
             with self._lock:
-                self._allocator.free(copy.file_offset, copy.file_bytes)
+                self._allocator.free(copy.file_offset)
 
     def _refuse_if_closed(self, copy: FileCopy) -> None:
         if self._closed:
@@ -281,7 +268,6 @@ class FileTier:
         """Both the caller's thread and the one that reads change `used_bytes`."""
         with self._lock:
             self.used_bytes += change
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _forget_pages(self, copy: FileCopy) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""
@@ -301,19 +287,19 @@ _ELSEWHERE = "name another directory with --offload-dir (Options.offload_dir)"
 _RESUME = "then resume from the last checkpoint: what was learnt since then is lost"
 
 
-def open_file_tier(options: TierOptions) -> FileTier:
+def open_file_tier(rank: int, directory: Path | None, first: bool) -> FileTier:
     """A file in the folder that the user named, or in the system's for temporary ones.
 
-    Warns, once per run, where files in that folder would take memory instead of freeing it.
+    first: of all ranks that offload; it warns where files there would take memory instead of freeing it.
     """
-    folder = options.directory or Path(tempfile.gettempdir())
-    if options.first and lies_in_memory(folder):
+    folder = directory or Path(tempfile.gettempdir())
+    if first and lies_in_memory(folder):
         warnings.warn(
             f"offloaded residuals go to {folder}, which lies in memory (tmpfs): offloading frees none there; "
             "name a folder on a disk with --offload-dir (Options.offload_dir)",
             stacklevel=5,  # whoever made the pipeline
         )
-    return FileTier(folder, options.rank)
+    return FileTier(folder, rank)
 
 
 def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool:

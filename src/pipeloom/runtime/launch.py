@@ -7,7 +7,6 @@ started.
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import select
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -108,13 +107,9 @@ def _send(rank: _Rank, data: bytes, *, last: bool = False) -> None:
 
 
 class Processes:
-    """All ranks of this machine.
+    """All ranks of this machine."""
 
-    prepare: a pickled function and arguments, which each rank calls while it waits for its work.
-    """
-
-    def __init__(self, prepare: bytes) -> None:
-        self._prepare = pickle.dumps(prepare)
+    def __init__(self) -> None:
         self._ranks: list[_Rank] = []
         self._printers: list[threading.Thread] = []
         self._printing = threading.Lock()
@@ -147,24 +142,11 @@ class Processes:
         self._selector.register(report, selectors.EVENT_READ, started)
         self._print(process.stdout, sys.stdout, rank)
         self._print(process.stderr, sys.stderr, rank)
-        _send(started, self._prepare)
 
-    def prepare(self, more: bytes) -> None:
-        """Let all ranks prepare something else, after what they began with.
-
-        more: a pickled function and its arguments.
-        """
+    def send(self, message: object, *, last: bool = False) -> None:
+        """Tell all ranks what `child.py` reads: a pickled function and arguments; or, last, their work."""
         for rank in self._ranks:
-            _send(rank, pickle.dumps(more))
-
-    def give(self, work: bytes, main_file: str | None) -> None:
-        """Tell all ranks what to run.
-
-        work: the pickled target and arguments.  main_file: the script to load first, if it defines the
-        target.
-        """
-        for rank in self._ranks:
-            _send(rank, pickle.dumps((main_file, sys.path, work)), last=True)
+            _send(rank, pickle.dumps(message), last=last)
 
     def exit_if_one_failed(self) -> None:
         """Raises: SystemExit with the status of a rank that has failed, once what it died of is told."""
@@ -173,10 +155,9 @@ class Processes:
         if self._cause is not None:
             sys.exit(self._cause.status or 1)
 
-    def wait(self, grace_s: float | None = None) -> int:
+    def wait(self) -> int:
         """Wait until all ranks have ended; tell what failed first.
 
-        grace_s: for the others after one has failed; None for `GRACE_S`, or `KILLED_GRACE_S`.
         Returns: 0, or the exit status of the rank that failed first.
         """
         limit: float | None = None
@@ -186,8 +167,7 @@ class Processes:
                 self._listen(rank)
             if limit is None and (failed := [rank for rank in self._ranks if rank.status]):
                 killed = all(rank.killed for rank in failed)
-                usual_s = KILLED_GRACE_S if killed else GRACE_S
-                limit = time.monotonic() + (usual_s if grace_s is None else grace_s)
+                limit = time.monotonic() + (KILLED_GRACE_S if killed else GRACE_S)
             if limit is not None and time.monotonic() >= limit:
                 break
         self.stop()
@@ -362,30 +342,20 @@ class LauncherStore:
         os.close(self._closed_read)
 
 
-def launch(
-    target: Callable[..., object],
-    ranks: int,
-    *,
-    args: Sequence[object] = (),
-    port: int | None = None,
-    env: Mapping[str, str] | None = None,
-    grace_s: float | None = None,
-) -> int:
+def launch(target: Callable[..., object], ranks: int, *, args: Sequence[object] = ()) -> int:
     """Run `target(*args)` in `ranks` new processes on this machine and wait until all have ended.
 
+    After a rank has failed the others get 5 s to end by themselves, 1 s if a signal killed it, as it told
+    them nothing to pass on; then SIGTERM and SIGKILL.
+
     target, args: must be picklable; a script that gives its own function needs the usual `__name__` guard.
-    port: where the ranks find each other; None takes a free one.
-    env: further environment variables for all ranks.
-    grace_s: after a rank failed, the others get so long to end by themselves, then SIGTERM and SIGKILL; by
-        default 5 s, and 1 s after one that a signal killed, as it told them nothing to pass on.
     Returns: 0, or the exit status of the rank that failed first (128 + signal if it was killed). What that
         rank failed with has then been printed to standard error, once. What ranks other than 0 write is
         printed with the rank before each line.
-    Raises: ConfigError if the port is taken or `ranks` is not positive; KeyboardInterrupt on Ctrl-C and
-        SystemExit on SIGTERM, after all ranks have ended.
+    Raises: KeyboardInterrupt on Ctrl-C and SystemExit on SIGTERM, after all ranks have ended.
     """
-    with StartedRanks(ranks, port=port, env=env) as started:
-        return started.run(target, args, grace_s=grace_s)
+    with StartedRanks(ranks) as started:
+        return started.run(target, args)
 
 
 class StartedRanks:
@@ -394,34 +364,21 @@ class StartedRanks:
     in them, or that fails, they end with it. A rank that ends before it has work ends the launching process,
     too, by SystemExit, after it has told what the rank died of.
 
-    ranks, port, env: see `launch`.  prepare, args: what each rank calls meanwhile, picklable. What it raises
-    goes unsaid: its work is expected to meet the same again.  needed: False where the launching process has
-    something to give without them: a rank that ends early is then told of by `run` only.
-    Raises: ConfigError as `launch`.
+    needed: False where the launching process has something to give without them: a rank that ends early is
+        then told of by `run` only.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        *,
-        prepare: Callable[..., object] = bool,
-        args: Sequence[object] = (),
-        port: int | None = None,
-        env: Mapping[str, str] | None = None,
-        needed: bool = True,
-    ) -> None:
-        if ranks < 1:
-            raise ConfigError(f"{ranks} processes", hint="use at least 1")
+    def __init__(self, ranks: int, *, needed: bool = True) -> None:
         self.ranks = ranks
         with ExitStack() as stack:
-            listener = _listen(port)
+            listener = socket.create_server((HOST, 0), backlog=1024)
             port = listener.getsockname()[1]
             stack.callback(LauncherStore(listener).close)
             stack.enter_context(terminate_as_exit())
-            self._processes = Processes(pickle.dumps((prepare, tuple(args))))
+            self._processes = Processes()
             stack.callback(self._processes.stop)
             for rank in range(ranks):
-                self._processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
+                self._processes.start(rank, _environment(rank, ranks, port))
             self._without_work = stack.enter_context(ExitStack())
             if needed:
                 look = self._processes.exit_if_one_failed
@@ -429,38 +386,23 @@ class StartedRanks:
             self._stack = stack.pop_all()
 
     def prepare(self, target: Callable[..., object], args: Sequence[object] = ()) -> None:
-        """Let each rank call something else before its work, as `prepare` of the constructor. Returns at once
-        if the ranks are through with that; else when they are."""
-        self._processes.prepare(pickle.dumps((target, tuple(args))))
+        """Let each rank call something picklable while it waits for its work. What that raises goes unsaid:
+        the work is expected to meet the same again. Returns at once if the ranks are through with what they
+        were to call before; else when they are."""
+        self._processes.send(pickle.dumps((target, tuple(args))))
 
-    def run(
-        self, target: Callable[..., object], args: Sequence[object] = (), *, grace_s: float | None = None
-    ) -> int:
+    def run(self, target: Callable[..., object], args: Sequence[object] = ()) -> int:
         """What `launch` does, in these processes, once."""
         self._without_work.close()
-        self._processes.give(pickle.dumps((target, tuple(args))), _main_file(target))
-        return self._processes.wait(grace_s)
+        work = _main_file(target), sys.path, pickle.dumps((target, tuple(args)))
+        self._processes.send(work, last=True)
+        return self._processes.wait()
 
     def __enter__(self) -> StartedRanks:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-
-def _listen(port: int | None) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port or 0))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        raise ConfigError(
-            f"port {port} {reason}", hint="choose another one, or leave it out to take a free one"
-        ) from None
-    return listener
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -102,12 +102,11 @@ class BufferPool:
     """Flat byte buffers, on the CPU kept by size after use and handed out again. Accelerators have allocators
     that keep what is freed: there it is theirs to give to anybody.
 
-    used_bytes: bytes of buffers in use.  idle_bytes: bytes kept for reuse.
+    used_bytes: bytes of buffers in use.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.used_bytes = 0
-        self.idle_bytes = 0
         self._device = device
         self._idle: dict[int, list[Tensor]] = {}
         self._recent: set[int] = set()
@@ -115,11 +114,7 @@ class BufferPool:
     def take(self, size: int) -> Tensor:
         """A buffer of `size` bytes, its contents undefined."""
         kept = self._idle.get(size)
-        if kept:
-            buffer = kept.pop()
-            self.idle_bytes -= size
-        else:
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        buffer = kept.pop() if kept else torch.empty(size, dtype=torch.uint8, device=self._device)
         self._recent.add(size)
         self.used_bytes += size
         return buffer
@@ -130,10 +125,9 @@ class BufferPool:
         self.used_bytes -= size
         if self._device.type == "cpu":
             self._idle.setdefault(size, []).append(buffer)
-            self.idle_bytes += size
 
     def drop_unused(self) -> None:
         """Free idle buffers of sizes not taken since the last call, as after a change of sequence length."""
         for size in self._idle.keys() - self._recent:
-            self.idle_bytes -= size * len(self._idle.pop(size))
+            del self._idle[size]
         self._recent.clear()

@@ -10,16 +10,13 @@ import torch
 from ..ir.plan import Plan
 from .file_tier import open_file_tier
 from .pinned_tier import PinnedTier
-from .tier import Tier, TierOptions
+from .tier import Tier
 
-TIERS: dict[str, Callable[[TierOptions], Tier]] = {
+TIERS: dict[str, Callable[[int, Path | None, bool], Tier]] = {
     "cpu": open_file_tier,
 }
-"""Type of device, as torch names it -> what opens a rank's tier; of all others it is in pinned memory."""
-
-
-def _pinned_tier(options: TierOptions) -> Tier:
-    return PinnedTier(options.rank)
+"""Type of device, as torch names it -> what opens a tier for a rank: in files of a folder, None if the user
+named none; and whether it is the first rank that offloads. Of all other types it is in pinned memory."""
 
 
 def open_tier(
@@ -35,5 +32,6 @@ def open_tier(
     if set(offloading).isdisjoint(own_stages):
         return None
     first = rank == min(plan.placement[stage] for stage in offloading)
-    folder = None if directory is None else Path(directory)
-    return TIERS.get(device.type, _pinned_tier)(TierOptions(rank=rank, directory=folder, first=first))
+    if device.type not in TIERS:
+        return PinnedTier(rank)
+    return TIERS[device.type](rank, None if directory is None else Path(directory), first)

@@ -8,7 +8,6 @@ dimensions are stepped on the CPU instead.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from ..ir.errors import PlanError
 from ..ir.graph import LOWER_PRECISION, OpGraph, Parameter, PartRows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
+from ..tracer.tensors import LiveBytes, tensors_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -217,8 +217,8 @@ def refuse_kept_beside(optimizer: Optimizer) -> None:
                     f"{type(each).__name__} keeps data of parameters in its attribute {name!r}",
                     hint="a rank has some parameters only: keep what belongs to a parameter p in state[p]",
                 )
-    held = {id(t) for part in parts for t in kept_tensors(part.state.values())}
-    if any(id(t) not in held for t in kept_tensors(getattr(optimizer, "state", {}).values())):
+    held = {id(t) for part in parts for t in tensors_of([*part.state.values()])}
+    if any(id(t) not in held for t in tensors_of([*getattr(optimizer, "state", {}).values()])):
         raise PlanError(
             f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
             hint="it would not be saved: keep it in the state of one of these optimizers",
@@ -280,12 +280,11 @@ def _step_one(
         for each in stepped:
             if late and isinstance(step := part.state.get(each, {}).get("step"), Tensor):
                 step.fill_(LATE)
-        held = kept_tensors(part.state.get(each, {}) for each in stepped)
-        with _Storages((*stepped, *(each.grad for each in stepped), *held)) as scratch:
+        with LiveBytes() as scratch, _NumbersAreOne():
             optimizer.step()
         most = max(most, scratch.peak_bytes)
     group["params"], param.grad = params, None
-    return storage_bytes(kept_tensors([part.state.get(param, {})])), most
+    return storage_bytes(tensors_of(part.state.get(param, {}))), most
 
 
 def _of_small(
@@ -304,7 +303,7 @@ def _of_small(
     states: dict[int, list[Tensor]] = {}
     for part in optimizers_of(optimizer):
         for param, state in part.state.items():
-            states[id(param)] = kept_tensors([state])
+            states[id(param)] = tensors_of(state)
     found = {}
     for name, param in small.items():
         state = states.get(id(param), [])
@@ -398,41 +397,6 @@ def _one(dtype: torch.dtype) -> float | int | bool:
     if dtype is torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1
-
-
-class _Storages(_NumbersAreOne):  # type: ignore[no-untyped-call]
-    """Follows the bytes of what ops make.  known: tensors that are there already."""
-
-    def __init__(self, known: Iterable[Any]) -> None:
-        super().__init__()
-        self.peak_bytes = self._live_bytes = 0
-        # An id says which storage it is only while that lives. Known ones are held here, so that no new one
-        # gets their ids; what ops make must be able to go, and takes its id with it.
-        self._seen: dict[int, torch.UntypedStorage | None] = {id(s): s for s in _storages(known)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_dispatch__(func, types, args, kwargs)
-        for storage in _storages(tree_leaves(made)):
-            if id(storage) not in self._seen:
-                size = storage.nbytes()
-                self._live_bytes += size
-                self._seen[id(storage)] = None
-                weakref.finalize(storage, self._free, id(storage), size)
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        return made
-
-    def _free(self, key: int, size: int) -> None:
-        self._live_bytes -= size
-        del self._seen[key]
-
-
-def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
-    return [value.untyped_storage() for value in values if isinstance(value, Tensor)]
-
-
-def kept_tensors(states: Iterable[Any]) -> list[Tensor]:
-    """What an optimizer keeps, inside lists too.  states: of its parameters."""
-    return [leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -108,10 +108,10 @@ class PinnedCopy:
 
 
 class PinnedTier:
-    """See `Tier`.  pinned_bytes: of host memory, used now or not."""
+    """See `Tier`."""
 
     def __init__(self, rank: int) -> None:
-        self.used_bytes = self.peak_bytes = self.pinned_bytes = 0
+        self.used_bytes = 0
         self._rank = rank
         self._out, self._in = _stream(), _stream()
         self._idle_chunks: list[Tensor] = []
@@ -132,7 +132,6 @@ class PinnedTier:
         copy.leaving = dict(residuals)
         residuals.clear()
         self.used_bytes += copy.bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return copy
 
     def copy_back(self, copy: PinnedCopy) -> None:
@@ -169,7 +168,6 @@ class PinnedTier:
         try:
             while len(self._idle_chunks) < count:
                 self._idle_chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
-                self.pinned_bytes += CHUNK
         except RuntimeError as error:
             raise OffloadError(
                 f"rank {self._rank} cannot pin {format_bytes(size)} of host memory at {action}: {error}; "

@@ -10,46 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..tracer.stage.functions import Slot, Tensors
+from ..tracer.tensors import StorageView
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies in its storage, to be built again around the same bytes.
-
-    offset, stride: in elements.  bytes: of the whole storage.
-    """
+    """How a tensor looks at its storage, of so many bytes, to be built again around the same ones."""
 
     slot: Slot
-    dtype: torch.dtype
+    view: StorageView
     device: torch.device
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
     bytes: int
 
     @staticmethod
     def of(slot: Slot, tensor: Tensor) -> TensorLayout:
-        return TensorLayout(
-            slot=slot,
-            dtype=tensor.dtype,
-            device=tensor.device,
-            size=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-            bytes=tensor.untyped_storage().nbytes(),
-        )
+        return TensorLayout(slot, StorageView.of(tensor), tensor.device, tensor.untyped_storage().nbytes())
 
     def around(self, raw: Tensor) -> Tensor:
         """The tensor whose storage is that of `raw` (uint8, `bytes` long)."""
-        whole = torch.empty(0, dtype=self.dtype, device=raw.device)
-        return whole.set_(raw.untyped_storage(), self.offset, self.size, self.stride)
+        return self.view.on(raw.untyped_storage())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -97,27 +82,13 @@ class Copy(Protocol):
         """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierOptions:
-    """What a tier is opened with.
-
-    directory: for files; None if the user named none.  first: of all ranks that offload, the one to say what
-        is said once per run.
-    """
-
-    rank: int
-    directory: Path | None
-    first: bool
-
-
 class Tier(Protocol):
     """Memory for residuals beside the device's. Copies to it follow each other, and so do copies back.
 
-    used_bytes, peak_bytes: there now, and at most; from the start of the copy to the end of the copy back.
+    used_bytes: there now, each from the start of the copy to the end of the copy back.
     """
 
     used_bytes: int
-    peak_bytes: int
 
     def offload(self, action: str, residuals: Tensors) -> Copy:
         """Begin to copy residuals, and take them: `residuals` is emptied, and they are free once copied.

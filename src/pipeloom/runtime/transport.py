@@ -165,28 +165,12 @@ def gloo_group(
     return group
 
 
-class OpenGroups:
-    """The groups that a rank sums in, made without those that are in none of them."""
-
-    def __init__(self, rank: int, make: MakeGroup) -> None:
-        self._rank, self._make = rank, make
-        self._groups: dict[SumGroup, Group] = {}
-
-    def open(self, groups: Sequence[SumGroup]) -> None:
-        """All ranks of a group come to it after those before it, so none waits for ever."""
-        for group in groups:
-            if self._rank in group.ranks and len(group.ranks) > 1 and group not in self._groups:
-                name = f"{group.name} {group.ranks}"
-                self._groups[group] = self._make(name, group.ranks.index(self._rank), len(group.ranks))
-
-    def __getitem__(self, group: SumGroup) -> Group:
-        return self._groups[group]
-
-    def all(self) -> list[Group]:
-        return list(self._groups.values())
-
-    def clear(self) -> None:
-        self._groups.clear()
+def open_groups(known: dict[SumGroup, Group], groups: Sequence[SumGroup], rank: int, make: MakeGroup) -> None:
+    """Add to those that a rank knows the groups that it sums in, each without other ranks. All ranks
+    of a group come to it after those before it, so none waits for ever."""
+    for group in groups:
+        if rank in group.ranks and len(group.ranks) > 1 and group not in known:
+            known[group] = make(f"{group.name} {group.ranks}", group.ranks.index(rank), len(group.ranks))
 
 
 class GlooTransport:
@@ -199,7 +183,8 @@ class GlooTransport:
         self.rank: int = 0 if group is None else group.rank()
         self.ranks: int = 1 if group is None else group.size()
         self._group: Group = group
-        self._open = OpenGroups(self.rank, make)
+        self._make = make
+        self._open: dict[SumGroup, Group] = {}
         self._send_waiters: dict[int, _SendWaiter] = {}
         # gloo's thread is not to be the last to let go of it.
         self._last_collective: dist.Work | None = None
@@ -227,7 +212,7 @@ class GlooTransport:
             return FailedTransfer(error)
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        self._open.open(groups)
+        open_groups(self._open, groups, self.rank, self._make)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         over = self._group if group is None else self._open[group]
@@ -265,7 +250,7 @@ class GlooTransport:
         ]
 
     def interrupt(self) -> None:
-        for group in [group for group in (self._group, *self._open.all()) if group is not None]:
+        for group in [group for group in (self._group, *self._open.values()) if group is not None]:
             for peer in range(group.size()):
                 if peer == group.rank():
                     continue

@@ -393,7 +393,7 @@ class FoundPeerError(PeerError):
 def peer_error(failure: Failure, rank: int) -> PeerError:
     """The error for a rank that did not fail, with the failing rank's traceback, or who waited for whom."""
     kind = FoundPeerError if failure.found_by == rank else PeerError
-    text = failure.summary if failure.rank is None else f"{failure.who} failed: {failure.summary}"
+    text = failure.summary if failure.rank is None else f"rank {failure.rank} failed: {failure.summary}"
     return kind(f"{text}\n{failure.traceback or failure.table}".rstrip())
 
 

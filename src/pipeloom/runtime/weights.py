@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from ..ir.graph import PartRows, UpdateBytes, step_bytes
 from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
+from ..tracer.tensors import tensors_of
 from .optimizer_bytes import (
     NO_ROWS,
     MakeOptimizer,
     default_optimizer,
     forget_stand_ins,
-    kept_tensors,
     make_checked,
     optimizers_of,
     refuse_kept_beside,
@@ -376,7 +376,7 @@ class Weights:
             "parameters": storage_bytes(kept),
             "gradients": storage_bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
             "buffers": storage_bytes(self.buffers.values()),
-            "optimizer": storage_bytes(kept_tensors(states)),
+            "optimizer": storage_bytes(tensors_of(states)),
         }
 
 

@@ -20,7 +20,7 @@ from .config import Config
 from .progress import StepProgress
 from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .replan import Replans
-from .run_directory import METRICS, Metrics
+from .run_directory import METRICS, Metrics, read_metrics
 from .workload import Batch, Workload, rate_share, tokens_of
 
 LONG_STEP_S = 6.0
@@ -153,7 +153,7 @@ def train(
             if better:
                 break
         if metrics is not None:
-            lines = metrics.read()
+            lines = read_metrics(out / METRICS)
             for name, loss in (("train", "loss"), ("validation", "validation_loss")):
                 losses[name] = [(n.step, getattr(n, loss)) for n in lines if getattr(n, loss) is not None]
             took = [line.step_s for line in lines if line.step > first and line.step_s is not None]

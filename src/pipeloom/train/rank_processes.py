@@ -65,10 +65,8 @@ class RankProcesses:
     def __init__(self, ranks: int = 0, config: Config | None = None, *, needed: bool = True) -> None:
         self._stack, self._started = ExitStack(), None
         if 1 <= ranks <= (os.cpu_count() or 1) and "RANK" not in os.environ:
-            args = (config or Config(),)
-            self._started = self._stack.enter_context(
-                StartedRanks(ranks, prepare=get_ready, args=args, needed=needed)
-            )
+            self._started = self._stack.enter_context(StartedRanks(ranks, needed=needed))
+            self._started.prepare(get_ready, (config or Config(),))
 
     def __enter__(self) -> RankProcesses:
         return self

@@ -194,9 +194,6 @@ class Metrics:
             self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
             self._file.flush()
 
-    def read(self) -> list[StepLine]:
-        return read_metrics(self.path)
-
     def __enter__(self) -> Metrics:
         return self
 
