@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,43 +297,82 @@ def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: p
                     pipeline.step(job.batch(1, 8))
             pipeline.step(job.batch(2, 8))
             assert tier.used_bytes == pipeline.ledger.host == 0
-        assert len(tier._allocator._free) == len(tier._allocator._sizes)
+        assert tier._allocator._free == [(0, tier._allocator.end)]
 
 
 # Free room of a file: what is taken never overlaps, and what is given back is used again.
 
 
-MOVES = st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60)
+SIZES = st.integers(0, 12)
+MOVES = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)
 """Take a place of that size, or give back one of those taken (the number picks it)."""
 
 
-@given(MOVES, st.integers(0, 40))
-def test_places_never_overlap_and_a_full_disk_changes_nothing(
-    moves: list[tuple[bool, int]], limit: int
-) -> None:
-    length, taken = 0, dict[int, int]()
+class File:
+    """A file that may be `limit` long, and what of it is taken, as a list of pieces."""
 
-    def lengthen(end: int, size: int) -> None:
-        nonlocal length
-        assert end == length and size > 0
-        if end + size > limit:
+    def __init__(self, limit: int = 1 << 20) -> None:
+        self.length, self.limit = 0, limit
+        self.taken: list[tuple[int, int]] = []
+        self.allocator = FileAllocator(self.lengthen)
+
+    def lengthen(self, end: int, size: int) -> None:
+        assert end == self.length and size > 0
+        if end + size > self.limit:
             raise OSError(errno.ENOSPC, "No space left on device")
-        length += size
+        self.length += size
 
-    allocator = FileAllocator(lengthen)
+    def take(self, size: int) -> None:
+        gaps, before = list(self.gaps()), self.length
+        begin = self.allocator.allocate(size)
+        if size and self.length > before:
+            assert all(length < size for _, length in gaps), "there was room"
+            last = next((length for at, length in gaps if at + length == before), 0)
+            assert self.length == before + size - last
+        elif size:
+            assert (begin, min(length for _, length in gaps if length >= size)) in gaps
+        self.taken.append((begin, size))
+
+    def give_back(self, which: int) -> None:
+        if self.taken:
+            self.allocator.free(*self.taken.pop(which % len(self.taken)))
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        at = 0
+        for begin, size in [*sorted(piece for piece in self.taken if piece[1]), (self.length, 0)]:
+            assert at <= begin <= begin + size <= self.length, "they overlap, or lie outside"
+            if begin > at:
+                yield at, begin - at
+            at = begin + size
+
+    def assert_right(self) -> None:
+        assert self.allocator.end == self.length
+        assert self.allocator._free == list(self.gaps())
+
+
+@given(MOVES)
+def test_places_never_overlap_and_all_comes_back(moves: list[tuple[bool, int]]) -> None:
+    file = File()
     for takes, number in moves:
-        if takes:
-            with suppress(OSError):
-                begin = allocator.allocate(number)
-                assert begin not in taken
-                taken[begin] = number
-        elif taken:
-            begin = sorted(taken)[number % len(taken)]
-            del taken[begin]
-            allocator.free(begin)
-        assert allocator.end == length
-        ends = [at + size for at, size in sorted(taken.items())]
-        assert all(end <= begin for end, begin in zip(ends, [*sorted(taken), length][1:], strict=True))
-    for begin in taken:
-        allocator.free(begin)
-    assert not length or allocator.allocate(length) == 0
+        file.take(number) if takes else file.give_back(number)
+        file.assert_right()
+    while file.taken:
+        file.give_back(-1)
+    file.assert_right()
+    assert list(file.gaps()) == ([(0, file.length)] if file.length else [])
+
+
+@given(MOVES, st.integers(0, 40))
+def test_where_the_disk_is_full_nothing_changes(moves: list[tuple[bool, int]], limit: int) -> None:
+    file = File(limit)
+    for takes, number in moves:
+        if not takes:
+            file.give_back(number)
+            continue
+        before = (file.length, list(file.taken))
+        try:
+            file.take(number)
+        except OSError:
+            assert before == (file.length, file.taken)
+            assert all(length < number for _, length in file.gaps())
+        file.assert_right()

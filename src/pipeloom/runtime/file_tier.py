@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -35,15 +36,16 @@ CHECK_INTERVAL_S = 0.2
 
 
 class FileAllocator:
-    """Which places of a file are taken. Places lie end to end, and a free one is taken by what fits into it;
-    once all are free, the file is divided anew. For one thread at a time.
+    """Which byte ranges of a file are used and which are free. For one thread at a time.
+
+        | used | free     | used | free |end        two free ranges never touch: they are merged
 
     end: length of the file in bytes.
     reserve: makes the file longer; called with where it ends and by how much, before anything is changed.
 
     >>> allocator = FileAllocator(lambda end, size: None)
     >>> a, b = allocator.allocate(100), allocator.allocate(50)
-    >>> allocator.free(a)
+    >>> allocator.free(a, 100)
     >>> a, b, allocator.allocate(40), allocator.end
     (0, 100, 0, 150)
     """
@@ -51,29 +53,40 @@ class FileAllocator:
     def __init__(self, reserve: Callable[[int, int], None]) -> None:
         self.end = 0
         self._reserve = reserve
-        self._sizes: dict[int, int] = {}  # of all places, by where they begin
-        self._free: set[int] = set()
+        self._free: list[tuple[int, int]] = []  # (begin, size), in order
 
     def allocate(self, size: int) -> int:
-        """The offset of the smallest free place for `size` bytes, above 0, or of a new one.
+        """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
 
         Raises: what `reserve` does; nothing is allocated then.
         """
-        if len(self._free) == len(self._sizes):
-            self._free, self._sizes = set(), {}
-        if fits := [(room, at) for at in self._free if (room := self._sizes[at]) >= size]:
-            _, begin = min(fits)
-            self._free.remove(begin)
+        if size == 0:
+            return self.end
+        fits = [(room, begin) for begin, room in self._free if room >= size]
+        if fits:
+            room, begin = min(fits)
+            self._free.remove((begin, room))
+            if room > size:
+                insort(self._free, (begin + size, room - size))
             return begin
-        begin = sum(self._sizes.values())
-        if (more := begin + size - self.end) > 0:
-            self._reserve(self.end, more)
-            self.end += more
-        self._sizes[begin] = size
+        begin, room = self._free[-1] if self._free and sum(self._free[-1]) == self.end else (self.end, 0)
+        self._reserve(self.end, size - room)
+        self.end += size - room
+        if room:
+            self._free.pop()
         return begin
 
-    def free(self, begin: int) -> None:
-        self._free.add(begin)
+    def free(self, begin: int, size: int) -> None:
+        """Free a range that was allocated with this size."""
+        if size == 0:
+            return
+        at = bisect_left(self._free, (begin, 0))
+        if at < len(self._free) and self._free[at][0] == begin + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == begin:
+            begin, before = self._free.pop(at - 1)
+            size += before
+        insort(self._free, (begin, size))
 
 
 @dataclass(eq=False)
@@ -103,7 +116,7 @@ class FileCopy:
 
     @property
     def file_bytes(self) -> int:
-        return sum(_page_aligned(layout.bytes) for layout in self.layouts) or PAGE
+        return sum(_page_aligned(layout.bytes) for layout in self.layouts)
 
     def gone(self) -> bool:
         if self.away.done():
@@ -244,7 +257,7 @@ class FileTier:
         finally:
             self._change_used(-copy.bytes)
             with self._lock:
-                self._allocator.free(copy.file_offset)
+                self._allocator.free(copy.file_offset, copy.file_bytes)
 
     def _refuse_if_closed(self, copy: FileCopy) -> None:
         if self._closed:
