@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..ir.graph import PartRows
 from ..pipeline import Pipeline
 from ..runtime.checkpoint import joined
+from ..tracer.random import python_random_kept
 
 
 def optimizer_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
@@ -79,10 +78,5 @@ def _on_cpu(value: Any) -> Any:
 @contextmanager
 def random_kept() -> Iterator[None]:
     """What is looked at beforehand draws no numbers."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with python_random_kept(), torch.random.fork_rng(devices=[]):
+        yield
