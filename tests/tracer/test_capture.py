@@ -24,7 +24,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.stages import cut
 from pipeloom.ir.text import from_json, to_json
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation, cut_alike
 from pipeloom.tracer.guards import attributes_kept
 from pipeloom.tracer.job_calls import evaluation_mode
 
@@ -342,7 +342,7 @@ def test_a_stage_that_only_trains() -> None:
     stage_of = {name: min(at, 1) + (at >= norm) for at, name in enumerate(names)}
     stages = plan_for(captured, stage_of, microbatches=1, schedule="gpipe").stage_graph(captured.graph)
     with pytest.raises(CutError, match="stage 1 has nothing to do"):
-        cut_evaluation(evaluated.graph, captured.graph, stages)
+        cut_alike(evaluated.graph, captured.graph, stages)
 
 
 # Attributes of modules are put back after the forwards of a capture.

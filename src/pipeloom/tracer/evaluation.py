@@ -70,15 +70,9 @@ def _warn_of_updates(program: ExportedProgram, job: Job) -> None:
         )
 
 
-def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:
-    """Cut an evaluation graph so that each stage finds the parameters and buffers that it holds.
-
-    Raises: CutError, see `cut_alike`.
-    """
-    return cut_alike(evaluated, trained, stages, when="in evaluation mode")
-
-
-def cut_alike(other: OpGraph, planned: OpGraph, stages: StageGraph, *, when: str) -> StageGraph:
+def cut_alike(
+    other: OpGraph, planned: OpGraph, stages: StageGraph, *, when: str = "in evaluation mode"
+) -> StageGraph:
     """Cut another graph of a model as the planned one is cut, so that each stage finds the parameters and
     buffers that it holds.
 
