@@ -173,20 +173,13 @@ def steady_step(schedule: Schedule, microbatches: int) -> SteadyStep:
                 f"{rank}, so it cannot run without a flush",
                 hint="use --weights flush, or a schedule such as 1f1b",
             )
-    pairs = [
-        (
-            replace(first, microbatch=first.microbatch + (window - 1 - middle) * microbatches),
-            replace(second, microbatch=second.microbatch + (window - 1 - middle) * microbatches),
-        )
-        for first, second in schedule.pairs
-        if first in rows[schedule.placement[first.stage]][middle]
-    ]
+    inside = [pair for pair in schedule.pairs if pair[0] in rows[schedule.placement[pair[0].stage]][middle]]
     return SteadyStep(
         name=schedule.name,
         microbatches=microbatches,
         placement=schedule.placement,
         rows=tuple(body),
-        pairs=tuple(pairs),
+        pairs=tuple((a, b) for a, b in (numbered(pair, middle) for pair in inside)),
         window=window,
     )
 
