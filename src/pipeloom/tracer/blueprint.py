@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..ir.errors import CaptureError
 from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
-from .tensors import StorageView
+from .tensors import StorageView, written_by
 
 
 class GeneratorUse(NamedTuple):
@@ -75,16 +75,6 @@ def _storages(tree: object) -> frozenset[int]:
     return frozenset(leaf.storage for leaf in _leaves(tree) if isinstance(leaf, StorageView))
 
 
-def _written(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
-    """Storages of arguments that the call changes."""
-    written: set[int] = set()
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written |= _storages(argument_value)
-    return written
-
-
 def _blind(function: torch._ops.OpOverload, arguments: Any) -> bool:
     """Whether how much a call draws is known without the values of the tensors among its arguments."""
     name = str(function.overloadpacket).split(".")[-1]
@@ -117,8 +107,8 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = tree_map(self._describe, (args, kwargs))
         value = func(*args, **kwargs)
         result = tree_map(self._describe, value)
-        reads, writes = _storages(arguments), _written(func, *arguments)
-        writes |= _storages(result) - reads
+        reads = _storages(arguments)
+        writes = _storages(written_by(func, *arguments)) | (_storages(result) - reads)
         random = torch.Tag.nondeterministic_seeded in func.tags and not _on_meta(args, kwargs, value)
         self.record.calls.append(
             RecordedCall(
@@ -126,7 +116,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args=arguments[0],
                 kwargs=arguments[1],
                 result=result,
-                writes=frozenset(writes),
+                writes=writes,
                 reads=reads - writes,
                 random=random,
                 blind=_blind(func, arguments),

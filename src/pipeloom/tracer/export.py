@@ -31,6 +31,7 @@ from .autocast import Autocast, autocast_region
 from .guards import AttributeWatch, attributes_kept, caches_kept, remove_new_tensors
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
+from .tensors import arguments_of
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
@@ -320,8 +321,7 @@ def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
     it compares `num_layers < i - 1`)."""
     for node in graph.nodes:
         if node.target in _RECURRENT:
-            values = zip((a.name for a in node.target._schema.arguments), node.args, strict=False)
-            given = dict(values) | node.kwargs
+            given = arguments_of(node.target, node.args, node.kwargs)
             if given["dropout"] and given["train"] and given["num_layers"] > 1:
                 raise CaptureError(
                     f"{name} has dropout between the layers of a recurrent module, which tracing would lose",

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, definition_of, is_user_file, line_of, user_line
-from .tensors import tensors_of
+from .tensors import tensors_of, written_by
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ALL_ATTRIBUTES = "__dict__"
@@ -609,11 +609,7 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            written = [
-                given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
-            ]
-            for name in self._names(tensors_of(written)):
+            for name in self._names(tensors_of(written_by(func, args, kwargs))):
                 self.changed.setdefault(name, user_line())
                 if self._between():
                     self.changed_between.add(name)

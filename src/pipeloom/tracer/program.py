@@ -22,7 +22,7 @@ from .guards import as_buffers
 from .job import Job
 from .op_graph import build_op_graph, model_buffers, model_parameters, reached
 from .product_copies import unfold_copies
-from .tensors import tensors_of
+from .tensors import arguments_of, tensors_of
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -159,11 +159,9 @@ def _refuse_sizes_and_numbers_of_data(graph: fx.Graph, name: str, lines: Sequenc
 def _refuse_sparse_gradients(graph: fx.Graph, name: str) -> None:
     """Traced backwards know dense tensors only; autograd, which runs modules, makes sparse ones dense."""
     for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        names = [argument.name for argument in node.target._schema.arguments]
-        if dict(zip(names, node.args, strict=False)).get("sparse", node.kwargs.get("sparse")) is True:
-            raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
+        if isinstance(node.target, torch._ops.OpOverload):
+            if arguments_of(node.target, node.args, node.kwargs).get("sparse"):
+                raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
 
 
 def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tensors import tensors_of
+from .tensors import arguments_of, tensors_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +50,7 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     >>> microbatch_seed(0, 3, 1) != microbatch_seed(0, 1, 3)
     True
     """
-    return zlib.crc32(f"{seed}/{step}/{microbatch}".encode())
+    return crc32(f"{seed}/{step}/{microbatch}".encode())
 
 
 _before: list[list[tuple[torch.Generator, Tensor]]] = []
@@ -71,7 +70,7 @@ def seed_random(seed: int, call: str) -> None:
         generators.append(module.default_generators[module.current_device()])
     _before.append([(generator, generator.get_state()) for generator in generators])
     for generator in generators:
-        generator.manual_seed(zlib.crc32(call.encode(), seed))
+        generator.manual_seed(crc32(call.encode(), seed))
 
 
 def end_random() -> None:
@@ -125,13 +124,8 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Whether a call with these arguments draws random numbers."""
     if not isinstance(call, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in call.tags:
         return False
-    for position, argument in enumerate(call._schema.arguments):
-        if argument.name in _PROBABILITIES:
-            probability = kwargs.get(argument.name, argument.default_value)
-            if position < len(args):
-                probability = args[position]
-            return bool(probability != 0.0)
-    return True
+    given = arguments_of(call, args, kwargs)
+    return next((bool(given[name] != 0.0) for name in _PROBABILITIES if name in given), True)
 
 
 # Python's and NumPy's global random numbers, which torch's seeds do not reach.
@@ -141,7 +135,7 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def seed_python(seed: int, place: str) -> None:
     """Make what is drawn next depend on the seed and the place only."""
-    value = zlib.crc32(place.encode(), seed)
+    value = crc32(place.encode(), seed)
     random.seed(value)
     np.random.seed(value)
 
