@@ -45,8 +45,7 @@ class RecordedCall:
     """
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     result: Any
     writes: frozenset[int]
     reads: frozenset[int]
@@ -113,8 +112,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.calls.append(
             RecordedCall(
                 function=func,
-                args=arguments[0],
-                kwargs=arguments[1],
+                arguments=arguments,
                 result=result,
                 writes=writes,
                 reads=reads - writes,
@@ -141,8 +139,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.calls.append(
                 RecordedCall(
                     function=original,
-                    args=arguments[0],
-                    kwargs=arguments[1],
+                    arguments=arguments,
                     result=arguments[0][0],
                     writes=_storages(arguments),
                     reads=frozenset(),
@@ -228,7 +225,7 @@ class ConstructorReplay:
         return self.calls[index].writes | self.calls[index].reads
 
     def _run(self, call: RecordedCall, stand_in: Callable[[Any], Any]) -> Any:
-        args, kwargs = tree_map(stand_in, (call.args, dict(call.kwargs)), is_leaf=_is_leaf)
+        args, kwargs = tree_map(stand_in, call.arguments, is_leaf=_is_leaf)
         return call.function(*args, **kwargs)
 
     def _make(self, leaf: Any) -> Any:
@@ -389,16 +386,15 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
             FakeDeepCopy(),
         ):
             model = build()
+        elsewhere = any(not isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()])
+        why = "it returns tensors made elsewhere" if elsewhere else ""
     except Exception as error:  # fake tensors break code in every way; an error of the user's own comes again
         with torch.random.fork_rng(devices=[]), constructor_draws():
             model = build()
         _refuse_lazy(model)
-        hooks = parameter_hooks(model)  # imitations have none
         why = f"{type(error).__name__}: {error}"
-        return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
-    hooks = parameter_hooks(model)
-    if any(not isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()]):
-        why = "it returns tensors made elsewhere"
+    hooks = parameter_hooks(model)  # imitations have none
+    if why:
         return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
     return Blueprint(build, model, recorder.record, hooks=hooks)
 
