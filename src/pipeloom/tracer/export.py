@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
-from .guards import AttributeWatch, attributes_kept, caches_kept, remove_new_tensors
+from .guards import AttributeWatch, attributes_kept, caches_kept
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of
@@ -282,7 +282,7 @@ def export_program(
             # The guards judge what a forward assigns; a GRU only assigns its own weights anew.
             warnings.filterwarnings("ignore", message="The tensor attribute.*assigned during export")
             with autocast_region(autocast):
-                with what_export_loses_refused(name), calls, _new_tensors_removed(module), caches_kept():
+                with what_export_loses_refused(name), calls, caches_kept(module):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -327,19 +327,6 @@ def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
                     f"{name} has dropout between the layers of a recurrent module, which tracing would lose",
                     hint=HINT,
                 )
-
-
-@contextmanager
-def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
-    """Tensors that the block puts where none were, as attributes or buffers, are taken away again: they are
-    traced ones, and the next trace would take them for the model's own."""
-    stores = [store for inner in module.modules() for store in (vars(inner), inner._buffers)]
-    before = [(store, dict(store)) for store in stores]
-    try:
-        yield
-    finally:
-        for store, values in before:
-            remove_new_tensors(store, values)
 
 
 @cache

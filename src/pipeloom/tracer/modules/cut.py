@@ -23,10 +23,10 @@ from ..export import without_export_output
 from ..guards import (
     AttributeWatch,
     ParameterWatch,
+    WeightChangesRefused,
     attributes_kept,
     backward_hooks,
     caches_kept,
-    weight_changes_refused,
 )
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
@@ -81,7 +81,7 @@ def cut_modules(
     """
     skeleton = like.skeleton if like is not None else Skeleton(blueprint)
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
-    with evaluation_mode(skeleton.model, weight_changes_refused(skeleton.model)):
+    with evaluation_mode(skeleton.model, WeightChangesRefused(skeleton.model)):
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
     recording.evaluation_calls = evaluated.call_named
     recording.values = evaluated.values | recording.values
