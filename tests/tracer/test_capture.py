@@ -186,10 +186,8 @@ def untensored(seed: int, size: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (lambda: _Returns(lambda h: h), zoo.vector_batch, "has no .loss"),
         (lambda: _Returns(lambda h: {"loss": h}), zoo.vector_batch, r"got shape \(2, 8\)"),
         (lambda: _Returns(lambda h: {"loss": 3.0}), zoo.vector_batch, "got a float"),
-        (lambda: _Returns(lambda h: None), zoo.vector_batch, "has no .loss"),
         (zoo.GPT, untensored, "batch entry 'input_ids' is a list, not a tensor"),
         (lambda: zoo.Skips().requires_grad_(False), zoo.vector_batch, "no parameter .* gradient"),
     ],

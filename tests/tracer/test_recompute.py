@@ -23,7 +23,7 @@ from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.random import call_seeded, end_random, seed_random
-from pipeloom.tracer.stage.functions import Sink, StageFunctions, Tensors, activation_bytes
+from pipeloom.tracer.stage.functions import DiscardSink, StageFunctions, Tensors, activation_bytes
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 Policy = dict[str, Treatment]
@@ -197,16 +197,6 @@ def test_a_failing_draw_does_not_keep_the_turn() -> None:
 # What a backward makes again is there from its first reader to its last, and no longer.
 
 
-class Nowhere(Sink):
-    """A sink that keeps no gradient, so that only what a backward itself holds is counted."""
-
-    def add(self, name: str, grad: Tensor) -> None:
-        pass
-
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        pass
-
-
 def stages_of(job: Job, count: int) -> tuple[Captured, StageGraph]:
     captured = capture_of(job, ROWS)
     return captured, cut(captured.graph, even(captured.graph, count))
@@ -231,10 +221,10 @@ def run(captured: Captured, functions: StageFunctions, *, split: bool) -> dict[s
                 with allocations() as seen["input_grad"]:
                     _, residuals = functions.backward_input(state, residuals, grads)
                 with allocations() as seen["weight_grad"]:
-                    functions.backward_weight(state, residuals, Nowhere())
+                    functions.backward_weight(state, residuals, DiscardSink())
             else:
                 with allocations() as seen["backward"]:
-                    functions.backward(state, residuals, grads, Nowhere())
+                    functions.backward(state, residuals, grads, DiscardSink())
     return seen
 
 
