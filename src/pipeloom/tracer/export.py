@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
-from .guards import AttributeWatch, attributes_kept, caches_kept
+from .guards import AttributeWatch, attributes_kept, caches_kept, settled
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of
@@ -214,34 +214,24 @@ def export_watched(
     Raises: CaptureError as `export_program` does, and for attributes or random numbers that it would freeze.
     """
     model = module.get_submodule("model")
+
+    def run(first: ExportedProgram | None) -> tuple[ExportedProgram, AttributeWatch]:
+        watch = AttributeWatch(model)
+        handle = module.register_forward_hook(lambda *_: watch.look())
+        with watch.watching():
+            program = export_program(module, batch, name, autocast)
+        handle.remove()
+        return program, watch
+
     with python_random_kept():
         before = python_state()
         with attributes_kept(model):
-            program, watch = _watched(module, batch, name, autocast)
-            if (carried := next(watch.carried(), None)) is not None:
-                # What only the first call sets up, as `config.problem_type`, is settled in the second.
-                first = program
-                program, watch = _watched(module, batch, name, autocast)
-                for later in watch.carried():
-                    later.refuse()
-                if not _computes_the_same(first, program):
-                    carried.refuse()
+            program = settled(run, _computes_the_same)
         if python_state() != before:
             raise CaptureError(
                 f"the forward of {name} draws random numbers that export would freeze", hint=HINT
             )
     return program
-
-
-def _watched(
-    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None
-) -> tuple[ExportedProgram, AttributeWatch]:
-    watch = AttributeWatch(module.get_submodule("model"))
-    handle = module.register_forward_hook(lambda *_: watch.look())
-    with watch.watching():
-        program = export_program(module, batch, name, autocast)
-    handle.remove()
-    return program, watch
 
 
 def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:

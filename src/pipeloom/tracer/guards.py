@@ -21,7 +21,7 @@ from inspect import signature
 from numbers import Number
 from threading import local
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, definition_of, is_user_file, line_of, user_line
 from .tensors import tensors_of, written_by
+
+T = TypeVar("T")
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ALL_ATTRIBUTES = "__dict__"
@@ -204,6 +206,23 @@ class AttributeWatch:
                         where=min(uses.writes, default=definition_of(type(module))),
                         read_at=min(reads, default="") if path in self._units else "",
                     )
+
+
+def settled(run: Callable[[T | None], tuple[T, AttributeWatch]], alike: Callable[[T, T], bool]) -> T:
+    """What a run of the forward gives; where it hands attributes on, what a second one gives, which gets the
+    first: what only the first call sets up, as `config.problem_type`, is settled in the second.
+
+    Raises: CaptureError if the second run hands attributes on, too, or is not like the first.
+    """
+    result, watch = run(None)
+    if (carried := next(watch.carried(), None)) is not None:
+        first = result
+        result, watch = run(first)
+        for later in watch.carried():
+            later.refuse()
+        if not alike(first, result):
+            carried.refuse()
+    return result
 
 
 def is_below(path: str, unit: str) -> bool:

@@ -27,6 +27,7 @@ from ..guards import (
     attributes_kept,
     backward_hooks,
     caches_kept,
+    settled,
 )
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
@@ -284,41 +285,23 @@ def _attempt(
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
         batch = {key: mode.from_tensor(t) for key, t in batch.items()}
+
+    def run(first: RecordedRun | None) -> tuple[RecordedRun, AttributeWatch]:
+        taken = forced if first is None else first.tainted_decisions
+        recorder = ForwardRecorder(skeleton, parameters, forced=taken, trunks=trunks_of([*skeleton.units]))
+        watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
+        changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
+        with torch.random.fork_rng(), watch.watching():
+            cast = autocast_region(autocast, run_on=parameters.device.type)
+            with cast, mode or nullcontext(), changes.watching():
+                recording = recorder.record(job, batch)
+            watch.look()
+        skeleton.rest()
+        recording.parameter_watch, recording.device = changes, parameters.device.type
+        return recording, watch
+
     with attributes_kept(skeleton.model), caches_kept():
-        recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
-        if (carried := next(watch.carried(), None)) is not None:
-            # What only the first call sets up, as `config.problem_type`, is settled in the second.
-            first, forced = recording, recording.tainted_decisions
-            recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
-            for later in watch.carried():
-                later.refuse()
-            if first.glue != recording.glue:
-                carried.refuse()
-    recording.parameter_watch = changes
-    recording.device = parameters.device.type
-    return recording
-
-
-def _watched_run(
-    job: Job,
-    batch: Mapping[str, Tensor],
-    skeleton: Skeleton,
-    autocast: Autocast | None,
-    parameters: TrialParameters,
-    forced: Sequence[float],
-) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
-    mode = _fake_mode(skeleton) if parameters.fake else nullcontext()
-    trunks = trunks_of(list(skeleton.units))
-    recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
-    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
-    changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
-    with torch.random.fork_rng(), watch.watching():
-        cast = autocast_region(autocast, run_on=parameters.device.type)
-        with cast, mode, changes.watching():
-            recording = recorder.record(job, batch)
-        watch.look()
-    skeleton.rest()
-    return recording, watch, changes
+        return settled(run, lambda first, second: first.glue == second.glue)
 
 
 def _fake_mode(skeleton: Skeleton) -> FakeTensorMode:
