@@ -22,7 +22,7 @@ from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.random import call_seeded, end_random, seed_random
+from pipeloom.tracer.random import call_seeded, seeded
 from pipeloom.tracer.stage.functions import DiscardSink, StageFunctions, Tensors, activation_bytes
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
@@ -186,10 +186,9 @@ def test_a_failing_draw_does_not_keep_the_turn() -> None:
     with pytest.raises(RuntimeError):
         call_seeded(0, "call", torch.bernoulli, torch.tensor([2.0]))
     assert torch.equal(torch.get_rng_state(), before)
-    seed_random(0, "outer")
-    inner = call_seeded(0, "inner", torch.rand, 3)
-    outer = torch.rand(3)
-    end_random()
+    with seeded(0, "outer"):
+        inner = call_seeded(0, "inner", torch.rand, 3)
+        outer = torch.rand(3)
     assert torch.equal(inner, call_seeded(0, "inner", torch.rand, 3))
     assert torch.equal(outer, call_seeded(0, "outer", torch.rand, 3))
 

@@ -53,41 +53,27 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     return crc32(f"{seed}/{step}/{microbatch}".encode())
 
 
-_before: list[list[tuple[torch.Generator, Tensor]]] = []
-"""States of the default generators, one entry per `seed_random` that has not ended."""
-
-
-def seed_random(seed: int, call: str) -> None:
-    """Seed the default generators for one random call, and keep them until `end_random`.
+@contextmanager
+def seeded(seed: int, call: str) -> Iterator[None]:
+    """What the default generators draw in the block depends on the seed and the call's name only; afterwards
+    they are where they were.
 
     Ranks that are threads of one process share the generators: they take turns.
     """
-    TRACING_LOCK.acquire()
-    generators = [torch.default_generator]
-    accelerator = torch.accelerator.current_accelerator()
-    module = torch.get_device_module(accelerator) if accelerator else None
-    if module is not None and module.is_initialized():
-        generators.append(module.default_generators[module.current_device()])
-    _before.append([(generator, generator.get_state()) for generator in generators])
-    for generator in generators:
-        generator.manual_seed(crc32(call.encode(), seed))
-
-
-def end_random() -> None:
-    """The random call is done."""
-    for generator, state in _before.pop():
-        generator.set_state(state)
-    TRACING_LOCK.release()
-
-
-@contextmanager
-def seeded(seed: int, call: str) -> Iterator[None]:
-    """Random numbers in the block depend on the seed and the call's name only."""
-    seed_random(seed, call)
-    try:
-        yield
-    finally:
-        end_random()
+    with TRACING_LOCK:
+        generators = [torch.default_generator]
+        accelerator = torch.accelerator.current_accelerator()
+        module = torch.get_device_module(accelerator) if accelerator else None
+        if module is not None and module.is_initialized():
+            generators.append(module.default_generators[module.current_device()])
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(crc32(call.encode(), seed))
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def call_seeded(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
