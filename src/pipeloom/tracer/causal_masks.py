@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .op_graph import ancestors
 from .tensors import arguments_of
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -45,13 +46,9 @@ def _is_causal(numbers: Tensor) -> bool:
 
 def _constant(node: fx.Node, graph: fx.Graph) -> Tensor | None:
     """What a node always is; None if it depends on the batch, parameters or chance, or is too large."""
-    needed, left = {node}, [node]
-    while left:
-        one = left.pop()
-        if not _is_of_constants(one):
-            return None
-        left += [each for each in one.all_input_nodes if each not in needed]
-        needed.update(one.all_input_nodes)
+    needed = ancestors([node], lambda one: not _is_of_constants(one))
+    if not needed.issuperset([node, *(source for one in needed for source in one.all_input_nodes)]):
+        return None
     known: dict[fx.Node, Tensor] = {}
     with torch.no_grad(), unset_fake_temporarily():
         for one in graph.nodes:

@@ -20,7 +20,7 @@ from .causal_masks import replace_causal_masks
 from .export import HINT, READ_AT
 from .guards import as_buffers
 from .job import Job
-from .op_graph import build_op_graph, model_buffers, model_parameters, reached
+from .op_graph import ancestors, build_op_graph, loss_node, model_buffers, model_parameters, reached
 from .product_copies import unfold_copies
 from .tensors import arguments_of, tensors_of
 
@@ -298,12 +298,6 @@ class _Propagator(fx.Interpreter):
 
 def _mark_needed(graph: fx.Graph) -> None:
     """Walk back from the loss along values that require gradients."""
-    pending = [graph.output_node().args[0][-1]]  # type: ignore[index]  # the loss comes last
-    needed: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if isinstance(node, fx.Node) and node not in needed and node.meta.get("requires_grad"):
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = ancestors([loss_node(graph)], lambda node: not node.meta.get("requires_grad"))
     for node in graph.nodes:
         node.meta["needs_grad"] = node in needed

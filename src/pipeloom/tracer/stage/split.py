@@ -32,11 +32,12 @@ from torch.fx.node import Argument
 from torch.utils._pytree import tree_map_only
 
 from ...ir.memory_policy import Residual
+from ..op_graph import ancestors
 from ..random import draws, seed_draws
 from ..tensors import copy_in_order, has_order, storage_ids, tensors_of
 from .functions import Sink, Slot
 from .joint import Joint
-from .residuals import ancestors, chain, describe_residuals, is_view, residual_names, storage_owner
+from .residuals import chain, describe_residuals, is_view, residual_names, storage_owner
 
 _ADD = torch.ops.aten.add.Tensor
 _CAST = torch.ops.aten._to_copy.default
