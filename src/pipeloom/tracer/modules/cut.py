@@ -36,7 +36,7 @@ from ..tensors import zeros_like_value
 from .functions import ModuleFunctions
 from .ops import ModuleOp, build_ops, is_dynamic
 from .path import PATH_PREFIX, ForwardPath, encode_path
-from .record import LOSS, ForwardRecorder, RecordedRun, SameStage
+from .record import LOSS, ForwardRecorder, RecordedRun, SameStage, value_of
 from .run import derive_stage_task
 from .skeleton import Skeleton, TrialParameters
 from .trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure, trial_run
@@ -134,7 +134,7 @@ def _assemble(cut: ModuleCut) -> OpGraph:
         cut.reason += f"; nor can it be cut between its modules: {why}; move that into modules of its own"
     return OpGraph(
         name=cut.job.name,
-        inputs=tuple(_value(key, tensor) for key, tensor in cut.batch.items()),
+        inputs=tuple(value_of(key, tensor.detach()) for key, tensor in cut.batch.items()),
         ops=ops,
         parameters=model_parameters(skeleton.model, builder.reached()),
         buffers=model_buffers(skeleton.model, {n: skeleton.resting(n) for n in skeleton.attributes}),
@@ -170,10 +170,6 @@ def _kept_together(cut: ModuleCut, stage: Stage, error: CutError, *, tries: int)
     what = "%s: %s to %s stay in one stage, because otherwise %s; %s"
     _log.warning(what, cut.job.name, begin.name, end.name, error.message, error.hint)
     return SameStage(begin.calls[0], end.calls[-1], error.message)
-
-
-def _value(name: str, tensor: Tensor) -> Value:
-    return Value(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def _recorded(

@@ -374,7 +374,7 @@ class ForwardRecorder(InterceptedForward):
             loss = self.loss(job, batch)
         known = self._known(loss)
         self.recording.loss = known.origins if known is not None else Origins()
-        self.recording.values[LOSS] = _value(LOSS, loss)
+        self.recording.values[LOSS] = value_of(LOSS, loss)
         self._record_replaced_buffers()
         return self.recording
 
@@ -408,7 +408,7 @@ class ForwardRecorder(InterceptedForward):
         self.calls_before[name] = calls
         if data_sized:
             self.recording.data_sized.add(name)
-        self.recording.values[name] = _value(name, tensor)
+        self.recording.values[name] = value_of(name, tensor)
         if not isinstance(tensor, FakeTensor) and not is_source(name):
             self.recording.samples[name] = tensor.detach()
 
@@ -430,7 +430,7 @@ class ForwardRecorder(InterceptedForward):
             return KnownTensor(Origins(), 0, self._last_call, tainted=True)
         if known.name and tensor.requires_grad and not self.recording.values[known.name].needs_grad:
             # an autograd function of the user's has given it one after it was made
-            self.recording.values[known.name] = _value(known.name, tensor)
+            self.recording.values[known.name] = value_of(known.name, tensor)
             known = known._replace(origins=Origins(known.origins.reads, known.origins.reads))
             self.tensors[tensor] = known
         if known.version != tensor._version:  # changed through a view
@@ -666,7 +666,7 @@ class ForwardRecorder(InterceptedForward):
                 handle.remove()
 
 
-def _value(name: str, tensor: Tensor) -> Value:
+def value_of(name: str, tensor: Tensor) -> Value:
     return Value(
         name=name,
         shape=tuple(tensor.shape),
