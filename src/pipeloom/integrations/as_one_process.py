@@ -19,7 +19,10 @@ from ..tracer.random import python_random_kept
 def optimizer_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter of the user's model, on the CPU. Every rank calls it."""
     mine = {
-        name: {key: _on_cpu(value) for key, value in optimizer.state[param].items()}
+        name: {
+            key: value.cpu() if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[param].items()
+        }
         for optimizer in pipe.weights.optimizers
         for name, param in pipe.weights.params.items()
         if param in optimizer.state
@@ -69,10 +72,6 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Mapping):
         return {n: change(value) if isinstance(value, Tensor) else value for n, value in batch.items()}
     return type(batch)([change(value) if isinstance(value, Tensor) else value for value in batch])
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 @contextmanager

@@ -234,7 +234,9 @@ def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
         crossings=_crossings(graph, stage_of, members),
         params=_owned(members, "params", [p.name for p in graph.parameters]),
         buffers=_owned(members, "buffers", [b.name for b in graph.buffers]),
-        inputs=tuple(_batch_inputs(graph, ops) for ops in members),
+        inputs=tuple(
+            tuple(v.name for v in graph.inputs if any(v.name in op.inputs for op in ops)) for ops in members
+        ),
         loss_stage=loss_stage,
     )
     _refuse_cycles(result)
@@ -291,11 +293,6 @@ def _owned(
     used = {name for names in read for name in names}
     read[0].update(dict.fromkeys(name for name in everything if name not in used))
     return tuple(tuple(names) for names in read)
-
-
-def _batch_inputs(graph: OpGraph, ops: Sequence[Op]) -> tuple[str, ...]:
-    read = {name for op in ops for name in op.inputs}
-    return tuple(v.name for v in graph.inputs if v.name in read)
 
 
 def _refuse_torn_buffers(graph: OpGraph, stage_of: Mapping[str, int]) -> None:

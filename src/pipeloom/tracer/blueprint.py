@@ -297,15 +297,12 @@ def _copied(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
         if tensor.grad is not None or not tensor.is_leaf:
             raise NotImplementedError("a tensor with a gradient or a history is copied")
         with torch.no_grad():
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = _parameter(tensor) if is_parameter else _plain(tensor, memo)
+            if isinstance(tensor, nn.Parameter):  # one by one, and without what was attached to them
+                memo[id(tensor)] = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+            else:
+                memo[id(tensor)] = _plain(tensor, memo)
     copied: Tensor = memo[id(tensor)]
     return copied
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    """Parameters are copied one by one, and without what was attached to them."""
-    return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
 
 
 def _plain(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:

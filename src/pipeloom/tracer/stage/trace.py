@@ -250,16 +250,13 @@ def _splitter(
     key = (nodes, module.names, module.outputs, module.learning, device, compiled)
     splitter = captured.traced.get(key)  # once: another rank may forget all of them at any time
     if splitter is None:
-        splitter = captured.traced[key] = _traced_splitter(module, captured, device, compiled)
+        joint = simplify(trace_joint(module, captured, device))
+        kinds = zip(module.names, module.kinds, strict=True)
+        state = frozenset(name for name, kind in kinds if kind in ("param", "buffer"))
+        updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
+        splitter = captured.traced[key] = Splitter(joint, state, updated, not compiled)
     assert isinstance(splitter, Splitter)
     return splitter, splitter.joint.attributes
-
-
-def _traced_splitter(module: StageModule, captured: Captured, device: str, compiled: bool) -> Splitter:
-    joint = simplify(trace_joint(module, captured, device))
-    state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
-    updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
-    return Splitter(joint, state, updated, not compiled)
 
 
 def _forward_only(module: StageModule) -> Part:
