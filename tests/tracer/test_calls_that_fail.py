@@ -67,7 +67,7 @@ def test_what_failed_is_told(
     assert hint in (caught.value.hint or "") and "torch.export" not in caught.value.message.split(";")[0]
 
 
-BOTH = r"capture model: TypeError: .*; and as modules: the forward of model fails: TypeError.*\n.* such a batch"
+BOTH = r"capture model: TypeError: .*; and as modules: the forward of model fails: TypeError.*\n.* such a"
 
 
 def test_a_type_error_inside_the_forward_is_its_own() -> None:
