@@ -19,8 +19,9 @@ from ..guards import inside_checkpoint
 from ..job import Job
 from ..job_calls import call_model, scalar_loss
 from ..random import python_random_kept, seed_python
+from ..tensors import tensors_of
 from .skeleton import ModuleUnit, Skeleton
-from .torch_functions import RANDOM, function_name, leaves_in
+from .torch_functions import RANDOM, function_name
 
 START = ""
 """The stretch of glue before the first unit; other stretches are named by the unit call they follow."""
@@ -109,7 +110,7 @@ class InterceptedForward(TorchFunctionMode):
         if self._unit_of(run) is not None:
             return apply(*args)
         with self._passing():
-            trains = any(leaf.requires_grad for leaf in leaves_in(arguments) if isinstance(leaf, Tensor))
+            trains = any(tensor.requires_grad for tensor in tensors_of(arguments))
         with nullcontext() if trains else torch.no_grad():  # as the checkpoint, which else warns of it
             return run(*arguments)
 

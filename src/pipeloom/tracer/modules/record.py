@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.graph import Value
@@ -35,7 +35,6 @@ from .torch_functions import (
     READS,
     SHAPES,
     count_numbers,
-    leaves_in,
     open_up,
     python_value,
     read_numbers,
@@ -463,7 +462,7 @@ class ForwardRecorder(InterceptedForward):
         if name == "__set__.data" and (parameter := self.skeleton.name_of(args[0])) in self.skeleton.params:
             refuse_new_tensor(parameter)
         args, kwargs = tree_map(self._real_tensor, (args, kwargs))
-        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         sources = [known for tensor in tensors if (known := self._known(tensor)) is not None]
         tainted = any(known.tainted for known in sources)
         data_sized = any(known.data_sized for known in sources)
@@ -488,7 +487,7 @@ class ForwardRecorder(InterceptedForward):
         if new or changed:
             self.index += 1
             self.recording.glue.append(
-                f"{name}{[a for a in leaves_in(args, kwargs) if not isinstance(a, Tensor)]}"
+                f"{name}{[a for a in tree_leaves((args, kwargs)) if not isinstance(a, Tensor)]}"
             )
             untouched = {id(t) for t in tensors} - {id(t) for t in changed}
             outputs = [t for t in (*new, *changed) if id(t) not in untouched]

@@ -37,6 +37,7 @@ from ...ir.stages import StageGraph
 from ...ir.user_code import at, raised_at
 from ..job import Job
 from ..random import seeded
+from ..tensors import tensors_of
 from .absent import (
     KEEP_TOGETHER,
     MissingValue,
@@ -59,7 +60,6 @@ from .torch_functions import (
     READS,
     SILENT,
     count_numbers,
-    leaves_in,
     python_value,
     read_numbers,
 )
@@ -307,7 +307,7 @@ class StageRun(InterceptedForward):
     def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.resolved:
             args, kwargs = tree_map(self._resolve, (args, kwargs))
-        leaves = list(leaves_in(args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         absent = any(self._absent(t) for t in tensors)
         missing = missing_in(leaves)
@@ -368,7 +368,7 @@ class StageRun(InterceptedForward):
     ) -> Any:
         """Decide as earlier stages did; what they have not decided is decided here."""
         decisions = self.result.path.decisions
-        tensor = next(leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor))
+        tensor = tensors_of((args, kwargs))[0]
         count = count_numbers(name, tensor)
         if absent or len(decisions) + count <= len(self.earlier_path.decisions):
             return python_value(name, [self._decided() for _ in range(count)], tensor)
