@@ -23,7 +23,7 @@ from functools import cached_property
 
 from .action import Action, B, F, W
 from .errors import ScheduleError
-from .schedule import Pair, Schedule, parse_pairs, parse_rows
+from .schedule import Pair, Schedule, parse_pairs, parse_rows, rows_text
 
 MOST_WINDOW = 1000
 """More steps in flight at once are refused: a number in a file would decide how long planning takes."""
@@ -57,16 +57,8 @@ class SteadyStep:
                     )
 
     def __str__(self) -> str:
-        """One line per rank, as a schedule."""
-        return str(
-            Schedule(
-                name=self.name,
-                microbatches=self.window * self.microbatches,
-                placement=self.placement,
-                rows=self.rows,
-                pairs=self.pairs,
-            )
-        )
+        """As a schedule."""
+        return rows_text(self.rows, self.pairs)
 
     def row(self, rank: int, step: int, steps: int) -> tuple[Action, ...]:
         """What a rank does in row `step` of `steps` steps, numbered from the first micro-batch of all.
