@@ -526,12 +526,9 @@ class ForwardRecorder(InterceptedForward):
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
-        with CallEffects() as meter:
-            if name in RANDOM:
-                with seeded(self.seed, glue_name(self.stretch, self.index)):
-                    yield
-            else:
-                yield
+        place = glue_name(self.stretch, self.index)
+        with CallEffects() as meter, seeded(self.seed, place) if name in RANDOM else nullcontext():
+            yield
         if meter.drew:
             self.recording.random.add(name)
             self.recording.drew_after.add(self._last_call)

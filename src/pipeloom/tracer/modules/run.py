@@ -21,7 +21,7 @@ what it cannot do is make other values cross: then a unit finds an argument with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from traceback import clear_frames
@@ -334,10 +334,8 @@ class StageRun(InterceptedForward):
     ) -> Any:
         """Run a function whose data is all here."""
         versions = [t._version for t in tensors]
-        if name in self.random:
-            with seeded(self.seed, glue_name(self.stretch, self.index)):
-                result = function(*args, **kwargs)
-        else:
+        place = glue_name(self.stretch, self.index)
+        with seeded(self.seed, place) if name in self.random else nullcontext():
             result = function(*args, **kwargs)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         return self._count(result, changed)
@@ -446,10 +444,7 @@ class StageRun(InterceptedForward):
         ]
         refuse_absent_inside(arguments, unit.fqn)
         args, kwargs = tree_unflatten(arguments, spec)
-        if place.random:
-            with seeded(self.seed, name):
-                result = unit.original_forward(*args, **kwargs)
-        else:
+        with seeded(self.seed, name) if place.random else nullcontext():
             result = unit.original_forward(*args, **kwargs)
         if place.call is not None:
             self._bind_outputs(unit, place.call, arguments, result)
