@@ -84,7 +84,7 @@ def cut_modules(
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
     with evaluation_mode(skeleton.model, WeightChangesRefused(skeleton.model)):
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
-    recording.evaluation_calls = evaluated.call_named
+    recording.evaluation_calls = {call.name: call for call in evaluated.calls}
     recording.values = evaluated.values | recording.values
     together: tuple[SameStage, ...] = like.together if like is not None else ()
     while True:

@@ -165,10 +165,6 @@ class RecordedRun:
     device: str = "cpu"
     evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
 
-    @property
-    def call_named(self) -> dict[str, UnitCall]:
-        return {call.name: call for call in self.calls}
-
 
 class CallEffects(LiveBytes):  # type: ignore[no-untyped-call]
     """drew: whether any call drew random numbers.  statistics: storages of running statistics that were

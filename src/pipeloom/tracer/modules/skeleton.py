@@ -217,11 +217,6 @@ class TrialParameters:
         self._pinned: dict[str, Tensor] = {}
         self._storages: dict[int, str] = {}
 
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of what was made in the last go."""
-        return sum(tensor.nbytes for tensor in self._loaded.values())
-
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors for one call: parameters are leaves, buffers may be changed."""
         names = list(names)
