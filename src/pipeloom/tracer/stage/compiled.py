@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
                 call = f"{args[0]}[{args[1]}]"
             lines.append(f"    {names[node]} = {call}")
         elif node.op == "get_attr":
-            lines.append(f"    {names[node]} = {constant(_attribute(attributes, node.target))}")
+            lines.append(f"    {names[node]} = {constant(attrgetter(node.target)(attributes))}")
         elif node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
         if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
@@ -159,12 +159,6 @@ def _has_node(arg: Any) -> bool:
     return isinstance(arg, fx.Node)
 
 
-def _attribute(owner: object, path: Any) -> Any:
-    for part in str(path).split("."):
-        owner = getattr(owner, part)
-    return owner
-
-
 def run_measured(
     graph: fx.Graph, attributes: object, box: list[Any], owned: Mapping[str, bool]
 ) -> tuple[tuple[Any, ...], int]:
@@ -178,7 +172,7 @@ def run_measured(
 
     def run(node: fx.Node) -> Any:
         if node.op == "get_attr":
-            values[node] = _attribute(attributes, node.target)
+            values[node] = attrgetter(node.target)(attributes)
         elif node.op != "placeholder":
             target = _IN_GRAD_MODE.get(node.target, node.target)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
