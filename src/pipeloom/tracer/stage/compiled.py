@@ -69,7 +69,7 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
                 call = f"{args[0]}[{args[1]}]"
             lines.append(f"    {names[node]} = {call}")
         elif node.op == "get_attr":
-            lines.append(f"    {names[node]} = {constant(attrgetter(node.target)(attributes))}")
+            lines.append(f"    {names[node]} = {constant(attrgetter(str(node.target))(attributes))}")
         elif node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
         if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
@@ -172,7 +172,7 @@ def run_measured(
 
     def run(node: fx.Node) -> Any:
         if node.op == "get_attr":
-            values[node] = attrgetter(node.target)(attributes)
+            values[node] = attrgetter(str(node.target))(attributes)
         elif node.op != "placeholder":
             target = _IN_GRAD_MODE.get(node.target, node.target)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
