@@ -32,7 +32,7 @@ from .runtime.weights import Weights
 from .schedules import registry
 from .tracer.capture import capture
 from .tracer.captured import Captured
-from .tracer.evaluation import capture_evaluation, cut_alike, cut_evaluation
+from .tracer.evaluation import capture_evaluation, cut_alike
 from .tracer.job import Job
 from .tracer.job_calls import sample_batch
 from .tracer.stage.trace import stage_functions, stage_residuals
@@ -203,7 +203,7 @@ class StageVariants:
                 autocast=rank.captured.autocast,
                 with_outputs=self._with_outputs,
             )
-        return captured, cut_evaluation(captured.graph, rank.captured.graph, rank.stages)
+        return captured, cut_alike(captured.graph, rank.captured.graph, rank.stages)
 
     def _capture(self, part: Mapping[str, Tensor]) -> tuple[Captured, StageGraph]:
         rank = self._rank

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformers as hf
+from batches import normal
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
@@ -58,9 +60,7 @@ def image_batch(seed: int, size: int) -> Batch:
     return {"x": torch.randn(size, 3, 8, 8, generator=g), "y": torch.randint(0, 5, (size,), generator=g)}
 
 
-def vector_batch(seed: int, size: int) -> Batch:
-    g = _generator(seed)
-    return {"x": torch.randn(size, 8, generator=g), "y": torch.randn(size, 8, generator=g)}
+vector_batch = normal(x=(8,), y=(8,))
 
 
 class GPT(nn.Module):
@@ -250,33 +250,23 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     )
 
 
+_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+}
+
+
 def bert(dropout: float = 0.0) -> nn.Module:
-    return hf.BertForMaskedLM(
-        hf.BertConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            intermediate_size=64,
-            vocab_size=VOCABULARY,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-    )
+    config = hf.BertConfig(**_SMALL, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return hf.BertForMaskedLM(config)
 
 
 def llama(dropout: float = 0.0) -> nn.Module:
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            vocab_size=VOCABULARY,
-            use_cache=False,
-            attention_dropout=dropout,
-        )
-    )
+    config = hf.LlamaConfig(**_SMALL, num_key_value_heads=2, use_cache=False, attention_dropout=dropout)
+    return hf.LlamaForCausalLM(config)
 
 
 def t5(dropout: float = 0.0) -> nn.Module:
@@ -296,19 +286,8 @@ def t5(dropout: float = 0.0) -> nn.Module:
 
 
 def mixtral(dropout: float = 0.0) -> nn.Module:
-    return hf.MixtralForCausalLM(
-        hf.MixtralConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            vocab_size=VOCABULARY,
-            num_local_experts=4,
-            use_cache=False,
-            attention_dropout=dropout,
-        )
-    )
+    more = {"num_key_value_heads": 2, "num_local_experts": 4, "attention_dropout": dropout}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**_SMALL, **more, use_cache=False))
 
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] = {

@@ -17,7 +17,7 @@ from pipeloom.runtime.channel import Channel
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.evaluation import capture_evaluation
-from pipeloom.tracer.handover import hand_over, hand_over_evaluation, take_over, take_over_evaluation
+from pipeloom.tracer.handover import hand_over, take_over, take_over_evaluation
 from pipeloom.tracer.stage import trace
 from pipeloom.tracer.stage.trace import stage_functions
 from pipeloom.train.config import Config
@@ -51,8 +51,7 @@ JOBS = {
 def handed(job: Job) -> tuple[bytes, bytes]:
     captured = capture(job, 2)
     training = hand_over(captured)
-    captured.evaluation = capture_evaluation(job, captured, job.batch(0, 2))
-    evaluation = hand_over_evaluation(captured)
+    evaluation = hand_over(capture_evaluation(job, captured, job.batch(0, 2)))
     assert training is not None and evaluation is not None
     return training, evaluation
 

@@ -22,8 +22,8 @@ from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.random import call_seeded, end_random, seed_random
-from pipeloom.tracer.stage.functions import Sink, StageFunctions, Tensors, activation_bytes
+from pipeloom.tracer.random import call_seeded, seeded
+from pipeloom.tracer.stage.functions import DiscardSink, StageFunctions, Tensors, activation_bytes
 from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 Policy = dict[str, Treatment]
@@ -186,25 +186,14 @@ def test_a_failing_draw_does_not_keep_the_turn() -> None:
     with pytest.raises(RuntimeError):
         call_seeded(0, "call", torch.bernoulli, torch.tensor([2.0]))
     assert torch.equal(torch.get_rng_state(), before)
-    seed_random(0, "outer")
-    inner = call_seeded(0, "inner", torch.rand, 3)
-    outer = torch.rand(3)
-    end_random()
+    with seeded(0, "outer"):
+        inner = call_seeded(0, "inner", torch.rand, 3)
+        outer = torch.rand(3)
     assert torch.equal(inner, call_seeded(0, "inner", torch.rand, 3))
     assert torch.equal(outer, call_seeded(0, "outer", torch.rand, 3))
 
 
 # What a backward makes again is there from its first reader to its last, and no longer.
-
-
-class Nowhere(Sink):
-    """A sink that keeps no gradient, so that only what a backward itself holds is counted."""
-
-    def add(self, name: str, grad: Tensor) -> None:
-        pass
-
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        pass
 
 
 def stages_of(job: Job, count: int) -> tuple[Captured, StageGraph]:
@@ -231,10 +220,10 @@ def run(captured: Captured, functions: StageFunctions, *, split: bool) -> dict[s
                 with allocations() as seen["input_grad"]:
                     _, residuals = functions.backward_input(state, residuals, grads)
                 with allocations() as seen["weight_grad"]:
-                    functions.backward_weight(state, residuals, Nowhere())
+                    functions.backward_weight(state, residuals, DiscardSink())
             else:
                 with allocations() as seen["backward"]:
-                    functions.backward(state, residuals, grads, Nowhere())
+                    functions.backward(state, residuals, grads, DiscardSink())
     return seen
 
 

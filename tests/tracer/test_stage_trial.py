@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from odd.case import WIDTH, Between, Block, job
+from odd.case import Between, Block, job
+from odd.decisions import NoModules
 from runs import assert_same, capture_of, even_plan, pipelined, plain
 from torch import Tensor, nn
 
@@ -88,15 +89,6 @@ def test_lists_of_modules_that_do_not_run_are_refused_at_once() -> None:
 
 
 def test_a_model_without_modules_to_cut_says_where_it_computes() -> None:
-    class Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            h = x * self.weight
-            return h.sum() if h.sum() > 0 else -h.sum()
-
-    fallback = capture(job(Alone), 2).graph.fallback
-    assert "nor can it be cut between its modules: what computes is the forward of Alone" in fallback
-    assert "test_stage_trial.py:" in fallback
+    fallback = capture(job(NoModules), 2).graph.fallback
+    assert "nor can it be cut between its modules: what computes is the forward of NoModules" in fallback
+    assert "decisions.py:" in fallback

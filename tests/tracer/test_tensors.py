@@ -38,11 +38,6 @@ def test_a_copy_lies_as_the_tensor_without_gaps(tensor: Tensor) -> None:
     assert torch.equal(again, tensor) and again.data_ptr() == made.data_ptr()
 
 
-def test_what_repeats_its_numbers_lies_as_its_dimensions_are_numbered() -> None:
-    assert memory_order(torch.zeros(2, 1, 3).expand(2, 4, 3)) == ()
-    assert memory_order(torch.zeros(2, 1, 3).expand(2, 4, 3).transpose(0, 2)) == ()
-
-
 def test_a_tensor_alone_in_its_storage_is_not_copied() -> None:
     turned = torch.randn(2, 3).t()
     assert ensure_unshared(turned, (1, 0), set()) is turned

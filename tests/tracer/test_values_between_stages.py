@@ -28,7 +28,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
 from pipeloom.runtime.channel import Channel
-from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.evaluation import capture_evaluation, cut_alike
 
 ROW = normal(x=(6, 8))
 TURNED = job(TurnedValues, ROW)
@@ -93,7 +93,7 @@ def test_evaluation_is_cut_where_training_was(made: Job) -> None:
     trained = capture_of(made, ROWS)
     evaluated = capture_evaluation(made, trained, made.batch(0, ROWS))
     for cuts in combinations(range(1, len(places(trained))), 2):
-        cut_evaluation(evaluated.graph, trained.graph, cut(trained.graph, split_at(trained, *cuts)))
+        cut_alike(evaluated.graph, trained.graph, cut(trained.graph, split_at(trained, *cuts)))
 
 
 def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient() -> None:

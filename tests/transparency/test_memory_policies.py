@@ -10,8 +10,8 @@ import pytest
 import torch
 import zoo
 from ledgers import sends_are_through_at_once
+from odd.decisions import JOBS
 from runs import assert_same_bits, capture_of, each_rank, even, pipelined, plan_for
-from torch import Tensor, nn
 
 from pipeloom import Job, Pipeline
 from pipeloom.ir.errors import PlanError
@@ -61,28 +61,13 @@ def test_verify_compares_a_plan_with_a_policy() -> None:
 
 
 def test_a_model_cut_between_modules_is_refused() -> None:
-    job = replace(zoo.job("gpt"), model=lambda: Unexportable())
+    job = JOBS["branch in blocks"]
     captured = capture_of(job)
     assert captured.cut is not None
     plan = plan_for(captured, {op.name: 0 for op in captured.graph.ops}, microbatches=1)
     offloading = replace(plan, memory=MemoryPolicy(stages=({"saved.0": "offload"},)))
     with pytest.raises(PlanError, match="saved.0"):
         Pipeline(job, offloading)
-
-
-class Unexportable(nn.Module):
-    """Decides by its data, which torch.export cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(zoo.VOCABULARY, 8)
-        self.head = nn.Linear(8, zoo.VOCABULARY)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        h = self.tokens(input_ids)
-        if float(h.detach().sum()) > 1e9:
-            h = h * 2
-        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.sampled("gpt-gpipe")

@@ -81,11 +81,6 @@ def test_drains_change_nothing(how: str) -> None:
     assert_equal(trained(job, plan, one_by_one=True), expected)
 
 
-def test_split_backward() -> None:
-    job = job_of()
-    assert_equal(trained(job, steady_plan(job, 3, 3, split=True)), delayed(job, 3))
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["", *CORRECTIONS])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])

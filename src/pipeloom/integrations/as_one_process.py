@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..ir.graph import PartRows
 from ..pipeline import Pipeline
 from ..runtime.checkpoint import joined
+from ..tracer.random import python_random_kept
 
 
 def optimizer_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter of the user's model, on the CPU. Every rank calls it."""
     mine = {
-        name: {key: _on_cpu(value) for key, value in optimizer.state[param].items()}
+        name: {
+            key: value.cpu() if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[param].items()
+        }
         for optimizer in pipe.weights.optimizers
         for name, param in pipe.weights.params.items()
         if param in optimizer.state
@@ -72,17 +74,8 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return type(batch)([change(value) if isinstance(value, Tensor) else value for value in batch])
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
 @contextmanager
 def random_kept() -> Iterator[None]:
     """What is looked at beforehand draws no numbers."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with python_random_kept(), torch.random.fork_rng(devices=[]):
+        yield

@@ -254,11 +254,7 @@ class PipelineTrainer(Trainer):
         weights = self.model.state_dict() | self.pipe.state_dict(frozen=False)
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
-        self._wait_for_all()  # the others look for what rank 0 has written
-
-    def _wait_for_all(self) -> None:
-        assert self.pipe is not None
-        self.pipe.channel.all_gather_object(None, "all ranks to have saved")
+        self.pipe.channel.all_gather_object(None, "all ranks to have saved")  # others look for its files
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """In the files of a `Trainer` in one process, which can go on from them, too."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NewType, TypeAlias
 
 from .errors import ScheduleError, shown
@@ -59,7 +60,6 @@ class ActionKind:
     seconds: the field of `StageCost` with its time; "" for `StageCost.other_s`, by its letters.
     takes, frees: the fields of `StageCost` with the bytes of residuals that are on the device from its start
         on, and that leave it at its end; "" for none.
-    csv: CSV files of schedules may have it.
     handler: what the runtime calls for it; None where the worker does it, or there is nothing to do.
     """
 
@@ -71,7 +71,6 @@ class ActionKind:
     seconds: str = ""
     takes: str = ""
     frees: str = ""
-    csv: bool = False
     handler: Handler | None = None
 
     @property
@@ -79,51 +78,27 @@ class ActionKind:
         return self.category in ("compute", "memory")
 
 
-def _transfer(label: str, stream: Stream) -> ActionKind:
-    return ActionKind(label=label, category="transfer", in_schedule=False, stream=stream, csv=True)
-
-
-def _stage_wide(label: str, stream: Stream, seconds: str = "") -> ActionKind:
-    return ActionKind(label=label, category="stage", in_schedule=False, stream=stream, seconds=seconds)
-
-
-def _treatment(
-    label: str,
-    stream: Stream,
-    seconds: str = "",
-    *,
-    takes: str = "",
-    frees: str = "",
-    in_schedule: bool = True,
-) -> ActionKind:
-    return ActionKind(
-        label=label,
-        category="memory",
-        in_schedule=in_schedule,
-        csv=in_schedule,
-        after=F,
-        stream=stream,
-        seconds=seconds,
-        takes=takes,
-        frees=frees,
-    )
-
+_transfer = partial(ActionKind, category="transfer", in_schedule=False)
+_stage_wide = partial(ActionKind, category="stage", in_schedule=False)
+_treatment = partial(ActionKind, category="memory", after=F)
 
 KINDS: dict[Kind, ActionKind] = {
-    F: ActionKind(label="forward", seconds="forward_s", csv=True),
-    B: ActionKind(label="backward", after=F, seconds="backward_s", csv=True),
-    I: ActionKind(label="input gradient", after=F, seconds="input_grad_s", csv=True),
-    W: ActionKind(label="weight gradient", after=I, seconds="weight_grad_s", csv=True),
-    SEND_F: _transfer("send", "send"),
-    RECV_F: _transfer("wait for a message", "recv"),
-    SEND_B: _transfer("send", "send"),
-    RECV_B: _transfer("wait for a message", "recv"),
-    REDUCE: _stage_wide("sum tied gradients", "recv"),
-    STEP: _stage_wide("optimizer step", "compute", "step_s"),
-    OFFLOAD: _treatment("offload", "d2h", "offload_s", frees="offloaded_bytes"),
-    AWAIT: _treatment("wait for an offload", "compute"),
-    RELOAD: _treatment("reload", "h2d", "reload_s", takes="offloaded_bytes"),
-    RECOMPUTE: _treatment("recompute", "compute", "recompute_s", takes="recomputed_bytes", in_schedule=False),
+    F: ActionKind(label="forward", seconds="forward_s"),
+    B: ActionKind(label="backward", after=F, seconds="backward_s"),
+    I: ActionKind(label="input gradient", after=F, seconds="input_grad_s"),
+    W: ActionKind(label="weight gradient", after=I, seconds="weight_grad_s"),
+    SEND_F: _transfer(label="send", stream="send"),
+    RECV_F: _transfer(label="wait for a message", stream="recv"),
+    SEND_B: _transfer(label="send", stream="send"),
+    RECV_B: _transfer(label="wait for a message", stream="recv"),
+    REDUCE: _stage_wide(label="sum tied gradients", stream="recv"),
+    STEP: _stage_wide(label="optimizer step", seconds="step_s"),
+    OFFLOAD: _treatment(label="offload", stream="d2h", seconds="offload_s", frees="offloaded_bytes"),
+    AWAIT: _treatment(label="wait for an offload"),
+    RELOAD: _treatment(label="reload", stream="h2d", seconds="reload_s", takes="offloaded_bytes"),
+    RECOMPUTE: _treatment(
+        label="recompute", seconds="recompute_s", takes="recomputed_bytes", in_schedule=False
+    ),
 }
 """The one table of kinds, in the order in which messages list them; `register_kind` adds to it."""
 

@@ -6,7 +6,7 @@ All passes work on columns; actions as objects are made from them only where som
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeAlias, overload
@@ -263,14 +263,8 @@ def columns_of(rows: Iterable[Iterable[Action]]) -> Columns:
             table.append((codes[step.kind], _held(step.stage), _held(step.microbatch), _held(step.peer)))
         offsets.append(len(table))
     kind, stage, microbatches, peers = np.array(table, np.int64).reshape(-1, 4).T
-    return Columns(
-        kind=kind.astype(np.int16),
-        stage=stage.astype(np.int32),
-        microbatch=microbatches.astype(np.int32),
-        peer=peers.astype(np.int32),
-        offsets=np.array(offsets, np.int64),
-        kinds=tuple(kinds),
-    )
+    made = compute_columns(kind, stage, microbatches, np.array(offsets))
+    return replace(made, peer=peers.astype(np.int32), kinds=tuple(kinds))
 
 
 def _held(number: int) -> int:

@@ -1,22 +1,5 @@
-"""Everything pipeloom raises on purpose, as one tree.
-
-    PipeloomError
-    ├── ConfigError          a file, flag or key is missing, misspelt or of the wrong type
-    ├── CaptureError         the model cannot be turned into an OpGraph
-    ├── CutError             an assignment of ops to stages is not a valid cut
-    ├── PlanError            no plan, or a plan that does not belong here
-    │   └── InfeasibleError  nothing fits under the memory cap
-    ├── ScheduleError        a schedule breaks a rule
-    │   └── DeadlockError    no rank can move
-    ├── MemoryCapError       a run passed its device's cap, or needs more than the device has
-    ├── OffloadError         residuals could not be moved off the device or back
-    ├── BatchError           a batch does not have the shape the pipeline was built for
-    ├── CommunicationError   a transfer failed or waited too long
-    ├── PeerError            another rank failed; carries that rank's traceback
-    ├── CheckpointError      a checkpoint is missing, incomplete or does not match
-    └── VerifyError          the pipeline's numbers differ from one process's
-
-Each message names who, what and how much; `hint` says what to do next.
+"""Everything pipeloom raises on purpose. Each message names who, what and how much; `hint` says what to do
+next.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
 from .errors import ScheduleError
-from .graph import Value
-from .stages import Crossing, Stage, StageGraph
+from .stages import StageGraph, dag as dag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,47 +93,3 @@ def _topological(count: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...
         order += ready
         sorter.done(*ready)
     return tuple(order)
-
-
-def dag(
-    stages: int,
-    edges: Iterable[tuple[int, int]],
-    *,
-    loss_stage: int | None = None,
-    no_gradient: Iterable[tuple[int, int]] = (),
-    value_bytes: int = 4,
-    params: Mapping[int, tuple[str, ...]] | None = None,
-) -> StageGraph:
-    """A graph of stages with one value per edge and nothing else: enough to schedule.
-
-    edges: (source, target) pairs.  loss_stage: the last stage unless given.
-    no_gradient: edges whose value needs no gradient.  value_bytes: a multiple of 4.
-    params: stage -> names it reads; a name given to two stages is tied.
-
-    >>> dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)]).predecessors[3]
-    (1, 2)
-    """
-    frozen = set(no_gradient)
-    crossings = tuple(
-        Crossing(
-            value=Value(
-                name=f"v{source}_{target}",
-                shape=(value_bytes // 4,),
-                dtype="float32",
-                needs_grad=(source, target) not in frozen,
-            ),
-            source=source,
-            target=target,
-        )
-        for source, target in edges
-    )
-    names = params or {}
-    none: tuple[tuple[str, ...], ...] = ((),) * stages
-    return StageGraph(
-        stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
-        crossings=crossings,
-        params=tuple(names.get(s, ()) for s in range(stages)),
-        buffers=none,
-        inputs=none,
-        loss_stage=stages - 1 if loss_stage is None else loss_stage,
-    )

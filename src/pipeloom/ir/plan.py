@@ -21,7 +21,7 @@ from .action import Action
 from .errors import ConfigError, PlanError, shown
 from .graph import OpGraph
 from .memory_policy import MemoryPolicy
-from .schedule import Schedule, parse_pairs, parse_rows
+from .schedule import Schedule, parse_pairs, parse_rows, rows_text
 from .stages import StageGraph, cut, replicate
 from .steady import SteadyStep, parse_steady
 from .text import load_noun, save_noun
@@ -337,19 +337,12 @@ def widened(plan: Plan, width: int) -> Plan:
         return replace(action, stage=action.stage + replica * count)
 
     replicas = range(width)
-    text = Schedule(
-        name=plan.schedule,
-        microbatches=shape.microbatches,
-        placement=tuple(home * width + replica for replica in replicas for home in plan.placement),
-        rows=tuple(
-            tuple(moved(action, replica) for action in row) for row in shape.rows for replica in replicas
-        ),
-        pairs=tuple((moved(a, replica), moved(b, replica)) for a, b in shape.pairs for replica in replicas),
-    )
+    rows = [[moved(action, replica) for action in row] for row in shape.rows for replica in replicas]
+    pairs = tuple((moved(a, replica), moved(b, replica)) for a, b in shape.pairs for replica in replicas)
     return replace(
         plan,
-        placement=text.placement,
-        schedule_rows=tuple(str(text).splitlines()),
+        placement=tuple(home * width + replica for replica in replicas for home in plan.placement),
+        schedule_rows=tuple(rows_text(rows, pairs).splitlines()),
         microbatches=plan.microbatches * width,
         caps=repeated(plan.caps, width),
         peaks=repeated(plan.peaks, width),

@@ -71,10 +71,11 @@ class Schedule:
         return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
 
     def __str__(self) -> str:
-        return _text(self.rows, self.pairs)
+        return rows_text(self.rows, self.pairs)
 
 
-def _text(rows: Sequence[Sequence[Action]], pairs: tuple[Pair, ...]) -> str:
+def rows_text(rows: Sequence[Sequence[Action]], pairs: tuple[Pair, ...]) -> str:
+    """One line per rank."""
     if isinstance(rows, Rows) and not pairs:
         return "\n".join(" ".join(rows.columns.row_texts(rank)) for rank in range(len(rows)))
     if not pairs:

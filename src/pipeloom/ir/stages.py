@@ -7,9 +7,11 @@ them, so their values never cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from .errors import CutError, ScheduleError
 from .graph import Op, OpGraph, Value
@@ -113,22 +115,57 @@ class StageGraph:
         return {name: tuple(stages) for name, stages in readers.items() if len(stages) > 1}
 
 
+def dag(
+    stages: int,
+    edges: Iterable[tuple[int, int]],
+    *,
+    loss_stage: int | None = None,
+    no_gradient: Iterable[tuple[int, int]] = (),
+    value_bytes: int = 4,
+    params: Mapping[int, tuple[str, ...]] | None = None,
+) -> StageGraph:
+    """A graph of stages with one value per edge and nothing else: enough to schedule.
+
+    edges: (source, target) pairs.  loss_stage: the last stage unless given.
+    no_gradient: edges whose value needs no gradient.  value_bytes: a multiple of 4.
+    params: stage -> names it reads; a name given to two stages is tied.
+
+    >>> dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)]).predecessors[3]
+    (1, 2)
+    """
+    frozen = set(no_gradient)
+    crossings = tuple(
+        Crossing(
+            value=Value(
+                name=f"v{source}_{target}",
+                shape=(value_bytes // 4,),
+                dtype="float32",
+                needs_grad=(source, target) not in frozen,
+            ),
+            source=source,
+            target=target,
+        )
+        for source, target in edges
+    )
+    names = params or {}
+    none: tuple[tuple[str, ...], ...] = ((),) * stages
+    return StageGraph(
+        stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
+        crossings=crossings,
+        params=tuple(names.get(s, ()) for s in range(stages)),
+        buffers=none,
+        inputs=none,
+        loss_stage=stages - 1 if loss_stage is None else loss_stage,
+    )
+
+
 def chain(stages: int) -> StageGraph:
-    """A chain of stages with one value between neighbours and nothing else: enough to schedule.
+    """A chain of stages.
 
     >>> chain(3).successors
     {0: (1,), 1: (2,), 2: ()}
     """
-    values = [Value(name=f"v{s}", shape=(1,), dtype="float32", needs_grad=True) for s in range(stages)]
-    none: tuple[tuple[str, ...], ...] = ((),) * stages
-    return StageGraph(
-        stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
-        crossings=tuple(Crossing(value=values[s], source=s, target=s + 1) for s in range(stages - 1)),
-        params=none,
-        buffers=none,
-        inputs=none,
-        loss_stage=stages - 1,
-    )
+    return dag(stages, pairwise(range(stages)))
 
 
 def sequential(stages: StageGraph) -> StageGraph:
@@ -197,7 +234,9 @@ def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
         crossings=_crossings(graph, stage_of, members),
         params=_owned(members, "params", [p.name for p in graph.parameters]),
         buffers=_owned(members, "buffers", [b.name for b in graph.buffers]),
-        inputs=tuple(_batch_inputs(graph, ops) for ops in members),
+        inputs=tuple(
+            tuple(v.name for v in graph.inputs if any(v.name in op.inputs for op in ops)) for ops in members
+        ),
         loss_stage=loss_stage,
     )
     _refuse_cycles(result)
@@ -256,11 +295,6 @@ def _owned(
     return tuple(tuple(names) for names in read)
 
 
-def _batch_inputs(graph: OpGraph, ops: Sequence[Op]) -> tuple[str, ...]:
-    read = {name for op in ops for name in op.inputs}
-    return tuple(v.name for v in graph.inputs if v.name in read)
-
-
 def _refuse_torn_buffers(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
     for buffer, ops in graph.together.items():
         first, *others = ops
@@ -274,17 +308,13 @@ def _refuse_torn_buffers(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
 
 
 def _refuse_cycles(stages: StageGraph) -> None:
-    waiting = {s: set(before) for s, before in stages.predecessors.items()}
-    while ready := [s for s, before in waiting.items() if not before]:
-        for s in ready:
-            del waiting[s]
-        for before in waiting.values():
-            before.difference_update(ready)
-    if waiting:
+    try:
+        TopologicalSorter(stages.predecessors).prepare()
+    except CycleError as error:
         raise CutError(
-            f"stages {sorted(waiting)} need each other's values: the cut has a cycle",
+            f"stages {sorted(set(error.args[1]))} need each other's values: the cut has a cycle",
             hint="keep every op in the same stage as, or a later stage than, the ops it reads from",
-        )
+        ) from None
 
 
 def replicate(stages: StageGraph, times: int = 2) -> StageGraph:

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from .action import Action, B, F, W
 from .errors import ScheduleError
-from .schedule import Pair, Schedule, parse_pairs, parse_rows
+from .schedule import Pair, Schedule, parse_pairs, parse_rows, rows_text
 
 MOST_WINDOW = 1000
 """More steps in flight at once are refused: a number in a file would decide how long planning takes."""
@@ -57,16 +57,8 @@ class SteadyStep:
                     )
 
     def __str__(self) -> str:
-        """One line per rank, as a schedule."""
-        return str(
-            Schedule(
-                name=self.name,
-                microbatches=self.window * self.microbatches,
-                placement=self.placement,
-                rows=self.rows,
-                pairs=self.pairs,
-            )
-        )
+        """As a schedule."""
+        return rows_text(self.rows, self.pairs)
 
     def row(self, rank: int, step: int, steps: int) -> tuple[Action, ...]:
         """What a rank does in row `step` of `steps` steps, numbered from the first micro-batch of all.
@@ -173,20 +165,13 @@ def steady_step(schedule: Schedule, microbatches: int) -> SteadyStep:
                 f"{rank}, so it cannot run without a flush",
                 hint="use --weights flush, or a schedule such as 1f1b",
             )
-    pairs = [
-        (
-            replace(first, microbatch=first.microbatch + (window - 1 - middle) * microbatches),
-            replace(second, microbatch=second.microbatch + (window - 1 - middle) * microbatches),
-        )
-        for first, second in schedule.pairs
-        if first in rows[schedule.placement[first.stage]][middle]
-    ]
+    inside = [pair for pair in schedule.pairs if pair[0] in rows[schedule.placement[pair[0].stage]][middle]]
     return SteadyStep(
         name=schedule.name,
         microbatches=microbatches,
         placement=schedule.placement,
         rows=tuple(body),
-        pairs=tuple(pairs),
+        pairs=tuple((a, b) for a, b in (numbered(pair, middle) for pair in inside)),
         window=window,
     )
 

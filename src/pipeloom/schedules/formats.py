@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from ..ir.action import (
-    KINDS,
+    COPYING,
     RECV_B,
     RECV_F,
     REDUCE,
@@ -122,7 +122,7 @@ def parse_plain(text: str, *, name: str) -> Schedule | None:
     )
 
 
-_KINDS = tuple(kind for kind, row in KINDS.items() if row.csv)
+_KINDS = (F, B, I, W, *TRANSFERS, *COPYING)
 _CELL = re.compile(rf"([0-9]{{1,9}})({'|'.join(_KINDS)})([0-9]{{1,9}})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _SHARDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")

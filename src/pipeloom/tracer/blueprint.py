@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..ir.errors import CaptureError
 from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
-from .tensors import StorageView
+from .tensors import StorageView, written_by
 
 
 class GeneratorUse(NamedTuple):
@@ -45,8 +45,7 @@ class RecordedCall:
     """
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     result: Any
     writes: frozenset[int]
     reads: frozenset[int]
@@ -73,16 +72,6 @@ def _leaves(tree: object) -> Iterable[Any]:
 
 def _storages(tree: object) -> frozenset[int]:
     return frozenset(leaf.storage for leaf in _leaves(tree) if isinstance(leaf, StorageView))
-
-
-def _written(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
-    """Storages of arguments that the call changes."""
-    written: set[int] = set()
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written |= _storages(argument_value)
-    return written
 
 
 def _blind(function: torch._ops.OpOverload, arguments: Any) -> bool:
@@ -117,16 +106,15 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = tree_map(self._describe, (args, kwargs))
         value = func(*args, **kwargs)
         result = tree_map(self._describe, value)
-        reads, writes = _storages(arguments), _written(func, *arguments)
-        writes |= _storages(result) - reads
+        reads = _storages(arguments)
+        writes = _storages(written_by(func, *arguments)) | (_storages(result) - reads)
         random = torch.Tag.nondeterministic_seeded in func.tags and not _on_meta(args, kwargs, value)
         self.record.calls.append(
             RecordedCall(
                 function=func,
-                args=arguments[0],
-                kwargs=arguments[1],
+                arguments=arguments,
                 result=result,
-                writes=frozenset(writes),
+                writes=writes,
                 reads=reads - writes,
                 random=random,
                 blind=_blind(func, arguments),
@@ -151,8 +139,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.calls.append(
                 RecordedCall(
                     function=original,
-                    args=arguments[0],
-                    kwargs=arguments[1],
+                    arguments=arguments,
                     result=arguments[0][0],
                     writes=_storages(arguments),
                     reads=frozenset(),
@@ -238,7 +225,7 @@ class ConstructorReplay:
         return self.calls[index].writes | self.calls[index].reads
 
     def _run(self, call: RecordedCall, stand_in: Callable[[Any], Any]) -> Any:
-        args, kwargs = tree_map(stand_in, (call.args, dict(call.kwargs)), is_leaf=_is_leaf)
+        args, kwargs = tree_map(stand_in, call.arguments, is_leaf=_is_leaf)
         return call.function(*args, **kwargs)
 
     def _make(self, leaf: Any) -> Any:
@@ -310,15 +297,12 @@ def _copied(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
         if tensor.grad is not None or not tensor.is_leaf:
             raise NotImplementedError("a tensor with a gradient or a history is copied")
         with torch.no_grad():
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = _parameter(tensor) if is_parameter else _plain(tensor, memo)
+            if isinstance(tensor, nn.Parameter):  # one by one, and without what was attached to them
+                memo[id(tensor)] = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+            else:
+                memo[id(tensor)] = _plain(tensor, memo)
     copied: Tensor = memo[id(tensor)]
     return copied
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    """Parameters are copied one by one, and without what was attached to them."""
-    return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
 
 
 def _plain(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
@@ -399,16 +383,15 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
             FakeDeepCopy(),
         ):
             model = build()
+        elsewhere = any(not isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()])
+        why = "it returns tensors made elsewhere" if elsewhere else ""
     except Exception as error:  # fake tensors break code in every way; an error of the user's own comes again
         with torch.random.fork_rng(devices=[]), constructor_draws():
             model = build()
         _refuse_lazy(model)
-        hooks = parameter_hooks(model)  # imitations have none
         why = f"{type(error).__name__}: {error}"
-        return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
-    hooks = parameter_hooks(model)
-    if any(not isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()]):
-        why = "it returns tensors made elsewhere"
+    hooks = parameter_hooks(model)  # imitations have none
+    if why:
         return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
     return Blueprint(build, model, recorder.record, hooks=hooks)
 

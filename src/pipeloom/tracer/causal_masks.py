@@ -8,6 +8,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .op_graph import ancestors
+from .tensors import arguments_of
+
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 LARGEST = 1 << 26
@@ -18,17 +21,16 @@ def replace_causal_masks(graph: fx.Graph) -> None:
     """In place; what made the masks is left to the elimination of dead code."""
     made: dict[fx.Node, bool] = {}
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        mask = given.get("attn_mask")
-        if not isinstance(mask, fx.Node) or given.get("is_causal"):
+        given = arguments_of(_ATTENTION, node.args, node.kwargs)
+        mask = given["attn_mask"]
+        if not isinstance(mask, fx.Node) or given["is_causal"]:
             continue
         if mask not in made:
             numbers = _constant(mask, graph)
             made[mask] = numbers is not None and _is_causal(numbers)
         tokens = {given[name].meta["val"].shape[-2] for name in ("query", "key")}
         if made[mask] and tokens == {mask.meta["val"].shape[-1]}:
-            node.args = (*node.args[:3], None, given.get("dropout_p", 0.0), True)
+            node.args = (*node.args[:3], None, given["dropout_p"], True)
             node.kwargs = {name: v for name, v in node.kwargs.items() if name in ("scale", "enable_gqa")}
 
 
@@ -44,13 +46,9 @@ def _is_causal(numbers: Tensor) -> bool:
 
 def _constant(node: fx.Node, graph: fx.Graph) -> Tensor | None:
     """What a node always is; None if it depends on the batch, parameters or chance, or is too large."""
-    needed, left = {node}, [node]
-    while left:
-        one = left.pop()
-        if not _is_of_constants(one):
-            return None
-        left += [each for each in one.all_input_nodes if each not in needed]
-        needed.update(one.all_input_nodes)
+    needed = ancestors([node], lambda one: not _is_of_constants(one))
+    if not needed.issuperset([node, *(source for one in needed for source in one.all_input_nodes)]):
+        return None
     known: dict[fx.Node, Tensor] = {}
     with torch.no_grad(), unset_fake_temporarily():
         for one in graph.nodes:

@@ -22,7 +22,7 @@ from ..ir.stages import StageGraph, cut
 from .autocast import Autocast
 from .captured import Captured
 from .export import export_watched
-from .guards import weight_changes_refused
+from .guards import WeightChangesRefused
 from .job import Job
 from .job_calls import ModelWithLoss, evaluation_mode
 from .program import captured_from_program
@@ -49,7 +49,7 @@ def capture_evaluation(
     """
     example = {key: tensor.clone() for key, tensor in batch.items()}
     model = trained.blueprint.model
-    with evaluation_mode(model, weight_changes_refused(model)):
+    with evaluation_mode(model, WeightChangesRefused(model)):
         module = ModelWithLoss(model, job, with_outputs=with_outputs)
         program = export_watched(module, example, f"{job.name} in evaluation mode", autocast)
         _warn_of_updates(program, job)
@@ -70,15 +70,9 @@ def _warn_of_updates(program: ExportedProgram, job: Job) -> None:
         )
 
 
-def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:
-    """Cut an evaluation graph so that each stage finds the parameters and buffers that it holds.
-
-    Raises: CutError, see `cut_alike`.
-    """
-    return cut_alike(evaluated, trained, stages, when="in evaluation mode")
-
-
-def cut_alike(other: OpGraph, planned: OpGraph, stages: StageGraph, *, when: str) -> StageGraph:
+def cut_alike(
+    other: OpGraph, planned: OpGraph, stages: StageGraph, *, when: str = "in evaluation mode"
+) -> StageGraph:
     """Cut another graph of a model as the planned one is cut, so that each stage finds the parameters and
     buffers that it holds.
 

@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
-from .guards import AttributeWatch, attributes_kept, caches_kept, remove_new_tensors
+from .guards import AttributeWatch, attributes_kept, caches_kept, settled
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
+from .tensors import arguments_of
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
@@ -213,34 +214,24 @@ def export_watched(
     Raises: CaptureError as `export_program` does, and for attributes or random numbers that it would freeze.
     """
     model = module.get_submodule("model")
+
+    def run(first: ExportedProgram | None) -> tuple[ExportedProgram, AttributeWatch]:
+        watch = AttributeWatch(model)
+        handle = module.register_forward_hook(lambda *_: watch.look())
+        with watch.watching():
+            program = export_program(module, batch, name, autocast)
+        handle.remove()
+        return program, watch
+
     with python_random_kept():
         before = python_state()
         with attributes_kept(model):
-            program, watch = _watched(module, batch, name, autocast)
-            if (carried := next(watch.carried(), None)) is not None:
-                # What only the first call sets up, as `config.problem_type`, is settled in the second.
-                first = program
-                program, watch = _watched(module, batch, name, autocast)
-                for later in watch.carried():
-                    later.refuse()
-                if not _computes_the_same(first, program):
-                    carried.refuse()
+            program = settled(run, _computes_the_same)
         if python_state() != before:
             raise CaptureError(
                 f"the forward of {name} draws random numbers that export would freeze", hint=HINT
             )
     return program
-
-
-def _watched(
-    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: Autocast | None
-) -> tuple[ExportedProgram, AttributeWatch]:
-    watch = AttributeWatch(module.get_submodule("model"))
-    handle = module.register_forward_hook(lambda *_: watch.look())
-    with watch.watching():
-        program = export_program(module, batch, name, autocast)
-    handle.remove()
-    return program, watch
 
 
 def _computes_the_same(first: ExportedProgram, second: ExportedProgram) -> bool:
@@ -281,7 +272,7 @@ def export_program(
             # The guards judge what a forward assigns; a GRU only assigns its own weights anew.
             warnings.filterwarnings("ignore", message="The tensor attribute.*assigned during export")
             with autocast_region(autocast):
-                with what_export_loses_refused(name), calls, _new_tensors_removed(module), caches_kept():
+                with what_export_loses_refused(name), calls, caches_kept(module):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -320,26 +311,12 @@ def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
     it compares `num_layers < i - 1`)."""
     for node in graph.nodes:
         if node.target in _RECURRENT:
-            values = zip((a.name for a in node.target._schema.arguments), node.args, strict=False)
-            given = dict(values) | node.kwargs
+            given = arguments_of(node.target, node.args, node.kwargs)
             if given["dropout"] and given["train"] and given["num_layers"] > 1:
                 raise CaptureError(
                     f"{name} has dropout between the layers of a recurrent module, which tracing would lose",
                     hint=HINT,
                 )
-
-
-@contextmanager
-def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
-    """Tensors that the block puts where none were, as attributes or buffers, are taken away again: they are
-    traced ones, and the next trace would take them for the model's own."""
-    stores = [store for inner in module.modules() for store in (vars(inner), inner._buffers)]
-    before = [(store, dict(store)) for store in stores]
-    try:
-        yield
-    finally:
-        for store, values in before:
-            remove_new_tensors(store, values)
 
 
 @cache

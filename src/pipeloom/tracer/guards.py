@@ -21,7 +21,7 @@ from inspect import signature
 from numbers import Number
 from threading import local
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, definition_of, is_user_file, line_of, user_line
-from .tensors import tensors_of
+from .tensors import tensors_of, written_by
+
+T = TypeVar("T")
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ALL_ATTRIBUTES = "__dict__"
@@ -204,6 +206,23 @@ class AttributeWatch:
                         where=min(uses.writes, default=definition_of(type(module))),
                         read_at=min(reads, default="") if path in self._units else "",
                     )
+
+
+def settled(run: Callable[[T | None], tuple[T, AttributeWatch]], alike: Callable[[T, T], bool]) -> T:
+    """What a run of the forward gives; where it hands attributes on, what a second one gives, which gets the
+    first: what only the first call sets up, as `config.problem_type`, is settled in the second.
+
+    Raises: CaptureError if the second run hands attributes on, too, or is not like the first.
+    """
+    result, watch = run(None)
+    if (carried := next(watch.carried(), None)) is not None:
+        first = result
+        result, watch = run(first)
+        for later in watch.carried():
+            later.refuse()
+        if not alike(first, result):
+            carried.refuse()
+    return result
 
 
 def is_below(path: str, unit: str) -> bool:
@@ -425,9 +444,11 @@ def _delete(owner: Any, name: str) -> None:
 
 
 @contextmanager
-def caches_kept() -> Iterator[None]:
+def caches_kept(model: nn.Module | None = None) -> Iterator[None]:
     """Tensors that the block leaves outside the model, in variables and dictionaries of the user's files or
-    in functions with a cache, are forgotten: they have no data. Installed packages are too many to look at.
+    in functions with a cache, are forgotten: they have no data. So are those that it puts into attributes and
+    buffers of a model: the next trace would take them for the model's own. Installed packages are too many to
+    look at.
     """
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     files["__main__"] = files.get("__main__") or "model.py"
@@ -436,6 +457,8 @@ def caches_kept() -> Iterator[None]:
     values = [value for space in spaces for value in [*space.values()]]
     owned = [v for kind in values if isinstance(kind, type) and _is_users(kind) for v in vars(kind).values()]
     stores = [*spaces, *(value for value in [*values, *owned] if type(value) is dict)]
+    for inner in model.modules() if model is not None else ():
+        stores += [vars(inner), inner._buffers]
     before = [(store, dict(store)) for store in stores]
     caches = [getattr(value, "__func__", value) for value in [*values, *owned]]
     misses = [(c, c.cache_info().misses) for c in caches if isinstance(c, functools._lru_cache_wrapper)]
@@ -443,7 +466,11 @@ def caches_kept() -> Iterator[None]:
         yield
     finally:
         for store, then in before:  # other threads may leave real ones there
-            _remove(store, [n for n, v in store.items() if v is not then.get(n) and _is_traced(v)], then)
+            for name in [n for n, v in store.items() if v is not then.get(n) and _is_traced(v)]:
+                if name in then:
+                    store[name] = then[name]
+                else:
+                    del store[name]
         for cache, count in misses:
             if cache.cache_info().misses > count:
                 cache.cache_clear()
@@ -451,19 +478,6 @@ def caches_kept() -> Iterator[None]:
 
 def _is_traced(value: Any) -> bool:
     return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_of(value))
-
-
-def remove_new_tensors(store: dict[str, Any], then: Mapping[str, Any]) -> None:
-    """Take away tensors that were not there then."""
-    _remove(store, [n for n, v in store.items() if isinstance(v, Tensor) and then.get(n) is None], then)
-
-
-def _remove(store: dict[str, Any], names: list[str], then: Mapping[str, Any]) -> None:
-    for name in names:
-        if name in then:
-            store[name] = then[name]
-        else:
-            del store[name]
 
 
 _ON_PARAMETERS = {
@@ -609,11 +623,7 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            written = [
-                given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write
-            ]
-            for name in self._names(tensors_of(written)):
+            for name in self._names(tensors_of(written_by(func, args, kwargs))):
                 self.changed.setdefault(name, user_line())
                 if self._between():
                     self.changed_between.add(name)
@@ -636,7 +646,9 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"the forward changes the parameter {name}{at(line)}, {why}", hint=HINT)
 
 
-class _WeightWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WeightChangesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises in the block: CaptureError if parameters or buffers change, as where adapters are merged."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -651,11 +663,6 @@ class _WeightWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     hint="compute the same in the forward in either mode, or evaluate in one process",
                 )
         return func(*args, **(kwargs or {}))
-
-
-def weight_changes_refused(model: nn.Module) -> _WeightWatch:
-    """Raises in the block: CaptureError if parameters or buffers change, as where adapters are merged."""
-    return _WeightWatch(model)
 
 
 _here = local()

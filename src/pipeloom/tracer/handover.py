@@ -26,27 +26,14 @@ from .tensors import StorageView
 
 
 @one_thread_at_a_time
-def hand_over(captured: Captured) -> bytes | None:
-    """What `take_over` needs of a captured model, without its evaluation mode.
+def hand_over(captured: Captured | None) -> bytes | None:
+    """What `take_over` needs of a captured model, or `take_over_evaluation` of its evaluation mode.
 
-    Returns: None for a model that is handed over by its job alone, so that each rank captures it: one that
-        is cut between its modules, or with a part that cannot be handed over.
+    Returns: None where nothing was captured, and for a model that is handed over by its job alone, so that
+        each rank captures it: one that is cut between its modules, or with a part that cannot be handed over.
     """
-    if captured.cut is not None:
+    if captured is None or captured.cut is not None:
         return None
-    return _handed_bytes(captured)
-
-
-@one_thread_at_a_time
-def hand_over_evaluation(captured: Captured) -> bytes | None:
-    """What `take_over_evaluation` needs of a captured model whose evaluation mode was captured, too.
-
-    Returns: None as `hand_over` does, and where it was not captured.
-    """
-    return None if captured.evaluation is None else _handed_bytes(captured.evaluation)
-
-
-def _handed_bytes(captured: Captured) -> bytes | None:
     if any(_attribute(captured.blueprint, name) is None for name in captured.blueprint.attribute_tensors):
         return None  # a tensor in a list, say: nothing says where the rank's own model has it
     buffer = io.BytesIO()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -55,6 +55,18 @@ def loss_node(graph: fx.Graph) -> fx.Node:
     outputs = graph.output_node().args[0]
     assert isinstance(outputs, tuple) and isinstance(outputs[-1], fx.Node)
     return outputs[-1]
+
+
+def ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Nodes that outputs need, themselves included; none that `stop` is true of, nor what only these need."""
+    needed: set[fx.Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node not in needed and not stop(node):
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return needed
 
 
 def _refuse_other_nodes(module: fx.GraphModule, name: str) -> None:

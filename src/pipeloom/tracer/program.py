@@ -20,9 +20,9 @@ from .causal_masks import replace_causal_masks
 from .export import HINT, READ_AT
 from .guards import as_buffers
 from .job import Job
-from .op_graph import build_op_graph, model_buffers, model_parameters, reached
+from .op_graph import ancestors, build_op_graph, loss_node, model_buffers, model_parameters, reached
 from .product_copies import unfold_copies
-from .tensors import tensors_of
+from .tensors import arguments_of, tensors_of
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -159,11 +159,9 @@ def _refuse_sizes_and_numbers_of_data(graph: fx.Graph, name: str, lines: Sequenc
 def _refuse_sparse_gradients(graph: fx.Graph, name: str) -> None:
     """Traced backwards know dense tensors only; autograd, which runs modules, makes sparse ones dense."""
     for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        names = [argument.name for argument in node.target._schema.arguments]
-        if dict(zip(names, node.args, strict=False)).get("sparse", node.kwargs.get("sparse")) is True:
-            raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
+        if isinstance(node.target, torch._ops.OpOverload):
+            if arguments_of(node.target, node.args, node.kwargs).get("sparse"):
+                raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
 
 
 def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:
@@ -300,12 +298,6 @@ class _Propagator(fx.Interpreter):
 
 def _mark_needed(graph: fx.Graph) -> None:
     """Walk back from the loss along values that require gradients."""
-    pending = [graph.output_node().args[0][-1]]  # type: ignore[index]  # the loss comes last
-    needed: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if isinstance(node, fx.Node) and node not in needed and node.meta.get("requires_grad"):
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = ancestors([loss_node(graph)], lambda node: not node.meta.get("requires_grad"))
     for node in graph.nodes:
         node.meta["needs_grad"] = node in needed

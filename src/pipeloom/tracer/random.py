@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tensors import tensors_of
+from .tensors import arguments_of, tensors_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,44 +50,30 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     >>> microbatch_seed(0, 3, 1) != microbatch_seed(0, 1, 3)
     True
     """
-    return zlib.crc32(f"{seed}/{step}/{microbatch}".encode())
-
-
-_before: list[list[tuple[torch.Generator, Tensor]]] = []
-"""States of the default generators, one entry per `seed_random` that has not ended."""
-
-
-def seed_random(seed: int, call: str) -> None:
-    """Seed the default generators for one random call, and keep them until `end_random`.
-
-    Ranks that are threads of one process share the generators: they take turns.
-    """
-    TRACING_LOCK.acquire()
-    generators = [torch.default_generator]
-    accelerator = torch.accelerator.current_accelerator()
-    module = torch.get_device_module(accelerator) if accelerator else None
-    if module is not None and module.is_initialized():
-        generators.append(module.default_generators[module.current_device()])
-    _before.append([(generator, generator.get_state()) for generator in generators])
-    for generator in generators:
-        generator.manual_seed(zlib.crc32(call.encode(), seed))
-
-
-def end_random() -> None:
-    """The random call is done."""
-    for generator, state in _before.pop():
-        generator.set_state(state)
-    TRACING_LOCK.release()
+    return crc32(f"{seed}/{step}/{microbatch}".encode())
 
 
 @contextmanager
 def seeded(seed: int, call: str) -> Iterator[None]:
-    """Random numbers in the block depend on the seed and the call's name only."""
-    seed_random(seed, call)
-    try:
-        yield
-    finally:
-        end_random()
+    """What the default generators draw in the block depends on the seed and the call's name only; afterwards
+    they are where they were.
+
+    Ranks that are threads of one process share the generators: they take turns.
+    """
+    with TRACING_LOCK:
+        generators = [torch.default_generator]
+        accelerator = torch.accelerator.current_accelerator()
+        module = torch.get_device_module(accelerator) if accelerator else None
+        if module is not None and module.is_initialized():
+            generators.append(module.default_generators[module.current_device()])
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(crc32(call.encode(), seed))
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def call_seeded(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +110,8 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Whether a call with these arguments draws random numbers."""
     if not isinstance(call, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in call.tags:
         return False
-    for position, argument in enumerate(call._schema.arguments):
-        if argument.name in _PROBABILITIES:
-            probability = kwargs.get(argument.name, argument.default_value)
-            if position < len(args):
-                probability = args[position]
-            return bool(probability != 0.0)
-    return True
+    given = arguments_of(call, args, kwargs)
+    return next((bool(given[name] != 0.0) for name in _PROBABILITIES if name in given), True)
 
 
 # Python's and NumPy's global random numbers, which torch's seeds do not reach.
@@ -141,7 +121,7 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def seed_python(seed: int, place: str) -> None:
     """Make what is drawn next depend on the seed and the place only."""
-    value = zlib.crc32(place.encode(), seed)
+    value = crc32(place.encode(), seed)
     random.seed(value)
     np.random.seed(value)
 

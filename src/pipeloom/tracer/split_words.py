@@ -32,6 +32,7 @@ from .captured import Captured
 from .op_graph import build_op_graph
 from .program import propagate_gradient_flow
 from .random import one_thread_at_a_time
+from .tensors import arguments_of
 
 _aten = torch.ops.aten
 
@@ -332,11 +333,8 @@ def _name(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """A call's arguments by name, with their defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
-    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+    return arguments_of(node.target, node.args, node.kwargs)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

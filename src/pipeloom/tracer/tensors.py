@@ -9,12 +9,13 @@ dimensions are numbered.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -24,6 +25,19 @@ from ..ir.graph import Value
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, dicts and registered classes, in order."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+def arguments_of(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, with their defaults."""
+    schema = call._schema.arguments
+    given = {**dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def written_by(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call changes."""
+    given = arguments_of(call, args, kwargs)
+    return [given[a.name] for a in call._schema.arguments if a.alias_info and a.alias_info.is_write]
 
 
 def storage_ids(tensors: Iterable[Tensor]) -> set[int]:

@@ -94,7 +94,7 @@ class RankProcesses:
         from ..options import mixed_precision
         from ..tracer.capture import capture
         from ..tracer.evaluation import capture_evaluation
-        from ..tracer.handover import hand_over, hand_over_evaluation
+        from ..tracer.handover import hand_over
         from ..tracer.job_calls import sample_batch
         from ..tracer.split_words import split_words
 
@@ -110,7 +110,7 @@ class RankProcesses:
             self._started.prepare(trace_ahead, (config, plan, model))
         batch = sample_batch(job, 0, plan.microbatch_size)
         captured.evaluation = capture_evaluation(job, captured, batch, autocast=autocast)
-        return None if model is None else replace(model, evaluation=hand_over_evaluation(captured))
+        return None if model is None else replace(model, evaluation=hand_over(captured.evaluation))
 
     def run(self, main: Callable[..., object], ranks: int, *args: object) -> int:
         """Run `main(*args)` in a process for each rank: in those that have started, if they are as many.

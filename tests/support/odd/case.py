@@ -44,20 +44,18 @@ def words(seed: int, rows: int) -> Batch:
     return {"ids": ids, "labels": ids.roll(-1, 1)}
 
 
-def images(seed: int, rows: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "x": torch.randn(rows, 3, 6, 6, generator=generator),
-        "y": torch.randint(0, CLASSES, (rows,), generator=generator),
-    }
+def labelled(*shape: int) -> MakeBatch:
+    """Rows of this shape, and a class for each."""
+
+    def batch(seed: int, rows: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(rows, *shape, generator=generator)
+        return {"x": x, "y": torch.randint(0, CLASSES, (rows,), generator=generator)}
+
+    return batch
 
 
-def series(seed: int, rows: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "x": torch.randn(rows, 6, WIDTH, generator=generator),
-        "y": torch.randint(0, CLASSES, (rows,), generator=generator),
-    }
+images, series = labelled(3, 6, 6), labelled(6, WIDTH)
 
 
 def words_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

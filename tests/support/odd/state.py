@@ -83,19 +83,6 @@ class CountsInside(Stack):
             return super().forward(h) * self.steps
 
 
-class StartsOtherwise(Stack):
-    class block(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ready = False
-
-        def forward(self, h: Tensor) -> Tensor:
-            h = super().forward(h)
-            if not self.ready:
-                self.ready, h = True, h * 3
-            return h
-
-
 class ScaleOnTheClass(Stack):
     """A default on the class, and the first call puts a value of its own in front of it."""
 
@@ -118,6 +105,13 @@ class ReadyOnTheClass(Stack):
             if not self.ready:
                 self.ready, h = True, h * 3
             return h
+
+
+class StartsOtherwise(Stack):
+    class block(ReadyOnTheClass.block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ready = False
 
 
 class CountsOnTheClass(Stack):

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...ir.errors import CutError, of_type
-from .torch_functions import leaves_in
 
 
 def constant_leaves(leaves: Sequence[Any]) -> list[Any]:
@@ -164,5 +163,5 @@ def call_without_data(
     return restored, changed
 
 
-def missing_in(*trees: Any) -> MissingValue | None:
-    return next((leaf for leaf in leaves_in(*trees) if isinstance(leaf, MissingValue)), None)
+def missing_in(tree: Any) -> MissingValue | None:
+    return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, MissingValue)), None)

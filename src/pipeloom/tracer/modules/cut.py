@@ -23,10 +23,11 @@ from ..export import without_export_output
 from ..guards import (
     AttributeWatch,
     ParameterWatch,
+    WeightChangesRefused,
     attributes_kept,
     backward_hooks,
     caches_kept,
-    weight_changes_refused,
+    settled,
 )
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
@@ -35,7 +36,7 @@ from ..tensors import zeros_like_value
 from .functions import ModuleFunctions
 from .ops import ModuleOp, build_ops, is_dynamic
 from .path import PATH_PREFIX, ForwardPath, encode_path
-from .record import LOSS, ForwardRecorder, RecordedRun, SameStage
+from .record import LOSS, ForwardRecorder, RecordedRun, SameStage, value_of
 from .run import derive_stage_task
 from .skeleton import Skeleton, TrialParameters
 from .trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure, trial_run
@@ -81,9 +82,9 @@ def cut_modules(
     """
     skeleton = like.skeleton if like is not None else Skeleton(blueprint)
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
-    with evaluation_mode(skeleton.model, weight_changes_refused(skeleton.model)):
+    with evaluation_mode(skeleton.model, WeightChangesRefused(skeleton.model)):
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
-    recording.evaluation_calls = evaluated.call_named
+    recording.evaluation_calls = {call.name: call for call in evaluated.calls}
     recording.values = evaluated.values | recording.values
     together: tuple[SameStage, ...] = like.together if like is not None else ()
     while True:
@@ -133,7 +134,7 @@ def _assemble(cut: ModuleCut) -> OpGraph:
         cut.reason += f"; nor can it be cut between its modules: {why}; move that into modules of its own"
     return OpGraph(
         name=cut.job.name,
-        inputs=tuple(_value(key, tensor) for key, tensor in cut.batch.items()),
+        inputs=tuple(value_of(key, tensor.detach()) for key, tensor in cut.batch.items()),
         ops=ops,
         parameters=model_parameters(skeleton.model, builder.reached()),
         buffers=model_buffers(skeleton.model, {n: skeleton.resting(n) for n in skeleton.attributes}),
@@ -169,10 +170,6 @@ def _kept_together(cut: ModuleCut, stage: Stage, error: CutError, *, tries: int)
     what = "%s: %s to %s stay in one stage, because otherwise %s; %s"
     _log.warning(what, cut.job.name, begin.name, end.name, error.message, error.hint)
     return SameStage(begin.calls[0], end.calls[-1], error.message)
-
-
-def _value(name: str, tensor: Tensor) -> Value:
-    return Value(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def _recorded(
@@ -284,41 +281,23 @@ def _attempt(
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
         batch = {key: mode.from_tensor(t) for key, t in batch.items()}
+
+    def run(first: RecordedRun | None) -> tuple[RecordedRun, AttributeWatch]:
+        taken = forced if first is None else first.tainted_decisions
+        recorder = ForwardRecorder(skeleton, parameters, forced=taken, trunks=trunks_of([*skeleton.units]))
+        watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
+        changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
+        with torch.random.fork_rng(), watch.watching():
+            cast = autocast_region(autocast, run_on=parameters.device.type)
+            with cast, mode or nullcontext(), changes.watching():
+                recording = recorder.record(job, batch)
+            watch.look()
+        skeleton.rest()
+        recording.parameter_watch, recording.device = changes, parameters.device.type
+        return recording, watch
+
     with attributes_kept(skeleton.model), caches_kept():
-        recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
-        if (carried := next(watch.carried(), None)) is not None:
-            # What only the first call sets up, as `config.problem_type`, is settled in the second.
-            first, forced = recording, recording.tainted_decisions
-            recording, watch, changes = _watched_run(job, batch, skeleton, autocast, parameters, forced)
-            for later in watch.carried():
-                later.refuse()
-            if first.glue != recording.glue:
-                carried.refuse()
-    recording.parameter_watch = changes
-    recording.device = parameters.device.type
-    return recording
-
-
-def _watched_run(
-    job: Job,
-    batch: Mapping[str, Tensor],
-    skeleton: Skeleton,
-    autocast: Autocast | None,
-    parameters: TrialParameters,
-    forced: Sequence[float],
-) -> tuple[RecordedRun, AttributeWatch, ParameterWatch]:
-    mode = _fake_mode(skeleton) if parameters.fake else nullcontext()
-    trunks = trunks_of(list(skeleton.units))
-    recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
-    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
-    changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
-    with torch.random.fork_rng(), watch.watching():
-        cast = autocast_region(autocast, run_on=parameters.device.type)
-        with cast, mode, changes.watching():
-            recording = recorder.record(job, batch)
-        watch.look()
-    skeleton.rest()
-    return recording, watch, changes
+        return settled(run, lambda first, second: first.glue == second.glue)
 
 
 def _fake_mode(skeleton: Skeleton) -> FakeTensorMode:

@@ -90,7 +90,8 @@ class ModuleFunctions(StageFunctions):
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
-        graph = _Graph(seed, {}, self._received(inputs))
+        received = {n: inputs[n].detach().requires_grad_(self.values[n].needs_grad) for n in self.received}
+        graph = _Graph(seed, {}, received)
         graph.state = self._state(state, graph)
         taken = storage_ids([*state.values(), *inputs.values()])
         saved: dict[int, Tensor] = {}
@@ -189,11 +190,6 @@ class ModuleFunctions(StageFunctions):
         return inputs[self.batch[0]].device
 
     # --- before a run -----------------------------------------------------------------------------
-
-    def _received(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: inputs[name].detach().requires_grad_(self.values[name].needs_grad) for name in self.received
-        }
 
     def _cloned(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """State in which the forward may change buffers."""

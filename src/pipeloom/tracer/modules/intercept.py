@@ -19,8 +19,9 @@ from ..guards import inside_checkpoint
 from ..job import Job
 from ..job_calls import call_model, scalar_loss
 from ..random import python_random_kept, seed_python
+from ..tensors import tensors_of
 from .skeleton import ModuleUnit, Skeleton
-from .torch_functions import RANDOM, function_name, leaves_in
+from .torch_functions import RANDOM, function_name
 
 START = ""
 """The stretch of glue before the first unit; other stretches are named by the unit call they follow."""
@@ -109,7 +110,7 @@ class InterceptedForward(TorchFunctionMode):
         if self._unit_of(run) is not None:
             return apply(*args)
         with self._passing():
-            trains = any(leaf.requires_grad for leaf in leaves_in(arguments) if isinstance(leaf, Tensor))
+            trains = any(tensor.requires_grad for tensor in tensors_of(arguments))
         with nullcontext() if trains else torch.no_grad():  # as the checkpoint, which else warns of it
             return run(*arguments)
 
@@ -167,37 +168,24 @@ class InterceptedForward(TorchFunctionMode):
 Seen = Callable[[Any, str, tuple[Any, ...]], Any]
 """(apply of a class, name, arguments) -> result"""
 
-_ORIGINAL: Any = vars(torch.autograd.Function)["apply"]
-_lock = threading.Lock()
-_watching = 0
-_here = threading.local()
-
-
-def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    run = _ORIGINAL.__get__(None, cls)
-    seen: Seen | None = getattr(_here, "seen", None)
-    if seen is None:
-        return run(*args, **kwargs)
-    return seen(run, f"{cls.__name__}.apply", args)
-
 
 @contextmanager
-def autograd_functions_seen_by(seen: Seen | None) -> Iterator[None]:
-    """In this thread, `Function.apply` calls `seen` in the block, or itself again if that is None."""
-    global _watching
-    before = getattr(_here, "seen", None)
-    with _lock:
-        _watching += 1
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
-    _here.seen = seen
+def autograd_functions_seen_by(seen: Seen) -> Iterator[None]:
+    """In the block `Function.apply` calls `seen` in this thread. Only one thread at a time may be in it."""
+    original: Any = vars(torch.autograd.Function)["apply"]
+    thread = threading.get_ident()
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        run = original.__get__(None, cls)
+        if threading.get_ident() != thread:
+            return run(*args, **kwargs)
+        return seen(run, f"{cls.__name__}.apply", args)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        _here.seen = before
-        with _lock:
-            _watching -= 1
-            if not _watching:
-                torch.autograd.Function.apply = _ORIGINAL  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def is_checkpoint(name: str) -> bool:

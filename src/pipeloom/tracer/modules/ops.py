@@ -86,7 +86,8 @@ class OpBuilder:
         self._trace_inputs()
         for module_op in self.module_ops:
             for unit in (*(recording.calls[c].unit for c in module_op.calls), *module_op.idle):
-                self._read_state(module_op, self.skeleton.below(unit))
+                for name in self.skeleton.below(unit):
+                    (module_op.params if name in skeleton.params else module_op.buffers)[name] = None
         self._set_outputs()
 
     def same_stage(self) -> Iterator[SameStage]:
@@ -176,10 +177,6 @@ class OpBuilder:
                 of_kind[kind][target] = None
             elif self._maker_op(name) is not module_op:
                 module_op.inputs[name] = None
-
-    def _read_state(self, module_op: ModuleOp, names: Iterable[str]) -> None:
-        for name in names:
-            (module_op.params if name in self.skeleton.params else module_op.buffers)[name] = None
 
     def _set_outputs(self) -> None:
         """Outputs of ops: what others read, the loss, and what was decided."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.graph import Value
@@ -35,7 +35,6 @@ from .torch_functions import (
     READS,
     SHAPES,
     count_numbers,
-    leaves_in,
     open_up,
     python_value,
     read_numbers,
@@ -165,10 +164,6 @@ class RecordedRun:
     parameter_watch: ParameterWatch | None = None
     device: str = "cpu"
     evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
-
-    @property
-    def call_named(self) -> dict[str, UnitCall]:
-        return {call.name: call for call in self.calls}
 
 
 class CallEffects(LiveBytes):  # type: ignore[no-untyped-call]
@@ -374,7 +369,7 @@ class ForwardRecorder(InterceptedForward):
             loss = self.loss(job, batch)
         known = self._known(loss)
         self.recording.loss = known.origins if known is not None else Origins()
-        self.recording.values[LOSS] = _value(LOSS, loss)
+        self.recording.values[LOSS] = value_of(LOSS, loss)
         self._record_replaced_buffers()
         return self.recording
 
@@ -408,7 +403,7 @@ class ForwardRecorder(InterceptedForward):
         self.calls_before[name] = calls
         if data_sized:
             self.recording.data_sized.add(name)
-        self.recording.values[name] = _value(name, tensor)
+        self.recording.values[name] = value_of(name, tensor)
         if not isinstance(tensor, FakeTensor) and not is_source(name):
             self.recording.samples[name] = tensor.detach()
 
@@ -430,7 +425,7 @@ class ForwardRecorder(InterceptedForward):
             return KnownTensor(Origins(), 0, self._last_call, tainted=True)
         if known.name and tensor.requires_grad and not self.recording.values[known.name].needs_grad:
             # an autograd function of the user's has given it one after it was made
-            self.recording.values[known.name] = _value(known.name, tensor)
+            self.recording.values[known.name] = value_of(known.name, tensor)
             known = known._replace(origins=Origins(known.origins.reads, known.origins.reads))
             self.tensors[tensor] = known
         if known.version != tensor._version:  # changed through a view
@@ -463,7 +458,7 @@ class ForwardRecorder(InterceptedForward):
         if name == "__set__.data" and (parameter := self.skeleton.name_of(args[0])) in self.skeleton.params:
             refuse_new_tensor(parameter)
         args, kwargs = tree_map(self._real_tensor, (args, kwargs))
-        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         sources = [known for tensor in tensors if (known := self._known(tensor)) is not None]
         tainted = any(known.tainted for known in sources)
         data_sized = any(known.data_sized for known in sources)
@@ -488,7 +483,7 @@ class ForwardRecorder(InterceptedForward):
         if new or changed:
             self.index += 1
             self.recording.glue.append(
-                f"{name}{[a for a in leaves_in(args, kwargs) if not isinstance(a, Tensor)]}"
+                f"{name}{[a for a in tree_leaves((args, kwargs)) if not isinstance(a, Tensor)]}"
             )
             untouched = {id(t) for t in tensors} - {id(t) for t in changed}
             outputs = [t for t in (*new, *changed) if id(t) not in untouched]
@@ -527,12 +522,9 @@ class ForwardRecorder(InterceptedForward):
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
-        with CallEffects() as meter:
-            if name in RANDOM:
-                with seeded(self.seed, glue_name(self.stretch, self.index)):
-                    yield
-            else:
-                yield
+        place = glue_name(self.stretch, self.index)
+        with CallEffects() as meter, seeded(self.seed, place) if name in RANDOM else nullcontext():
+            yield
         if meter.drew:
             self.recording.random.add(name)
             self.recording.drew_after.add(self._last_call)
@@ -666,7 +658,7 @@ class ForwardRecorder(InterceptedForward):
                 handle.remove()
 
 
-def _value(name: str, tensor: Tensor) -> Value:
+def value_of(name: str, tensor: Tensor) -> Value:
     return Value(
         name=name,
         shape=tuple(tensor.shape),

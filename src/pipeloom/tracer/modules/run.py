@@ -21,7 +21,7 @@ what it cannot do is make other values cross: then a unit finds an argument with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from traceback import clear_frames
@@ -37,6 +37,7 @@ from ...ir.stages import StageGraph
 from ...ir.user_code import at, raised_at
 from ..job import Job
 from ..random import seeded
+from ..tensors import tensors_of
 from .absent import (
     KEEP_TOGETHER,
     MissingValue,
@@ -59,7 +60,6 @@ from .torch_functions import (
     READS,
     SILENT,
     count_numbers,
-    leaves_in,
     python_value,
     read_numbers,
 )
@@ -307,7 +307,7 @@ class StageRun(InterceptedForward):
     def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.resolved:
             args, kwargs = tree_map(self._resolve, (args, kwargs))
-        leaves = list(leaves_in(args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         absent = any(self._absent(t) for t in tensors)
         missing = missing_in(leaves)
@@ -334,10 +334,8 @@ class StageRun(InterceptedForward):
     ) -> Any:
         """Run a function whose data is all here."""
         versions = [t._version for t in tensors]
-        if name in self.random:
-            with seeded(self.seed, glue_name(self.stretch, self.index)):
-                result = function(*args, **kwargs)
-        else:
+        place = glue_name(self.stretch, self.index)
+        with seeded(self.seed, place) if name in self.random else nullcontext():
             result = function(*args, **kwargs)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         return self._count(result, changed)
@@ -368,7 +366,7 @@ class StageRun(InterceptedForward):
     ) -> Any:
         """Decide as earlier stages did; what they have not decided is decided here."""
         decisions = self.result.path.decisions
-        tensor = next(leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor))
+        tensor = tensors_of((args, kwargs))[0]
         count = count_numbers(name, tensor)
         if absent or len(decisions) + count <= len(self.earlier_path.decisions):
             return python_value(name, [self._decided() for _ in range(count)], tensor)
@@ -446,10 +444,7 @@ class StageRun(InterceptedForward):
         ]
         refuse_absent_inside(arguments, unit.fqn)
         args, kwargs = tree_unflatten(arguments, spec)
-        if place.random:
-            with seeded(self.seed, name):
-                result = unit.original_forward(*args, **kwargs)
-        else:
+        with seeded(self.seed, name) if place.random else nullcontext():
             result = unit.original_forward(*args, **kwargs)
         if place.call is not None:
             self._bind_outputs(unit, place.call, arguments, result)

@@ -22,8 +22,9 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 
 class Location(NamedTuple):
-    """Where a model keeps a tensor. store: a dict or list.  key: what it stands under there."""
+    """Where a module keeps a tensor. store: a dict or list of it.  key: what it stands under there."""
 
+    module: nn.Module
     store: Any
     key: Any
 
@@ -77,7 +78,7 @@ class Skeleton:
             for store in (module._parameters, module._buffers):
                 for key, tensor in store.items():
                     if tensor is not None:
-                        self._add(prefix + key, tensor, Location(store, key))
+                        self._add(prefix + key, tensor, Location(module, store, key))
         for path, module in self.model.named_modules():
             for name, tensor, location in _attributes(module, f"{path}." if path else ""):
                 self._add(name, tensor, location)
@@ -103,22 +104,18 @@ class Skeleton:
 
     def current(self, name: str) -> Tensor:
         """What the model holds now under a name."""
-        store, key = self.names[name][0]
+        _, store, key = self.names[name][0]
         tensor: Tensor = store[key]
         return tensor
 
     def below(self, fqn: str) -> tuple[str, ...]:
         """Names of all parameters, buffers and attributes in a module, tied ones under their first name."""
         if fqn not in self._below:
-            stores = {
-                id(s)
-                for m in self.model.get_submodule(fqn).modules()
-                for s in (m._parameters, m._buffers, vars(m), *_collections(m))
-            }
+            inside = {id(module) for module in self.model.get_submodule(fqn).modules()}
             self._below[fqn] = tuple(
                 name
                 for name, locations in self.names.items()
-                if any(id(store) in stores for store, _ in locations)
+                if any(id(location.module) in inside for location in locations)
             )
         return self._below[fqn]
 
@@ -126,7 +123,7 @@ class Skeleton:
     def using(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """Put tensors into the model; afterwards those that rest there are back."""
         for name, tensor in state.items():
-            for store, key in self.names[name]:
+            for _, store, key in self.names[name]:
                 store[key] = tensor
         try:
             yield
@@ -136,7 +133,7 @@ class Skeleton:
     def rest(self, names: Iterable[str] | None = None) -> None:
         """Put back the tensors that rest here: all, or those named."""
         for name in self.names if names is None else names:
-            for store, key in self.names[name]:
+            for _, store, key in self.names[name]:
                 store[key] = self._resting[name]
 
     def install(self, fqns: Iterable[str]) -> None:
@@ -169,11 +166,6 @@ class Skeleton:
                 unit.compiled = True
 
 
-def _collections(module: nn.Module) -> list[Any]:
-    """Plain lists and dicts that a module keeps as attributes."""
-    return [v for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (list, dict))]
-
-
 def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, Location]]:
     """Tensors that a module keeps as plain attributes, alone or in a list or dict."""
     store: MutableMapping[str, Any] = vars(module)
@@ -181,11 +173,11 @@ def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, L
         if key in _INTERNAL:
             continue
         if isinstance(value, Tensor):
-            yield f"{prefix}{key}", value, Location(store, key)
+            yield f"{prefix}{key}", value, Location(module, store, key)
         elif isinstance(value, (list, dict)):
             for k, t in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 if isinstance(t, Tensor):
-                    yield f"{prefix}{key}.{k}", t, Location(value, k)
+                    yield f"{prefix}{key}.{k}", t, Location(module, value, k)
 
 
 def initial_state(skeleton: Skeleton, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
@@ -216,11 +208,6 @@ class TrialParameters:
         self._loaded: dict[str, Tensor] = {}
         self._pinned: dict[str, Tensor] = {}
         self._storages: dict[int, str] = {}
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of what was made in the last go."""
-        return sum(tensor.nbytes for tensor in self._loaded.values())
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors for one call: parameters are leaves, buffers may be changed."""

@@ -3,7 +3,7 @@ no data at all; and what is read, as numbers that can be sent to other stages.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import register_dataclass, tree_leaves
 
 from ...ir.errors import CaptureError
 from ...ir.user_code import at, user_line
+from ..tensors import tensors_of
 
 READS = frozenset(
     """
@@ -79,17 +80,6 @@ def function_name(function: Any) -> str:
     return name
 
 
-def leaves_in(*trees: Any) -> Iterator[Any]:
-    """Tensors and everything else in nested tuples, lists and dicts."""
-    for tree in trees:
-        if isinstance(tree, (tuple, list)):
-            yield from leaves_in(*tree)
-        elif isinstance(tree, dict):
-            yield from leaves_in(*tree.values())
-        else:
-            yield tree
-
-
 def open_up(tree: Any) -> None:
     """Let tensors in dataclasses be seen: such a class is made known to pytree when it first appears."""
     more = True
@@ -124,7 +114,7 @@ def sized_by_data(name: str, args: tuple[Any, ...]) -> bool:
     >>> sized_by_data("__getitem__", (mask, mask)), sized_by_data("__getitem__", (mask, 0))
     (True, False)
     """
-    tensors = [leaf for leaf in leaves_in(*args[1:]) if isinstance(leaf, Tensor)]
+    tensors = tensors_of(args[1:])
     if name == "__getitem__":
         return any(t.dtype in (torch.bool, torch.uint8) for t in tensors)
     if name == "where":
@@ -151,7 +141,7 @@ def read_numbers(result: Any) -> list[float]:
 
     Raises: CaptureError for numbers that 64-bit floats cannot hold.
     """
-    numbers = list(_flat(result.tolist() if hasattr(result, "tolist") else result))
+    numbers = tree_leaves(result.tolist() if hasattr(result, "tolist") else result)
     for number in numbers:
         if isinstance(number, complex) or (isinstance(number, int) and abs(number) > 2**53):
             raise CaptureError(
@@ -159,14 +149,6 @@ def read_numbers(result: Any) -> list[float]:
                 hint="move this code into a module of its own",
             )
     return numbers
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
 
 
 def python_value(name: str, numbers: Sequence[float], tensor: Tensor) -> Any:

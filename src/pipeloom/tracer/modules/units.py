@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 from torch import nn
 
 from ...ir.errors import CutError, did_you_mean
+from ..guards import is_below
 
 _HINT = "Job.modules is a list of FQN lists, one list per stage, as model.named_modules() has them"
 
@@ -76,12 +78,9 @@ def listed_units(model: nn.Module, lists: Sequence[Sequence[str]]) -> tuple[tupl
             if fqn in taken:
                 raise CutError(f"Job.modules names {fqn} twice", hint="name each module once")
             taken[fqn] = stage
-    for fqn in taken:
-        parts = fqn.split(".")
-        for size in range(1, len(parts)):
-            outer = ".".join(parts[:size])
-            if outer in taken:
-                raise CutError(f"Job.modules names {outer} and, inside it, {fqn}", hint="name only one")
+    for outer, fqn in permutations(taken, 2):
+        if is_below(fqn, outer):
+            raise CutError(f"Job.modules names {outer} and, inside it, {fqn}", hint="name only one")
     return flat
 
 

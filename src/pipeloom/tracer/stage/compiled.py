@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
                 call = f"{args[0]}[{args[1]}]"
             lines.append(f"    {names[node]} = {call}")
         elif node.op == "get_attr":
-            lines.append(f"    {names[node]} = {constant(_attribute(attributes, node.target))}")
+            lines.append(f"    {names[node]} = {constant(attrgetter(str(node.target))(attributes))}")
         elif node.op == "output":
             lines.append(f"    return {text(tuple(node.args[0]))}")
         if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
@@ -160,28 +159,11 @@ def _has_node(arg: Any) -> bool:
     return isinstance(arg, fx.Node)
 
 
-def _attribute(owner: object, path: Any) -> Any:
-    for part in str(path).split("."):
-        owner = getattr(owner, part)
-    return owner
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Memory of one run of a graph.
-
-    peak_bytes: most bytes alive above the level at the start, where inputs that the run frees count as
-        alive from the start.  end_bytes: change from start to end (outputs made minus inputs freed).
-    """
-
-    peak_bytes: int
-    end_bytes: int
-
-
 def run_measured(
     graph: fx.Graph, attributes: object, box: list[Any], owned: Mapping[str, bool]
-) -> tuple[tuple[Any, ...], MemoryUse]:
-    """Run a graph once, node by node, and measure what it holds.
+) -> tuple[tuple[Any, ...], int]:
+    """Run a graph once, node by node. Returns its results, and the most bytes alive above the level at the
+    start, where inputs that the run frees count as alive from the start.
 
     owned: placeholder name -> whether the caller gives the input up, so that its last use frees it.
     """
@@ -190,19 +172,19 @@ def run_measured(
 
     def run(node: fx.Node) -> Any:
         if node.op == "get_attr":
-            values[node] = _attribute(attributes, node.target)
+            values[node] = attrgetter(str(node.target))(attributes)
         elif node.op != "placeholder":
             target = _IN_GRAD_MODE.get(node.target, node.target)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             values[node] = target(*args, **kwargs)
         return values[node]
 
-    use = _sweep(graph, owned, run, values.pop)
+    peak = _sweep(graph, owned, run, values.pop)
     results: Any = fx.map_arg(graph.output_node().args[0], values.__getitem__)
-    return tuple(results), use
+    return tuple(results), peak
 
 
-def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> MemoryUse:
+def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> int:
     """The same without running: from the fake results that tracing left in `node.meta`."""
     return _sweep(graph, owned, lambda node: node.meta.get("val"), lambda node: None)
 
@@ -212,7 +194,7 @@ def _sweep(
     owned: Mapping[str, bool],
     run: Callable[[fx.Node], Any],
     free: Callable[[fx.Node], object],
-) -> MemoryUse:
+) -> int:
     """Count bytes alive, each storage once, as nodes run and values die.
 
     run: the value of a node.  free: called when nobody needs it any more.
@@ -245,7 +227,7 @@ def _sweep(
                 level -= 0 if holders[key] else size[key]
             free(gone)
     assert start is not None, "a graph has an output"
-    return MemoryUse(peak_bytes=peak - start, end_bytes=level - start)
+    return peak - start
 
 
 def _storages(value: Any) -> list[tuple[int, int]]:

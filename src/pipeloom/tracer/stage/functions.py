@@ -30,6 +30,9 @@ class DiscardSink(Sink):
     def add(self, name: str, grad: Tensor) -> None:
         pass
 
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        pass
+
 
 MODEL_OUTPUT = "output of the model:"
 """Before the name of what a stage gives to the caller of an evaluation."""

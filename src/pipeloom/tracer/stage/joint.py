@@ -99,7 +99,8 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
     node_of |= {MODEL_OUTPUT + name: node for name, node in captured.outputs.items()}
     graph.output(tuple(copies[by_name[node_of.get(o, o)]] for o in outputs))
     learning = {v.name for target in stages.successors[index] for v in stages.gradients(index, target)}
-    learning |= {captured.graph.loss} & {name for name in outputs if _needs_grad(name, captured)}
+    if index == stages.loss_stage and captured.graph.value[captured.graph.loss].needs_grad:
+        learning.add(captured.graph.loss)
     return StageModule(
         fx.GraphModule(captured.module, graph), tuple(names), tuple(kinds), outputs, frozenset(learning)
     )
@@ -230,10 +231,6 @@ def orders_of(stage: StageModule, captured: Captured) -> dict[str, DimOrder]:
         if kind == "buffer":
             orders[f"buffer:{name}"] = memory_order(node.meta["val"])
     return {name: order for name, order in orders.items() if order}
-
-
-def _needs_grad(output: str, captured: Captured) -> bool:
-    return ":" not in output and captured.graph.value[output].needs_grad
 
 
 def _identify(

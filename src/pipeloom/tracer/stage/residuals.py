@@ -11,7 +11,7 @@ updates, which has another value by then. Batch normalisation in training may: i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 from operator import getitem
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
+from ..op_graph import ancestors
 from ..random import draws
 from ..tensors import tensors_of
 from .joint import Joint
@@ -106,18 +107,6 @@ def _of_several(nodes: list[fx.Node], results: tuple[Any, ...]) -> dict[fx.Node,
         for node in nodes
         if node.target is getitem and node.args[0] is calls[-1] and node.args[1] in results
     }
-
-
-def ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Nodes that outputs need, themselves included; none that `stop` is true of, nor what only these need."""
-    needed: set[fx.Node] = set()
-    pending = list(outputs)
-    while pending:
-        node = pending.pop()
-        if node not in needed and not stop(node):
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    return needed
 
 
 def chain(lost: Collection[fx.Node], kept: Collection[fx.Node]) -> set[fx.Node]:

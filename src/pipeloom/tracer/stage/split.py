@@ -32,11 +32,12 @@ from torch.fx.node import Argument
 from torch.utils._pytree import tree_map_only
 
 from ...ir.memory_policy import Residual
+from ..op_graph import ancestors
 from ..random import draws, seed_draws
 from ..tensors import copy_in_order, has_order, storage_ids, tensors_of
 from .functions import Sink, Slot
 from .joint import Joint
-from .residuals import ancestors, chain, describe_residuals, is_view, residual_names, storage_owner
+from .residuals import chain, describe_residuals, is_view, residual_names, storage_owner
 
 _ADD = torch.ops.aten.add.Tensor
 _CAST = torch.ops.aten._to_copy.default
@@ -138,20 +139,6 @@ class Part:
     outputs: tuple[Slot, ...]
 
 
-@dataclass(eq=False)
-class Parts:
-    """The graphs of a stage, as the picture above has them.
-
-    recompute: makes the residuals that the forward drops; None if none are made ahead of the backward.
-    """
-
-    forward: Part
-    backward: Part
-    input_grad: Part
-    weight_grad: Part
-    recompute: Part | None
-
-
 def draw_keys(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     """Random nodes by the node of the captured graph that they come from, numbered if it became several."""
     keys: dict[fx.Node, str] = {}
@@ -217,8 +204,8 @@ class Splitter:
         names = {node: self.names[node] for node in self._residual_nodes()}
         return describe_residuals(self.joint, names, self.state, self.updated)
 
-    def parts(self, dropped: Collection[str] = (), *, ahead: bool = False) -> Parts:
-        """The graphs of the stage.
+    def parts(self, dropped: Collection[str] = (), *, ahead: bool = False) -> dict[str, Part]:
+        """The graphs of the stage, as the picture above has them; `recompute` only if one is needed.
 
         dropped: residuals, by name, that the forward does not keep.
         ahead: whether `recompute` makes them all, instead of the graphs that read them.
@@ -236,16 +223,16 @@ class Splitter:
         names = {slot.name for slot in weight_part.inputs if slot.kind == "carried"}
         carried = [(Slot("carried", node.name), node) for node in self.nodes if node.name in names]
         outputs = [(Slot("output", name), node) for name, node in self.joint.outputs.items()]
-        recompute = None
+        parts = {
+            "forward": self._part(self.forward_nodes, outputs + self._residual_slots(kept)),
+            "backward": self._part(backward, input_grads + weight_grads, recomputed=in_i | in_w),
+            "input_grad": self._part(input_grad, input_grads + carried, recomputed=in_i),
+            "weight_grad": weight_part,
+        }
         if lost and ahead:
-            recompute = self._part(chain(lost, set(kept)), self._residual_slots(lost), state=True)
-        return Parts(
-            forward=self._part(self.forward_nodes, outputs + self._residual_slots(kept)),
-            backward=self._part(backward, input_grads + weight_grads, recomputed=in_i | in_w),
-            input_grad=self._part(input_grad, input_grads + carried, recomputed=in_i),
-            weight_grad=weight_part,
-            recompute=recompute,
-        )
+            made_again = chain(lost, set(kept))
+            parts["recompute"] = self._part(made_again, self._residual_slots(lost), state=True)
+        return parts
 
     def _recomputed_inside(
         self,

@@ -20,8 +20,8 @@ from ..captured import Captured
 from ..modules.cut import module_stage_functions
 from ..random import one_thread_at_a_time, seed_draws
 from ..tensors import DimOrder, ensure_unshared, storage_ids, tensors_of
-from .compiled import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
-from .functions import Sink, Slot, StageFunctions, Tensors
+from .compiled import BoxedFunction, compile_graph, predict_memory, run_measured
+from .functions import Sink, Slot, SlotKind, StageFunctions, Tensors
 from .joint import StageModule, extract, orders_of, simplify, trace_joint
 from .residuals import require_possible
 from .split import Part, Splitter, draw_keys
@@ -31,11 +31,11 @@ KEEP_ALL: Mapping[str, Treatment] = MappingProxyType({})
 
 @dataclass(eq=False)
 class CompiledPart:
-    """One compiled part. `footprint` is predicted until the first run has measured it."""
+    """One compiled part. peak_bytes: predicted until the first run has measured it."""
 
     part: Part
     attributes: object
-    footprint: MemoryUse
+    peak_bytes: int
     run: BoxedFunction
     measured: bool = False
     _owned: dict[str, bool] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class CompiledPart:
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         if self.measured:
             return self.run(box)
-        results, self.footprint = run_measured(self.part.graph, self.attributes, box, self._owned)
+        results, self.peak_bytes = run_measured(self.part.graph, self.attributes, box, self._owned)
         self.measured = True
         return results
 
@@ -66,21 +66,14 @@ class GraphFunctions(StageFunctions):
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
-        return {name: function.footprint.peak_bytes for name, function in self.functions.items()}
+        return {name: function.peak_bytes for name, function in self.functions.items()}
 
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
-        function, constants = self.functions["forward"], self.constants
-        box: list[Any] = [
-            inputs[name] if kind == "input" else constants[name] if name in constants else state[name]
-            for kind, name in function.part.inputs
-            if kind != "seed"  # it is the last
-        ]
-        if len(box) < len(function.part.inputs):
-            box.append(seed)
-        results = dict(zip(function.part.outputs, function(box), strict=True))
-        outputs = {slot.name: t for slot, t in results.items() if slot.kind == "output"}
+        given = _as_slots("input", inputs) | {Slot("seed", "seed"): seed}
+        results = self._run("forward", state, given)
+        outputs = _of_kind(results, "output")
         if not self.differentiable:
             taken = storage_ids((*state.values(), *inputs.values()))
             outputs = {
@@ -92,55 +85,40 @@ class GraphFunctions(StageFunctions):
         return outputs, residuals
 
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
-        function = self.functions["recompute"]
-        box = [
-            self._read(state, slot.name) if slot.kind == "state" else residuals[slot]
-            for slot in function.part.inputs
-        ]
-        return dict(zip(function.part.outputs, function(box), strict=True))
+        return self._run("recompute", state, dict(residuals))
 
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
-        return _of_kind(self._run("backward", state, residuals, grads, sink), "input_grad")
+        residuals |= _as_slots("grad", grads)
+        return _of_kind(self._run("backward", state, residuals, sink), "input_grad")
 
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
-        needed = self.functions["weight_grad"].part.inputs
-        carried: Tensors = {s: residuals[s] for s in needed if s.kind in ("residual", "input", "old_buffer")}
-        carried |= {s: grads[s.name] for s in needed if s.kind == "grad"}
-        results = self._run("input_grad", state, residuals, grads, None)
+        residuals |= _as_slots("grad", grads)
+        carried = {s: residuals[s] for s in self.functions["weight_grad"].part.inputs if s in residuals}
+        results = self._run("input_grad", state, residuals)
         carried |= {slot: t for slot, t in results.items() if slot.kind == "carried"}
         return _of_kind(results, "input_grad"), carried
 
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
-        self._run("weight_grad", state, carried, {}, sink)
+        self._run("weight_grad", state, carried, sink)
 
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         outputs, _ = self.forward(state, inputs, seed=0)
         return {name: t for name, t in outputs.items() if not name.startswith("buffer:")}
 
-    def _read(self, state: Mapping[str, Tensor], name: str) -> Tensor:
-        return self.constants[name] if name in self.constants else state[name]
-
     def _run(
-        self,
-        name: str,
-        state: Mapping[str, Tensor],
-        tensors: Tensors,
-        grads: Mapping[str, Tensor],
-        sink: Sink | None,
+        self, name: str, state: Mapping[str, Tensor], tensors: Tensors, sink: Sink | None = None
     ) -> Tensors:
+        """Empties `tensors`."""
         function, constants = self.functions[name], self.constants
+        tensors[Slot("sink", "gradients")] = sink
         box = [
             (constants[slot.name] if slot.name in constants else state[slot.name])
             if slot.kind == "state"
-            else sink
-            if slot.kind == "sink"
             else tensors[slot]
-            if slot in tensors
-            else grads[slot.name]
             for slot in function.part.inputs
         ]
         tensors.clear()
@@ -161,7 +139,11 @@ def _carried_bytes(weight_grad: Part) -> int:
     )
 
 
-def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
+def _as_slots(kind: SlotKind, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {Slot(kind, name): tensor for name, tensor in tensors.items()}
+
+
+def _of_kind(results: Tensors, kind: SlotKind) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
 
@@ -203,13 +185,13 @@ def stage_functions(
         splitter, attributes = _splitter(module, captured, device, compiled)
         residuals = splitter.residuals()
     require_possible(index, treatments, residuals)
+    dropped = _names_treated(treatments, "recompute")
     if trained:
-        parts = _parts(splitter, treatments, ahead)
+        parts = splitter.parts(dropped, ahead=ahead)
     functions = {
         name: _compile_part(part, attributes, compiled, freed=_freed_inputs(name, parts))
         for name, part in parts.items()
     }
-    dropped = _names_treated(treatments, "recompute")
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index,
@@ -268,27 +250,13 @@ def _splitter(
     key = (nodes, module.names, module.outputs, module.learning, device, compiled)
     splitter = captured.traced.get(key)  # once: another rank may forget all of them at any time
     if splitter is None:
-        splitter = captured.traced[key] = _traced_splitter(module, captured, device, compiled)
+        joint = simplify(trace_joint(module, captured, device))
+        kinds = zip(module.names, module.kinds, strict=True)
+        state = frozenset(name for name, kind in kinds if kind in ("param", "buffer"))
+        updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
+        splitter = captured.traced[key] = Splitter(joint, state, updated, not compiled)
     assert isinstance(splitter, Splitter)
     return splitter, splitter.joint.attributes
-
-
-def _traced_splitter(module: StageModule, captured: Captured, device: str, compiled: bool) -> Splitter:
-    joint = simplify(trace_joint(module, captured, device))
-    state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
-    updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
-    return Splitter(joint, state, updated, not compiled)
-
-
-def _parts(splitter: Splitter, treatments: Mapping[str, Treatment], ahead: bool) -> dict[str, Part]:
-    parts = splitter.parts(_names_treated(treatments, "recompute"), ahead=ahead)
-    named = {
-        "forward": parts.forward,
-        "backward": parts.backward,
-        "input_grad": parts.input_grad,
-        "weight_grad": parts.weight_grad,
-    }
-    return named if parts.recompute is None else named | {"recompute": parts.recompute}
 
 
 def _forward_only(module: StageModule) -> Part:
@@ -319,8 +287,8 @@ def _compile_part(part: Part, attributes: object, compiled: bool, *, freed: froz
         node.name: slot in freed and not fast
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
-    footprint = predict_memory(part.graph, owned)
+    peak_bytes = predict_memory(part.graph, owned)
     if fast:
         run = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
-        return CompiledPart(part, attributes, footprint, lambda box: tuple(run(*box)), measured=True)
-    return CompiledPart(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)
+        return CompiledPart(part, attributes, peak_bytes, lambda box: tuple(run(*box)), measured=True)
+    return CompiledPart(part, attributes, peak_bytes, compile_graph(part.graph, attributes), _owned=owned)
