@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import zoo
+from batches import normal
 from torch import Tensor, nn
 
 from pipeloom import Job
@@ -31,15 +32,13 @@ class Deep(nn.Module):
         return (x * y).mean()
 
 
-def _batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(rows, WIDTH, generator=g) for name in "xy"}
+_BATCH = normal(x=(WIDTH,), y=(WIDTH,))
 
 
-TANH = Job(model=partial(Deep, torch.tanh), batch=_batch, optimizer=zoo.sgd)
+TANH = Job(model=partial(Deep, torch.tanh), batch=_BATCH, optimizer=zoo.sgd)
 """Each layer leaves one residual, its output."""
 
-GELU = Job(model=partial(Deep, nn.functional.gelu), batch=_batch, optimizer=zoo.sgd)
+GELU = Job(model=partial(Deep, nn.functional.gelu), batch=_BATCH, optimizer=zoo.sgd)
 """Each layer leaves two: what gelu reads, and what it makes for the next layer's weights."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import graphpipe
 import runs
 import torch
+import zoo
 
 from pipeloom import Job
 from pipeloom.ir.plan import Plan, widened
@@ -21,22 +22,12 @@ def job_of(*, frozen: bool) -> Job:
     small = graphpipe.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
 
     def model() -> torch.nn.Module:
-        made = small.model().double()
+        made = small.model()
         if frozen:
             made.towers[0].requires_grad_(False)
         return made
 
-    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-        return {
-            name: t.double() if t.is_floating_point() else t for name, t in small.batch(seed, rows).items()
-        }
-
-    return Job(
-        model=model,
-        batch=batch,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        name="towers",
-    )
+    return zoo.in_double(replace(small, model=model, optimizer=zoo.sgd, name="towers"))
 
 
 JOBS = {frozen: job_of(frozen=frozen) for frozen in (False, True)}

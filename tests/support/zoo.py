@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 import transformers as hf
+from batches import Batch, normal
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
@@ -21,8 +22,6 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 VOCABULARY = 96
 LENGTH = 12
-
-Batch = dict[str, Tensor]
 
 
 def sgd(params: object) -> torch.optim.Optimizer:
@@ -58,9 +57,7 @@ def image_batch(seed: int, size: int) -> Batch:
     return {"x": torch.randn(size, 3, 8, 8, generator=g), "y": torch.randint(0, 5, (size,), generator=g)}
 
 
-def vector_batch(seed: int, size: int) -> Batch:
-    g = _generator(seed)
-    return {"x": torch.randn(size, 8, generator=g), "y": torch.randn(size, 8, generator=g)}
+vector_batch = normal(x=(8,), y=(8,))
 
 
 class GPT(nn.Module):
