@@ -61,17 +61,6 @@ from pipeloom.tracer.split_words import split_words
 
 Table = list[dict[str, Any]]
 
-PUBLISHED = (
-    {"published, on other testbeds": "AdaPtis over interleaved 1F1B", "mean": 1.42, "best": 2.14},
-    {"published, on other testbeds": "FlexPipe over Megatron-LM", "mean": None, "best": 2.28},
-    {
-        "published, on other testbeds": "FlexPipe over the best automatic framework",
-        "mean": None,
-        "best": 1.49,
-    },
-)
-"""arXiv 2509.23722 and 2510.05112, from their abstracts."""
-
 # --- models -------------------------------------------------------------------------------------------
 
 
@@ -378,7 +367,6 @@ def steps(cases: Iterable[tuple[str, str]], seconds: int) -> Table:
         if (gains := [row[key] for row in rows])
     ]
     print_table(own)
-    print_table(PUBLISHED)
     return rows
 
 

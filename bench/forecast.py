@@ -11,7 +11,6 @@ follow each other, so that all see the same machine. It wants two quiet cores: t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import print_stamp, print_table, run_python
+from machine import parser_of, print_stamp, print_table, run_python
 
 LIMIT = 0.05
 REHEARSALS = ("--set", "rehearsals=21")
@@ -83,7 +82,7 @@ def main(runs: int, steps: int, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", choices=tuple(WIDTHS), action="append")

@@ -15,17 +15,15 @@ us an action  what else its step takes, without the update, for each forward and
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
-from machine import next_tokens, print_stamp, print_table
-from model import Layer
-from torch import Tensor, nn
-from torch.nn import functional
+from machine import next_tokens, parser_of, print_stamp, print_table
+from model import Gpt
+from torch import Tensor
 
 import pipeloom
 from pipeloom import Job, Options, Pipeline
@@ -34,25 +32,14 @@ from pipeloom.tracer.stage.trace import GraphFunctions
 WIDTH, HEADS, SEQUENCE, VOCABULARY, ROWS = 16, 2, 8, 32, 2
 
 
-class Gpt(nn.Module):
-    """As `model.Gpt`, of layers so small that their kernels take less than the host does to start them."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer(WIDTH, HEADS, 2 * WIDTH, causal=True) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())}
+def gpt(layers: int) -> Gpt:
+    """Its kernels take less than the host does to start them."""
+    return Gpt(layers, VOCABULARY, WIDTH, HEADS, 2 * WIDTH)
 
 
 def job(layers: int) -> Job:
     return Job(
-        model=lambda: Gpt(layers),
+        model=lambda: gpt(layers),
         batch=next_tokens(VOCABULARY, SEQUENCE),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
         name=f"{layers} tiny layers",
@@ -64,7 +51,7 @@ class Plain:
 
     def __init__(self, layers: int, microbatches: int, device: str) -> None:
         torch.manual_seed(0)
-        self.model, self.microbatches, self.ops_s = Gpt(layers).to(device), microbatches, 0.0
+        self.model, self.microbatches, self.ops_s = gpt(layers).to(device), microbatches, 0.0
         self.device = device
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
@@ -129,7 +116,7 @@ def measure(layers: int, microbatches: int, rounds: int, device: str = "cpu") ->
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--microbatches", type=int, default=8)
     arguments = parser.parse_args()

@@ -35,11 +35,18 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, blocks: int = BLOCKS, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        blocks: int = BLOCKS,
+        vocabulary: int = VOCABULARY,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        inner: int = 4 * WIDTH,
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, WIDTH)
-        self.blocks = nn.ModuleList(Layer(WIDTH, HEADS, 4 * WIDTH, causal=True) for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, vocabulary)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Layer(width, heads, inner, causal=True) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         x = self.embed(tokens)

@@ -20,7 +20,6 @@ Otherwise it is *false*. The status is 1 if one is, or if anything ends in an ex
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import traceback
@@ -33,7 +32,7 @@ from multiprocessing import get_context
 from typing import TypeAlias
 
 import torch
-from machine import print_stamp, print_table
+from machine import parser_of, print_stamp, print_table
 
 # isort: split
 import zoo
@@ -218,7 +217,7 @@ def wrong(rows: Rows) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=tuple(PLANNERS))
     parser.add_argument("--schedules", nargs="+", default=["1f1b"])

@@ -27,7 +27,6 @@ import pipeloom
 
 LAYERS, WIDTH, LAYER_S = 24, 32, 0.004
 RANKS, SLOW_RANK, SLOW_FROM, EVERY = 4, "1", 15, 10
-SLOWED = "PACED_RANK_IS_SLOWED"
 MARK = "PACED_SLOW_NOW"
 """Environment variable: a file; the slow rank is slow from when it is there."""
 

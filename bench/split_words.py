@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers as hf
 from machine import next_tokens, on_ranks, parser_of, run_parts, tokens
+from model import Layer
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
@@ -48,27 +49,11 @@ def llama(words: int, layers: int) -> Job:
     return Job(model=lambda: hf.LlamaForCausalLM(config), batch=tokens(words, LENGTH))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        a = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
-        return x + self.down(fn.gelu(self.up(self.norms[1](x))))
-
-
 class Gpt(nn.Module):
     def __init__(self, words: int, length: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Layer(width, heads, 4 * width, causal=True) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

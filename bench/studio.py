@@ -8,21 +8,20 @@ clock and in CPU time, which other work on the machine does not lengthen as much
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import statistics
 import time
 from threading import Thread
 
-from playwright.sync_api import Page, sync_playwright
+from machine import parser_of
+
+# isort: split
+from browser import chromium
+from playwright.sync_api import Page
 
 from pipeloom.commands.studio import read_words
 from pipeloom.studio.opened import opened
 from pipeloom.studio.server import StudioServer
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-FLAGS += ["--disable-sync", "--disable-dev-shm-usage"]
-DRAWN = "document.body.dataset.drawn === String(changes) && !timelines.waiting"
 CHANGE = """
 async ([option, value]) => {
   const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
@@ -49,9 +48,7 @@ def changes(page: Page, server_s: list[tuple[float, float]], option: str, values
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--schedule", default="1f1b")
     name = parser.parse_args().schedule
     start, answers = opened(None, read_words)
@@ -67,8 +64,7 @@ def main() -> None:
     server = StudioServer(start, {**answers, "draw": timed, **quiet})
     thread = Thread(target=server.run)
     thread.start()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+    with chromium() as browser:
         page = browser.new_context(viewport={"width": 1400, "height": 1000}).new_page()
         for ranks, microbatches, count in ((8, 32, 50), (64, 512, 7)):
             page.goto(f"{server.address}#s={name}&-p={ranks}&-m={microbatches}")
@@ -78,7 +74,6 @@ def main() -> None:
                 values = [round(0.05 * (1 + n % 40), 2) for n in range(1, count + 1)]
                 taken = changes(page, server_s, option, values)
                 print(f"{name}, p = {ranks}, m = {microbatches}, {option}: {taken}")
-        browser.close()
     server.stop()
     thread.join()
 

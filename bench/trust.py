@@ -11,7 +11,6 @@ extra `bench`; one that cannot be imported is named in the table. Nothing is dow
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import re
@@ -29,7 +28,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from machine import FOLDER, print_stamp
+from machine import FOLDER, parser_of, print_stamp
 from trust_zoo import import_torchvision
 
 # isort: split
@@ -226,7 +225,7 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--libraries", nargs="+", default=list(LIBRARIES), choices=LIBRARIES)
     parser.add_argument("--models", nargs="+", default=[], help="only these, by name")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""PipeDream-2BW (arXiv 2006.09503): is the pipeline full, and which shapes win? Its delay: `convergence.py`.
+"""PipeDream-2BW (arXiv 2006.09503): is the pipeline full, and which shapes win?
 
     python bench/two_bw.py paced wide [--steps 4] [--rounds 4]
     python bench/two_bw.py shapes                  2 minutes of one core

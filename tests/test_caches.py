@@ -171,7 +171,7 @@ def test_plans_take_them_and_profiles_never_do(measured: Measured, monkeypatch: 
     assert real(captured).costs != models[0].profiles["cpu"].costs
 
 
-def test_a_plan_is_kept_unless_interrupted_and_for_one_contention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_kept_unless_interrupted() -> None:
     made, captured = job(Stack), capture_of(job(Stack))
     plan, times = even_plan(made, 2, microbatches=2), list[Plan]()
 
@@ -185,8 +185,6 @@ def test_a_plan_is_kept_unless_interrupted_and_for_one_contention(monkeypatch: p
 
     interrupted, done = ({"search.ended": how} for how in ("interrupted", "converged"))
     assert [kept(interrupted), kept(done), kept(interrupted)] == [1, 2, 2]
-    monkeypatch.setenv("PIPELOOM_CONTENTION", "1")
-    assert [kept(done), kept(done)] == [3, 3]
 
 
 def test_an_old_file_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

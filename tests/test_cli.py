@@ -186,7 +186,6 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ([*PLAN[:4], "--ranks", "some"], 2, "'some'"),
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
         (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
-        (["schedule", "export", "1f1b", "-o", "rows.txt", "--transfers"], 2, "--transfers"),
         (["plan", "--microbatches", "2", "--global-batch", "16"], 2, "--microbatches and --global-batch"),
         ([*PLAN, "--pair-nodes", "--replicas", "2"], 2, "--replicas and --pair-nodes"),
         ([*PLAN, "--schedule", "1f1"], 1, "did you mean 1f1b?"),

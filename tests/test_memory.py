@@ -26,13 +26,10 @@ once. Where it is several calls, each makes again what it reads, and what the on
 MODELS = (*zoo.FAMILIES, "gpt")
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", slow("1f1b")])
-@pytest.mark.parametrize("stages", [2, slow(3)])
-@pytest.mark.parametrize("name", ["gpt2", *(slow(name) for name in zoo.FAMILIES if name != "gpt2")])
+@pytest.mark.sampled("gpt2-2-gpipe")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_the_peak_of_every_rank_is_that_of_the_forecast(name: str, stages: int, schedule: str) -> None:
     job = zoo.job(name)
     plan = even_plan(job, stages, microbatches=4, schedule=schedule)
@@ -60,17 +57,9 @@ def errors(name: str, stages: int, schedule: str, **how: Any) -> list[float]:
     return [peaks.error for peaks in compare(zoo.job(name), stages, schedule, **how)]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        ("gpt2", "1f1b"),
-        ("gpt", "gpipe"),
-        ("convnet", "1f1b"),
-        ("gpt2", "zb_h1"),
-        *(slow(name, schedule) for name in MODELS for schedule in ("gpipe", "1f1b", "zb_h1")),
-    ],
-)
+@pytest.mark.sampled("gpt2-1f1b", "convnet-1f1b")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", MODELS)
 def test_predicted_peaks_of_halves_are_those_of_the_ledger(name: str, schedule: str) -> None:
     found = errors(name, 2, schedule)
     assert max(map(abs, found)) <= TIGHT, found
@@ -84,22 +73,11 @@ def test_predicted_peaks_of_thirds_and_quarters(name: str, schedule: str) -> Non
     assert max(map(abs, found)) <= TIGHT, found
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule", "ahead"),
-    [
-        ("gpt2", 1, "1f1b", False),
-        ("convnet", 2, "1f1b", False),
-        ("bert", 2, "gpipe", True),
-        *(
-            slow(name, stages, schedule, ahead)
-            for name in MODELS
-            for stages in (1, 2)
-            for schedule in ("gpipe", "1f1b")
-            for ahead in (False, True)
-        ),
-    ],
-)
+@pytest.mark.sampled("gpt2-1-1f1b-False")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
 def test_predicted_peaks_of_stages_that_recompute(name: str, stages: int, schedule: str, ahead: bool) -> None:
     for share in (0.1, 0.5):
         found = errors(name, stages, schedule, share=share, ahead=ahead)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch_net
 from commands import bad, good, run
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline, schedules as theirs
 
 from pipeloom import Job, Plan, capture, plan
@@ -263,23 +263,9 @@ def test_of_several_pipelines_one_is_exported() -> None:
     assert any("2 pipelines side by side" in note for note in made.notes)
 
 
-class Tower(nn.Module):
-    def __init__(self, *, tied: bool = False, skips: bool = False) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
-        self.skips = skips
-        if tied:
-            self.c.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.a(x)
-        last = self.c(torch.tanh(self.b(first)))
-        return last + first if self.skips else last
-
-
 def of_tower(how: dict[str, bool], ranks: int) -> tuple[Plan, OpGraph]:
     job = Job(
-        model=lambda: Tower(**how),
+        model=lambda: torch_net.Tower(**how),
         batch=lambda seed, rows: {"x": torch.ones(rows, 4)},
         loss=lambda output, batch: output.square().mean(),
     )

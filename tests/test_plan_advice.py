@@ -49,8 +49,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
     assert sizes, advice
     said = [sizes.get("each device") or sizes.get(device.name) for device in devices]
     given = [parse_bytes(size or device.memory_bytes) for size, device in zip(said, devices, strict=True)]
-    own = tuple(replace(d, memory_bytes=size) for d, size in zip(devices, given, strict=True))
-    return replace(how, cluster=replace(how.cluster, devices=own))
+    return replace(how, cluster=how.cluster.with_memory(given))
 
 
 @pytest.mark.sampled(3)

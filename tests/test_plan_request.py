@@ -117,15 +117,10 @@ def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None
         ("1f1b", [], 1.0),
         ("zb_h1", [], 1.0),
         ("gpipe", ["recompute", "offload"], 0.7),
-        *(
-            pytest.param(schedule, treatments, share, marks=pytest.mark.slow)
-            for schedule, treatments, share in (
-                ("interleaved_1f1b", [], 1.0),
-                ("dualpipe", [], 1.0),
-                ("gpipe", ["recompute"], 0.7),
-                ("gpipe", ["offload"], 0.9),
-            )
-        ),
+        ("interleaved_1f1b", [], 1.0),
+        ("dualpipe", [], 1.0),
+        ("gpipe", ["recompute"], 0.7),
+        ("gpipe", ["offload"], 0.9),
     ],
 )
 def test_it_is_what_ranks_expect(

@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import large_head
 import pytest
 import torch
 from commands import bad, good, run
+from large_head import LENGTH, WORDS
 from runs import capture_of
 from torch import nn
 
@@ -19,40 +21,12 @@ from pipeloom.profiler import measure_op
 from pipeloom.runtime.optimizer_bytes import default_optimizer
 from pipeloom.tracer.captured import Captured
 
-WIDTH, WORDS, LENGTH, ROWS = 512, 50_000, 128, 8
-
-MODEL = f"""
-import torch
-from torch import nn
-from pipeloom import Job
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding({WORDS}, {WIDTH})
-        self.middle = nn.Linear({WIDTH}, {WIDTH})
-        self.head = nn.Linear({WIDTH}, {WORDS}, bias=False)
-
-    def forward(self, x, y):
-        logits = self.head(torch.tanh(self.middle(self.embed(x))))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-def batch(seed, rows):
-    draw = torch.Generator().manual_seed(seed)
-    words = torch.randint({WORDS}, (rows, {LENGTH} + 1), generator=draw)
-    return {{"x": words[:, :-1].contiguous(), "y": words[:, 1:].contiguous()}}
-
-def job():
-    return Job(model=Net, batch=batch, name="words")
-"""
-"""Its head is nearly all of its work."""
+ROWS = 8
 
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    made: dict[str, object] = {}
-    exec(MODEL, made)
-    return made["job"]()  # type: ignore[operator]
+    return large_head.job()
 
 
 def plan(job: Job, **how: object) -> Plan:
@@ -100,8 +74,7 @@ def test_parts_are_measured_where_the_whole_was(job: Job, monkeypatch: pytest.Mo
 
 
 def test_the_screen_says_in_how_many_parts_and_what_that_gained(tmp_path: Path) -> None:
-    file, saved = tmp_path / "words.py", tmp_path / "plan.json"
-    file.write_text(MODEL)
+    file, saved = large_head.__file__, tmp_path / "plan.json"
     words = (f"{file}:job", "--cluster", "2 x a100-40")
     said = run("plan", *words, "--microbatch-size", ROWS, "--no-what-if", "-o", saved).output
     parts = load_plan(saved).split_words["head.weight"]

@@ -43,8 +43,6 @@ def plan(job: object = SKIPS, **how: object) -> Plan:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"weights": "2b"}, "weights is '2b'"),
-        ({"treatments": ("recomp",)}, "treatments is 'recomp'"),
         ({"global_batch": 0}, "global_batch is 0"),
         ({"microbatch_size": 4}, "micro-batches of 2 rows, the plan is for 4"),
     ],
@@ -137,10 +135,7 @@ def test_a_graph_without_an_optimizer_is_simulated_with_the_state_of_the_plan(
 
 def test_a_plan_has_the_caps_of_the_devices_that_it_was_made_for() -> None:
     sizes = (64 * MiB, 32 * MiB)
-    devices = zip(cpu_cluster(2).devices, sizes, strict=True)
-    unequal = replace(
-        cpu_cluster(2), devices=tuple(replace(device, memory_bytes=size) for device, size in devices)
-    )
+    unequal = cpu_cluster(2).with_memory(sizes)
     for how, caps in (
         ({"cluster": unequal}, sizes),
         ({"cluster": unequal, "memory": "48MiB"}, (48 * MiB,) * 2),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from odd.case import WIDTH, Stack, job as job_of
+from odd.case import WIDTH, Between, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
 from odd.gradients import SparseEmbedding
 from runs import capture_of, each_rank, even, even_plan, plan_for
@@ -375,19 +375,11 @@ def test_a_loss_that_is_nan_in_plain_pytorch_is_refused_with_that_reason() -> No
         train(job, even_plan(job, 2, microbatches=4))
 
 
-class Random(Averaging):
-    def run(self, h: Tensor) -> Tensor:
-        return super().run(nn.functional.dropout(h, 0.5))
+class Random(Averaging, Dropping):
+    pass
 
 
-class Decides(Stack):
-    """A model that is cut between its modules."""
-
-    def run(self, h: Tensor) -> Tensor:
-        return super().run(h * 2 if float(h.sum()) > 0 else h)
-
-
-@pytest.mark.parametrize("model", [Random, Decides])
+@pytest.mark.parametrize("model", [Random, Between])
 def test_models_of_other_kinds_are_compared(cache: Path, model: type[nn.Module]) -> None:
     """And training is not changed by it."""
     job = job_of(model)

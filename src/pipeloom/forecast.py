@@ -128,10 +128,9 @@ class Forecast:
     def _round(
         self, program: Program, costs: Mapping[int, StageCost], cluster: Cluster, **begun: Any
     ) -> Timeline:
-        caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
         stages, ordered = self.variant.stages, by_stage(costs)
         small = SMALL_BYTES if self.device.type == "cpu" else 0
-        return simulate(program, stages, ordered, cluster, caps=caps, small_bytes=small, **begun)
+        return simulate(program, stages, ordered, cluster, caps=self.plan.caps, small_bytes=small, **begun)
 
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""

@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from .tracer.captured import Captured
 
 
-def imports_file(schedule: str) -> bool:
-    """Whether a schedule of this name is code of the user's, which is imported to build it.
-
-    >>> imports_file("mine.py:zigzag"), imports_file("mine.csv"), imports_file("1f1b")
-    (True, False, False)
-    """
-    return parse_name(schedule).in_python
-
-
 def require_runnable(schedule: str) -> None:
     """Refuse a schedule of the library that the runtime cannot run, before anything starts.
 
@@ -34,7 +25,7 @@ def require_runnable(schedule: str) -> None:
         does not know is only checked when built.
     """
     name = schedule
-    if not imports_file(schedule):
+    if not parse_name(schedule).in_python:
         name = schedule.partition(":")[0].lower().replace("-", "_")
         if name not in registry.names():
             return
@@ -47,7 +38,7 @@ def require_runnable(schedule: str) -> None:
 
 def require_runnable_plan(plan: Plan) -> None:
     """A plan has its rows: no file that it names is opened."""
-    if not imports_file(plan.schedule):
+    if not parse_name(plan.schedule).in_python:
         require_runnable(plan.schedule)
         return
     try:
@@ -67,7 +58,7 @@ def names_to_plan_by(plan: Plan) -> dict[str, str]:
     with suppress(PlanError):
         planner(plan.planner)
         names["planner"] = plan.planner
-    if imports_file(plan.schedule):
+    if parse_name(plan.schedule).in_python:
         return names
     with suppress(ScheduleError):
         if not parse_name(plan.schedule).in_file:  # a list of actions is read when it is used

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
-from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
+from edits import MAY_BREAK, Case, cases, dag_cases, edited_programs, edited_schedules
 from hypothesis import HealthCheck, event, given, strategies as st
+from shared_links import treated
 from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
 from small import alike, whole_costs
 from trials import examples
@@ -29,12 +32,20 @@ SOME = examples(60, 5_000, suppress_health_check=CALM)
 
 
 def run_through(program: Program, stages: StageGraph, seed: int) -> None:
-    """Simulate with uneven times; every action of the program ends, and nothing stays held."""
-    costs = tuple(replace(cost, static_bytes={}) for cost in whole_costs(len(stages.stages), seed))
-    timeline = simulate(program, stages, costs, alike(len(program.rows), 4.0), receive_ahead=1 + seed % 3)
+    """Simulate with uneven times; every action of the program ends, one after the other on its rank, and
+    nothing stays held but what is held the whole step."""
+    costs, ranks = whole_costs(len(stages.stages), seed), len(program.rows)
+    timeline = simulate(program, stages, costs, alike(ranks, 4.0), receive_ahead=1 + seed % 3)
     ended = {e.action for e in timeline.events}
     assert {str(a) for row in program.rows for a in row if a.is_compute} <= ended
-    assert all(curve.sizes[-1] == 0 for curve in timeline.memory)
+    for rank, peaks in enumerate(timeline.peaks):
+        mine = [e for e in timeline.events if e.rank == rank and e.stream in ("compute", "recv")]
+        assert all(a.end_s <= b.start_s for a, b in pairwise(mine))
+        own = [c for c, home in zip(costs, program.placement, strict=True) if home == rank]
+        curve = timeline.memory[rank]
+        assert min(curve.sizes) == curve.sizes[-1] == sum(c.static_bytes["parameters"] for c in own)
+        assert curve.peak_bytes == sum(peaks.values())
+    assert all(curve.sizes[-1] == 0 for curve in timeline.memory[ranks:])
 
 
 def refusal(schedule: Schedule, stages: StageGraph) -> ScheduleError | None:
@@ -102,6 +113,11 @@ def lowered(case: Case) -> Program:
     return lower(case.schedule, case.stages)
 
 
+def with_copies(case: Case) -> Program:
+    program = lowered(case)
+    return treated(program, Random(0)) if program.columns.trains else program
+
+
 SEEDS = st.integers(0, 1000)
 
 
@@ -114,10 +130,14 @@ def test_every_schedule_as_built_is_valid(case: Case, seed: int) -> None:
     run_through(program, case.stages, seed)
 
 
-EDITED = [(edited_schedules(), prove_edited), (edited_programs(lowered), prove_program)]
+EDITED = {
+    "schedules": (edited_schedules(), prove_edited),
+    "programs": (edited_programs(lowered, cases()), prove_program),
+    "programs with copies": (edited_programs(with_copies, dag_cases()), prove_program),
+}
 
 
-@pytest.mark.parametrize(("cases", "prove"), EDITED, ids=["schedules", "programs"])
+@pytest.mark.parametrize(("cases", "prove"), EDITED.values(), ids=EDITED)
 @SOME
 @given(data=st.data(), seed=SEEDS)
 def test_edited(cases: Any, prove: Callable[[Any, int], None], data: st.DataObject, seed: int) -> None:

@@ -37,7 +37,9 @@ def whole_stage(model: Callable[[], nn.Module]) -> Parts:
         model=model, batch=lambda seed, size: {"x": torch.rand(size, 4)}, loss=lambda outputs, batch: outputs
     )
     captured = capture_of(job, 2)
-    return parts_of(captured, model_of(captured, 1), cut(captured.graph, even(captured.graph, 1)), 0, {})
+    return parts_of(
+        captured, model_of(captured.graph, 1), cut(captured.graph, even(captured.graph, 1)), 0, {}
+    )
 
 
 @pytest.mark.sampled(5)
@@ -64,7 +66,7 @@ def test_a_backward_lets_go_of_what_it_is_done_with(formula: Formula, rows: int)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> None:
     captured = capture_of(zoo.job("convnet"), 2)
-    stages, model = cut(captured.graph, even(captured.graph, 2)), model_of(captured, 2)
+    stages, model = cut(captured.graph, even(captured.graph, 2)), model_of(captured.graph, 2)
     for stage in range(2):
         found = parts_of(captured, model, stages, stage, some_recomputed(model, stages, stage, share, 1))
         assert found.residuals[0] == found.residuals[1]
@@ -80,7 +82,7 @@ FAMILIES = (*QUICK, *zoo.FAMILIES)
 def test_stages_of_families_with_any_treatments(family: str) -> None:
     captured = capture_of(zoo.job(family), 2)
     for count in (2,) if family in QUICK else (2, 3):
-        stages, model = cut(captured.graph, even(captured.graph, count)), model_of(captured, count)
+        stages, model = cut(captured.graph, even(captured.graph, count)), model_of(captured.graph, count)
         for stage, share in product(range(count), (0.0, 0.5, 1.0)):
             given = some_recomputed(model, stages, stage, share, stage)
             for ahead in (False, True) if given else (False,):
@@ -117,7 +119,7 @@ def test_attention_in_separate_products(length: int) -> None:
 def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
     captured = capture_of(zoo.job(family), 2)
     for count in (2,) if family in QUICK else (2, 3):
-        stages, model = cut(captured.graph, calm(captured.graph, count)), model_of(captured, count)
+        stages, model = cut(captured.graph, calm(captured.graph, count)), model_of(captured.graph, count)
         for stage in range(count):
             found = parts_of(captured, model, stages, stage, {})
             for planned, real in (found.carried, found.ingoing, found.weights):

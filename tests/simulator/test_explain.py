@@ -228,35 +228,17 @@ def test_laws_hold_for_the_library(name: str, latency_s: float) -> None:
     assert "overhead" not in {*found.by_reason, *(p.kind for p in found.path)}
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> StageGraph:
-    count = draw(st.integers(1, 6))
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    chosen = draw(st.frozensets(st.sampled_from(pairs))) if pairs else frozenset()
-    chosen |= {(i, count - 1) for i in range(count - 1) if not any(a == i for a, _ in chosen)}
-    tied = draw(st.frozensets(st.tuples(st.integers(0, count - 1), st.sampled_from("xy")), max_size=4))
-    params = {s: tuple(sorted(name for at, name in tied if at == s)) for s in range(count)}
-    return dag(count, sorted(chosen), params=params, value_bytes=4 * draw(st.integers(1, 5)))
-
-
 @settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_laws_hold_for_random_graphs_and_times(data: st.DataObject) -> None:
-    stages = data.draw(graphs())
-    count = len(stages.stages)
-    ranks = data.draw(st.integers(1, count))
-    placement = tuple(data.draw(st.permutations([s % ranks for s in range(count)])))
-    name = data.draw(st.sampled_from(["gpipe", "1f1b", "forward_only"]))
-    split = data.draw(st.booleans())
-    made = registry.build(name, stages, placement, data.draw(st.integers(1, 5)), split_backward=split)
-    program, costs = lower(made, stages), whole_costs(count, data.draw(st.integers(0, 1000)))
-    where, ahead = alike(ranks, 4.0, data.draw(st.integers(0, 3))), data.draw(st.integers(1, 3))
+@given(dag_cases(), st.integers(0, 1000), st.integers(0, 3), st.integers(1, 3))
+def test_laws_hold_for_random_graphs_and_times(case: Case, seed: int, latency_s: int, ahead: int) -> None:
+    program, stages = lower(case.schedule, case.stages), case.stages
+    costs, where = whole_costs(len(stages.stages), seed), alike(len(program.rows), 4.0, latency_s)
     timeline = simulate(program, stages, costs, where, receive_ahead=ahead)
     _, _, found = explained(program, timeline, stages)
     name_what_really_ended(program, timeline, found)
     assert not [p for p in found.path if p.kind == "overhead"]
     busy_s = sum(e.duration_s for e in timeline.events if e.stream == "compute")
-    assert found.idle_s + busy_s == ranks * timeline.step_s
+    assert found.idle_s + busy_s == timeline.ranks * timeline.step_s
 
 
 @settings(max_examples=60, deadline=None)

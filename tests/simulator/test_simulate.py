@@ -155,12 +155,12 @@ def test_summary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "ranks", "ahead", "words"),
-    [(1, 2, 2, "1 stage costs"), (2, 1, 2, "1 devices"), (2, 2, 0, "0 receives")],
+    ("costs", "ranks", "words"),
+    [(1, 2, "1 stage costs"), (2, 1, "1 devices")],
 )
-def test_refuses_what_does_not_fit(costs: int, ranks: int, ahead: int, words: str) -> None:
+def test_refuses_what_does_not_fit(costs: int, ranks: int, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        step("gpipe", chain(2), 1, equal_costs(costs), alike(ranks), receive_ahead=ahead)
+        step("gpipe", chain(2), 1, equal_costs(costs), alike(ranks))
 
 
 def test_a_program_that_blocks_is_refused_by_the_rule_that_it_breaks() -> None:

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import large_head
 import msgspec
 import pytest
 import torch
@@ -95,26 +96,9 @@ def test_planning_again_is_for_what_the_plan_is_for(
     assert not Path("imported").exists()
 
 
-class Words(nn.Module):
-    """Its head is nearly all of its work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.middle = nn.Embedding(20_000, 512), nn.Linear(512, 512)
-        self.head = nn.Linear(512, 20_000, bias=False)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = self.head(torch.tanh(self.middle(self.embed(x))))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def words(seed: int, rows: int) -> dict[str, torch.Tensor]:
-    return {name: torch.randint(20_000, (rows, 256)) for name in "xy"}
-
-
 @pytest.mark.parametrize("split", ["off", 2])
 def test_a_large_head_may_be_split_before_or_by_planning_again(tmp_path: Path, split: str | int) -> None:
-    job = Job(model=Words, batch=words, name="words")
+    job = large_head.job()
     desk = desk_of(planned(job, split_words=split), job)
     before = desk.plan({})
     assert sum(ops for _, ops, _ in before["pieces"]) == sum(stage["ops"] for stage in before["stages"])

@@ -371,9 +371,9 @@ def edited_rows(draw: st.DrawFn, rows: Any, names: list[str]) -> Any:
 
 
 @st.composite
-def edited_schedules(draw: st.DrawFn, of: st.SearchStrategy[Case] | None = None) -> tuple[Case, list[str]]:
+def edited_schedules(draw: st.DrawFn) -> tuple[Case, list[str]]:
     """A case after one to three edits, and their names."""
-    case = draw(cases() if of is None else of)
+    case = draw(cases())
     names = draw(NAMES)
     rows = edited_rows(draw, case.schedule.rows, names)
     return Case(case.stages, replace(case.schedule, rows=rows)), names
@@ -381,10 +381,10 @@ def edited_schedules(draw: st.DrawFn, of: st.SearchStrategy[Case] | None = None)
 
 @st.composite
 def edited_programs(
-    draw: st.DrawFn, make: Callable[[Case], Program], of: st.SearchStrategy[Case] | None = None
+    draw: st.DrawFn, make: Callable[[Case], Program], of: st.SearchStrategy[Case]
 ) -> tuple[Case, Program]:
     """What a case is lowered to, after one to three edits."""
-    case = draw(cases() if of is None else of)
+    case = draw(of)
     program = make(case)
     names = draw(NAMES)
     return case, replace(program, rows=edited_rows(draw, program.rows, names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from runs import capture_of, even, plan_for
+from zoo import sgd
 
 from pipeloom import Job
 from pipeloom.ir.plan import Plan
@@ -21,10 +22,6 @@ LACKING = tuple(name for name in registry.names() if registry.entry(name).lacks)
 def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
     text = torch.randint(256, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
-
-
-def sgd(params: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[arg-type]
 
 
 def gpt_job(*, layers: int = 1, width: int = 16, dtype: torch.dtype = torch.float64) -> Job:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from unittest.mock import patch
 
+from parts import model_of
 from runs import capture_of, each_rank, plan_for
 from torch import Tensor
 
 from pipeloom import Job, Pipeline, forecast, planning
-from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
@@ -21,10 +21,9 @@ from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import CostOptions, static_memory
+from pipeloom.planner.stage_cost.peak_memory import static_memory
 from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
 from pipeloom.planner.treatments.choose import Evaluation, treat_interval
-from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime import channel as posting
 from pipeloom.runtime.transport import CompletedTransfer, GlooTransport, PendingTransfer
 from pipeloom.schedules import registry
@@ -62,7 +61,7 @@ class Peaks:
 
 def calm(graph: OpGraph, stages: int) -> dict[str, int]:
     """Ops to stages: near an even cut, where the fewest bytes cross, as a planner would cut."""
-    model = _model(graph, 1)
+    model = model_of(graph, 1)
     ops, points = len(model), model.cut_points
     cuts = [0]
     for stage in range(1, stages):
@@ -90,7 +89,7 @@ def compare(
     stage_of = calm(graph, stages)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, microbatch_size=SIZE, schedule=schedule)
 
-    model, cut = _model(graph, stages), plan.stage_graph(graph)
+    model, cut = model_of(graph, stages), plan.stage_graph(graph)
     in_flight = registry.in_flight(plan.as_schedule)
     treatments: list[dict[str, Treatment]] = [{} for _ in range(stages)]
     if share is not None:
@@ -149,10 +148,3 @@ def _recomputed(
     least = under(float(static + footprint.step)).peak_bytes
     caps = [least + step * (most - least) for step in (share, (1 + share) / 2, 1.0)]
     return dict(next(found for cap in caps if (found := under(cap)).fits).treatments)
-
-
-def _model(graph: OpGraph, stages: int) -> CostModel:
-    cluster = cpu_cluster(stages)
-    profile = roofline(graph, cluster.devices[0])
-    options = CostOptions(microbatches=MICROBATCHES, sends_in_flight=0)
-    return CostModel(graph, [profile] * stages, cluster, options)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import B, F, I, W
+from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
 from pipeloom.planner.stage_cost.model import CostModel
@@ -43,11 +44,11 @@ class Parts:
         return (planned - real) / self.whole
 
 
-def model_of(captured: Captured, stages: int) -> CostModel:
+def model_of(graph: OpGraph, stages: int) -> CostModel:
     cluster = cpu_cluster(stages)
-    profile = roofline(captured.graph, cluster.devices[0])
+    profile = roofline(graph, cluster.devices[0])
     options = CostOptions(microbatches=4, sends_in_flight=0)
-    return CostModel(captured.graph, [profile] * stages, cluster, options)
+    return CostModel(graph, [profile] * stages, cluster, options)
 
 
 def parts_of(

@@ -57,8 +57,8 @@ def random_cluster(ranks: int, dice: Random) -> Cluster:
     )
 
 
-def treated(program: Program, dice: Random, *, valid: bool = True) -> Program:
-    """A program with actions on residuals at random places; if not `valid`, now and then at wrong ones."""
+def treated(program: Program, dice: Random) -> Program:
+    """A program with actions on residuals at random places."""
     rows = []
     for row in program.rows:
         made = list(row)
@@ -70,10 +70,8 @@ def treated(program: Program, dice: Random, *, valid: bool = True) -> Program:
             low = made.index(replace(back, kind=F)) + 1
             for kind in kinds:
                 at = dice.randint(low, made.index(back))
-                if not valid and dice.random() < 0.05:
-                    at = dice.randint(0, len(made))
                 made.insert(at, replace(back, kind=Kind(kind)))
-                low = at + 1 if valid else min(at + 1, made.index(back))
+                low = at + 1
         rows.append(tuple(made))
     return replace(program, rows=tuple(rows))
 

@@ -55,6 +55,20 @@ class Checked(Net):
         return super().forward(tokens)
 
 
+class Tower(nn.Module):
+    def __init__(self, *, tied: bool = False, skips: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.skips = skips
+        if tied:
+            self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        last = self.c(torch.tanh(self.b(first)))
+        return last + first if self.skips else last
+
+
 def batch(seed: int, rows: int) -> dict[str, Tensor]:
     row = torch.randint(WORDS, (rows, 6), generator=torch.Generator().manual_seed(seed))
     return {"tokens": row[:, :-1], "targets": row[:, 1:]}

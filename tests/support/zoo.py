@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from batches import normal
+from batches import Batch, normal
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
@@ -23,8 +23,6 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 VOCABULARY = 96
 LENGTH = 12
-
-Batch = dict[str, Tensor]
 
 
 def sgd(params: object) -> torch.optim.Optimizer:

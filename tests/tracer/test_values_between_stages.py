@@ -47,7 +47,7 @@ def test_at_every_cut_stages_keep_what_the_plan_says(made: Job) -> None:
     captured = capture_of(made, ROWS)
     names = places(captured)
     for place in range(1, len(names), 5 if made.name == "t5" else 1):
-        stages, model = cut(captured.graph, split_at(captured, place)), model_of(captured, 2)
+        stages, model = cut(captured.graph, split_at(captured, place)), model_of(captured.graph, 2)
         for stage in range(2):
             found = parts_of(captured, model, stages, stage, {})
             assert found.keeps_inputs[1] <= found.keeps_inputs[0], (names[place], found)
@@ -109,7 +109,7 @@ def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient
 
     captured = capture_of(job(Scaled, ROW), ROWS)
     stages = cut(captured.graph, split_at(captured, 2))
-    planned, real = parts_of(captured, model_of(captured, 2), stages, 0, {}).backward
+    planned, real = parts_of(captured, model_of(captured.graph, 2), stages, 0, {}).backward
     assert real <= planned <= real + 8 * 4
 
 
@@ -172,7 +172,10 @@ def test_what_channels_last_convolutions_make_is_sent_as_it_is() -> None:
     assert made.order == (0, 2, 3, 1)
     stages = cut(captured.graph, split_at(captured, 1))
     assert stages.stages[0].ops == ("conv2d",)
-    assert parts_of(captured, model_of(captured, 2), stages, 0, {}).forward == (0, 0)  # but for what is sent
+    assert parts_of(captured, model_of(captured.graph, 2), stages, 0, {}).forward == (
+        0,
+        0,
+    )  # but for what is sent
 
 
 def test_batches_lie_as_stages_get_them() -> None:

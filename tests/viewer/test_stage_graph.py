@@ -35,7 +35,7 @@ def points(path: str) -> list[tuple[float, float]]:
 
 
 def require_readable(stages: StageGraph, edges: Sequence[StageEdge]) -> None:
-    drawing = draw_stages(rows_of(stages), edges, {})
+    drawing = draw_stages(rows_of(stages), edges, (None, None))
     wide, high = BOX
     for one, other in combinations(drawing.boxes, 2):
         assert abs(one.x - other.x) >= wide + 8 or abs(one.y - other.y) >= high + 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -42,6 +42,16 @@ class Lane(NamedTuple):
     end: Floats
     actions: Sequence[str]
     firsts: Sequence[int]
+
+
+class EventLists(NamedTuple):
+    """Events by start, one list for each of their fields. Times in seconds."""
+
+    streams: list[str]
+    ranks: list[int]
+    actions: list[str]
+    starts: list[float]
+    ends: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +184,17 @@ class Timeline:
             )
             for row in rows
         ]
+
+    def listed(self, streams: Collection[str] = ()) -> EventLists:
+        """The events on these streams, or all, by start, without an object for each."""
+        known = getattr(self.events, "listed", None)
+        if known is not None:
+            made: EventLists = known(streams)
+            return made
+        events = [e for e in self.events if not streams or e.stream in streams]
+        events.sort(key=lambda e: (e.start_s, e.end_s))
+        names = ("stream", "rank", "action", "start_s", "end_s")
+        return EventLists(*([getattr(e, name) for e in events] for name in names))
 
     @property
     def step_s(self) -> float:

@@ -43,7 +43,7 @@ from ..ir.operation import ANCHORS, OPERATIONS, follows_anchor
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.weights import Reduction, reductions
-from .all_reduce import AllReduces, all_reduce_s as all_reduce_s, all_reduces_of
+from .all_reduce import AllReduces, all_reduces_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, ProgramLayout
 from .shared_links import NO_SHARED_LINKS, copy_s, shared_links_of, transfer_s
 

@@ -277,7 +277,6 @@ class Memory:
     state: SimulatorState
     changes: MemoryChanges
     static: Sequence[Sequence[int]]
-    begin_s: Floats
     offloaded: Longs
     """Bytes that OFFLOAD copies, by stage."""
     gone_s: Floats | None = None
@@ -394,7 +393,6 @@ def memory_of(
         state=state,
         changes=changes,
         static=static,
-        begin_s=begin_s,
         offloaded=np.array([cost.offloaded_bytes for cost in costs], np.int64),
     )
 

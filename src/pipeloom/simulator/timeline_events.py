@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs
+from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Floats, Ints, Longs
 from ..ir.kernels import kernel
-from ..ir.timeline import Event, Lane, Totals
-
-Floats = NDArray[np.float64]
-
-
-class EventLists(NamedTuple):
-    """Events by start, one list for each of their fields. Times in seconds."""
-
-    streams: list[str]
-    ranks: list[int]
-    actions: list[str]
-    starts: list[float]
-    ends: list[float]
+from ..ir.timeline import Event, EventLists, Lane, Totals
 
 
 class _Texts(Sequence[str]):
@@ -77,7 +64,7 @@ class SimulatedEvents(Sequence[Event]):
         return start
 
     @cached_property
-    def _shown(self) -> NDArray[np.int64]:
+    def _shown(self) -> Longs:
         """Entries that are events: of the receives those that wait."""
         kind = self._columns.kind
         receives = (kind == RECV_F_) | (kind == RECV_B_)
@@ -90,7 +77,7 @@ class SimulatedEvents(Sequence[Event]):
         return sends
 
     def listed(self, streams: Collection[str] = ()) -> EventLists:
-        """The events on these streams, or all, as lists, without an object for each."""
+        """What `Timeline.listed` are, without making an event."""
         columns, shown = self._columns, self._shown
         if streams:
             wanted = np.array([stream in streams for stream in self._stream])

@@ -24,7 +24,6 @@ from ..runnable import names_to_plan_by
 from ..viewer.html import stages_svg
 from ..viewer.picture import memory_panels, pictures
 from ..viewer.stage_graph import draw_stages, stage_edges
-from ..viewer.tables import stage_figures
 
 if TYPE_CHECKING:
     from ..tracer.job import Job
@@ -203,11 +202,9 @@ def _sentence(plan: Plan, step_s: float, peaks: Sequence[int]) -> str:
 def _simulated(plan: Plan, model: PlanModel) -> Json:
     graph, timeline = model.captured.graph, model.costs.simulate(plan)
     rows = reports.stage_rows(graph, plan)
-    times = stage_figures(rows, (timeline, None))
-    texts = {s: [f"F {forward.value}", f"B {back.value}"] for s, (forward, back) in times.items()}
     peaks = timeline.rank_peaks
     over = [rank for rank, cap in enumerate(plan.caps) if peaks[rank] > cap]
-    drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), texts)
+    drawn = draw_stages(rows, stage_edges(plan.stage_graph(graph)), (timeline, None))
     return {
         "svg": stages_svg(drawn),
         "rows": as_plain(rows),

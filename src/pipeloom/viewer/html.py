@@ -20,7 +20,6 @@ from .tables import (
     idle_table,
     memory_table,
     peak_figures,
-    stage_figures,
     stage_table,
     step_figures,
     worst_peak,
@@ -101,10 +100,6 @@ def report_page(
         good_error=None,
     )
     cards = [*step_figures(both), *([bubble] if shares else []), *worst_peak(peaks)]
-    times = {
-        stage: [f"F {forward.value}", f"B {back.value}"]
-        for stage, (forward, back) in stage_figures(stages, both).items()
-    }
     page: str = (
         environment()
         .get_template("report.html")
@@ -123,7 +118,7 @@ def report_page(
             figures=figures,
             stages=stage_table(stages, both, errors=True),
             replicas=max((row.replicas for row in stages), default=1),
-            stage_graph=draw_stages(stages, edges, times) if edges else None,
+            stage_graph=draw_stages(stages, edges, both) if edges else None,
             memory=memory_table(both, stages, caps, size_unit),
             config=[(key, str(value)) for key, value in dotted(config or {})],
         )

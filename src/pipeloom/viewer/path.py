@@ -82,10 +82,8 @@ class Fold:
         return f"{text}, {self.times} times, to {end}"
 
 
-def fold(path: Sequence[PathStep], *, shortest_s: float = 0.0) -> list[Fold]:
-    """shortest_s: only computing may be shorter and still be shown."""
-    shown = [p for p in path if p.kind == "compute" or p.duration_s > shortest_s]
-    legs = [part for leg in _legs(shown) for part in _apart(leg)]
+def fold(path: Sequence[PathStep]) -> list[Fold]:
+    legs = [part for leg in _legs(path) for part in _apart(leg)]
     shapes = [(leg.group, leg.stages, leg.ranks) for leg in legs]
     folds: list[Fold] = []
     at = 0

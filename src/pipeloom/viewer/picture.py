@@ -49,7 +49,7 @@ def picture(
     ticks = TICKS / span_s if span_s else 0.0
     unit, per_second = scale or time_unit(span_s)
     few = len(timeline.events) <= MANY
-    streams, ranks, actions, starts, ends = _listed(timeline, () if few else ("compute",))
+    streams, ranks, actions, starts, ends = timeline.listed(() if few else ("compute",))
     begin, end = (np.array(times, np.float64) for times in (starts, ends))
     lanes = np.array([LANE.get(stream, 0) for stream in streams], np.int64)
     least_s = np.where(lanes > 0, SHORTEST * span_s, 0.0)
@@ -95,18 +95,6 @@ def picture(
         "partner": {one: other for pair in timeline.pairs for one, other in (pair, pair[::-1])},
     }
     return drawn if explanation is None else drawn | reasons(explanation, span_s)
-
-
-def _listed(timeline: Timeline, streams: Sequence[str]) -> tuple[Sequence[Any], ...]:
-    """Streams, ranks, actions, starts and ends of the events on these streams, or on all, in the order of
-    time."""
-    listed = getattr(timeline.events, "listed", None)  # of a simulation, whose events are arrays
-    if listed is not None:
-        return tuple(listed(streams))
-    events = [e for e in timeline.events if not streams or e.stream in streams]
-    events.sort(key=lambda e: e.start_s)
-    names = ("stream", "rank", "action", "start_s", "end_s")
-    return tuple([getattr(e, name) for e in events] for name in names)
 
 
 def reasons(explanation: Explanation, span_s: float) -> Picture:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
-from .tables import StageRow
+from .tables import Both, StageRow, stage_figures
 
 Point: TypeAlias = tuple[float, float]
 Joined: TypeAlias = Mapping[int, tuple[list[int], list[int]]]
@@ -100,16 +100,16 @@ def stage_edges(stages: StageGraph) -> tuple[StageEdge, ...]:
     )
 
 
-def draw_stages(
-    stages: Sequence[StageRow], edges: Sequence[StageEdge], texts: Mapping[int, Sequence[str]]
-) -> StageDrawing:
-    """texts: stage -> further lines in its box, such as its seconds."""
+def draw_stages(stages: Sequence[StageRow], edges: Sequence[StageEdge], both: Both) -> StageDrawing:
+    """both: of which the boxes have seconds."""
     at, bends = _places(len(stages), [(edge.source, edge.target) for edge in edges])
     every = [*at, *(point for route in bends.values() for point in route)]
+    seconds = stage_figures(stages, both)
     wide, high = BOX
     boxes = []
     for row, (x, y) in zip(stages, at, strict=True):
-        lines = (f"stage {row.stage}, rank {row.rank}", *texts.get(row.stage, ()))
+        forward, back = seconds[row.stage]
+        lines = (f"stage {row.stage}, rank {row.rank}", f"F {forward.value}", f"B {back.value}")
         boxes.append(Box(stage=row.stage, x=x - wide / 2, y=y - high / 2, lines=lines))
     return StageDrawing(
         width=max(x for x, _ in every) + wide / 2 + 1,

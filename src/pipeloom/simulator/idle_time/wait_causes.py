@@ -52,7 +52,7 @@ from ...ir.weights import reductions
 from ..all_reduce import link_seconds
 from ..layout import message_bytes
 from ..shared_links import crosses
-from ..timeline_events import EventLists, SimulatedEvents
+from ..timeline_events import SimulatedEvents
 
 Key: TypeAlias = tuple[str, int]
 """(an instruction's text, how often it came before): a step may run a program several times."""
@@ -125,7 +125,7 @@ class TimelineIndex:
         self.sums: list[list[TimedSpan]] = [[] for _ in range(timeline.ranks)]
         once = isinstance(timeline.events, SimulatedEvents)  # the simulator runs each instruction once
         repeats: Counter[tuple[str, int, str]] = Counter()
-        for stream, rank, text, start_s, end_s in zip(*_listed(timeline), strict=True):
+        for stream, rank, text, start_s, end_s in zip(*timeline.listed(), strict=True):
             repeat = 0
             if not once:
                 repeat = repeats[stream, rank, text]
@@ -145,20 +145,6 @@ class TimelineIndex:
                 self.received[text, repeat] = start_s, end_s
             elif text not in ("END", "ROOM"):
                 self.sums[rank].append(TimedSpan("reduce", rank, text, 0, start_s, end_s, 0))
-
-
-def _listed(timeline: Timeline) -> EventLists:
-    events = timeline.events
-    if isinstance(events, SimulatedEvents):
-        return events.listed()
-    ordered = sorted(events, key=lambda e: (e.start_s, e.end_s))
-    return EventLists(
-        streams=[e.stream for e in ordered],
-        ranks=[e.rank for e in ordered],
-        actions=[e.action for e in ordered],
-        starts=[e.start_s for e in ordered],
-        ends=[e.end_s for e in ordered],
-    )
 
 
 Link: TypeAlias = tuple[str, int | str]

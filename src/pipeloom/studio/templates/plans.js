@@ -85,12 +85,10 @@ async function showPlan(first = false) {
 function showCuts({ pieces, cuts }) {
   if (!pieces.length) { $("cuts").textContent = "The stages form branches, so there is no list of layers to cut."; return; }
   const focused = document.activeElement?.dataset?.cut;
-  const cells = pieces.map(([layer, ops, stage]) => {
-    const cell = make("span", { className: "layer", title: `${layer || "(no layer)"}: ${ops} ops, stage ${stage}`, textContent: layer.split(".").slice(-2).join(".") || "·" });
-    cell.style.background = STAGE_COLOURS[stage % STAGE_COLOURS.length];
-    cell.style.flexGrow = Math.sqrt(ops);
-    return cell;
-  });
+  const cells = pieces.map(([layer, ops, stage]) => make("span", {
+    className: "layer", title: `${layer || "(no layer)"}: ${ops} ops, stage ${stage}`, textContent: layer.split(".").slice(-2).join(".") || "·",
+    style: `background: ${STAGE_COLOURS[stage % STAGE_COLOURS.length]}; flex-grow: ${Math.sqrt(ops)}`,
+  }));
   const row = [];
   cells.forEach((cell, at) => {
     const n = cuts.indexOf(at);
@@ -133,12 +131,7 @@ function showTreatments({ stages, rows }) {
   const names = ["kept", "recomputed", "offloaded"], colours = ["#4f83e0", "#8fb1ee", "#a1887f"];
   const lines = stages.map(({ stage, rank, ops, times, bytes, sizes, treatments }) => {
     const bar = make("span", { className: "stack", title: names.map((name, i) => `${name} ${sizes[i]}`).join(", ") });
-    bytes.forEach((count, i) => {
-      const part = make("i");
-      part.style.width = `${(180 * count) / most}px`;
-      part.style.background = colours[i];
-      bar.append(part);
-    });
+    bar.append(...bytes.map((count, i) => make("i", { style: `width: ${(180 * count) / most}px; background: ${colours[i]}` })));
     const named = Object.entries(treatments).map(([residual, how]) => `${residual}: ${how}`).join(", ");
     return [`stage ${stage}`, `rank ${rank}`, rows?.[stage]?.contents ?? `${ops} ops`, ...times, bar, named];
   });
@@ -146,11 +139,7 @@ function showTreatments({ stages, rows }) {
   const used = range(heads.length).filter((at) => lines.some((line) => line[at]));
   const row = (tag, cells) => make("tr", {}, ...used.map((at) => make(tag, { className: "left" }, cells[at])));
   $("treated").replaceChildren(make("table", {}, make("thead", {}, row("th", heads)), make("tbody", {}, ...lines.map((line) => row("td", line)))),
-    make("ul", { className: "legend" }, ...names.map((name, i) => {
-      const mark = make("i");
-      mark.style.background = colours[i];
-      return make("li", {}, mark, name);
-    })));
+    make("ul", { className: "legend" }, ...names.map((name, i) => make("li", {}, make("i", { style: `background: ${colours[i]}` }), name))));
 }
 
 async function savePlan() {

@@ -157,11 +157,7 @@ function show(answer, entries) {
   shown.marks = alive.map(() => ({}));
   memory = answer.memory ?? memory;
   const groups = new Map(shown.pictures.flatMap((one) => one.groups).sort((a, b) => a.lane - b.lane).map((g) => [g.name, g.colours[0]]));
-  $("legend").replaceChildren(...[...groups].map(([name, colour]) => {
-    const mark = make("i");
-    mark.style.background = colour;
-    return make("li", {}, mark, name);
-  }));
+  $("legend").replaceChildren(...[...groups].map(([name, colour]) => make("li", {}, make("i", { style: `background: ${colour}` }), name)));
   $("timelines").classList.toggle("stale", drawn.some((one) => one.stale));
   const span = Math.max(1e-9, ...shown.pictures.map((one) => one.span));
   if (span !== view.span) view.reset(span); else view.changed();
