@@ -753,16 +753,6 @@ def names() -> tuple[str, ...]:
     return tuple(PLANNERS)
 
 
-def register_planner(name: str, planner: Planner) -> None:
-    """Make a planner known by a name in small letters, with `-` between words.
-
-    Raises: PlanError if the name is taken.
-    """
-    if name in PLANNERS:
-        raise PlanError(f"a planner named {name!r} exists already", hint="choose another name")
-    PLANNERS[name] = planner
-
-
 def planner(name: str) -> Planner:
     """A planner by name; `_` for `-` is fine. Raises: PlanError if there is none."""
     key = name.lower().replace("_", "-")
