@@ -22,12 +22,7 @@ from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
-from pipeloom.planner.stage_cost.stage_estimate import (
-    cost_treatments,
-    estimate_stage,
-    host_copies,
-    offload_all,
-)
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage, host_copies, offload_all
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.planner.treatments.greedy import choose_greedily
 from pipeloom.schedules import registry
@@ -48,9 +43,7 @@ def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int) -> flo
 
 
 def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
-    found = cost_treatments(
-        model, model.stage_footprint(two_stages(model, end), 0), range(end), 0, treatments
-    )
+    found = estimate_stage(model, two_stages(model, end), 0, treatments).treated
     return found.turn_s(model, 0, float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum()))
 
 
@@ -149,8 +142,7 @@ def test_one_micro_batch_in_flight():
     free = treat(cap=inf)
     tight = treat(cap=0.6 * free.peak_bytes)
     assert tight.fits and tight.peak_bytes <= 0.6 * free.peak_bytes
-    footprint = model.stage_footprint(two_stages(model, 16), 0)
-    restored = cost_treatments(model, footprint, range(16), 0, tight.treatments)
+    restored = estimate_stage(model, two_stages(model, 16), 0, tight.treatments).treated
     assert peak_bytes(restored.footprint, model.options, 1, restored.ahead) >= free.peak_bytes
 
 
@@ -272,13 +264,12 @@ def test_where_a_schedule_copies_what_is_made_again_takes_less_than_its_copies(s
         patch.setattr("pipeloom.planner.stage_cost.stage_estimate.SMALL_RESIDUAL", 0)
         treatments = offload_all(model, stages, 0)
     assert copies is not None and set(treatments.values()) <= {"offload", "recompute"}
-    footprint = model.stage_footprint(stages, 0)
-    whole = cost_treatments(model, footprint, range(7), 0, treatments)  # refuses what cannot be made again
+    whole = estimate_stage(model, stages, 0, treatments).treated  # refuses what cannot be made again
     assert whole.footprint.residuals >= 0
     for name, how in treatments.items():
-        alone = cost_treatments(model, footprint, range(7), 0, {name: "offload"})
+        alone = estimate_stage(model, stages, 0, {name: "offload"}).treated
         if how == "recompute":
-            again = cost_treatments(model, footprint, range(7), 0, {name: "recompute"})
+            again = estimate_stage(model, stages, 0, {name: "recompute"}).treated
             assert again.recompute_s < alone.offload_s + alone.reload_s
 
 

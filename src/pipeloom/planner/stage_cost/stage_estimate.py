@@ -164,24 +164,6 @@ def offload_all(
     return treatments
 
 
-def cost_treatments(
-    model: CostModel,
-    footprint: Footprint[float],
-    positions: Sequence[int],
-    stage: int,
-    treatments: Mapping[str, Treatment],
-) -> TreatedStage:
-    """A stage of any ops (positions, ascending) with these treatments of its residuals, by their names.
-
-    footprint: of the stage with everything kept.
-    Raises: PlanError if one of them is of no residual of this stage, or cannot be.
-    """
-    liveness, copies = stage_liveness(model, footprint, positions, stage), host_copies(model, stage)
-    _refuse_treatments(liveness.residuals, treatments, stage, copies)
-    choice = encode_treatments(liveness.residuals, treatments)
-    return cost_choice(footprint, liveness, choice, copies, recompute_ahead_bytes(liveness, choice))
-
-
 def cost_choice(
     footprint: Footprint[float],
     liveness: RecomputeLiveness,
@@ -374,8 +356,11 @@ def estimate_stage(
     cannot be treated so.
     """
     kept = model.stage_footprint(stages, index)
+    treated = TreatedStage(footprint=kept, ahead=RecomputeAhead(0.0, kept.backward_transient))
     if treatments and any(treatment != "keep" for treatment in treatments.values()):
-        treated = cost_treatments(model, kept, model.positions(stages, index), index, treatments)
-    else:
-        treated = TreatedStage(footprint=kept, ahead=RecomputeAhead(0.0, kept.backward_transient))
+        liveness = stage_liveness(model, kept, model.positions(stages, index), index)
+        copies = host_copies(model, index)
+        _refuse_treatments(liveness.residuals, treatments, index, copies)
+        choice = encode_treatments(liveness.residuals, treatments)
+        treated = cost_choice(kept, liveness, choice, copies, recompute_ahead_bytes(liveness, choice))
     return StageEstimate(model=model, stages=stages, index=index, treated=treated)
