@@ -249,9 +249,10 @@ def test_a_part_of_a_storage_is_sent_as_a_copy():
 def test_without_a_gradient_to_return_all_of_a_backward_is_its_w(seed: int, end: int) -> None:
     """One walk is for both: in a stage that receives nothing I only lets go of what no gradient needs."""
     model = random_model(seed, 16)
-    residuals, _, backward = model.sweep.of_stage(range(end))
+    sweep = model.tables.sweep
+    residuals, _, backward = sweep.of_stage(range(end))
     carried, input_grad, weight_grad = model.split_backward(range(end))
-    peak, gives = max(residuals + input_grad, carried + weight_grad), model.sweep.tensors.backward.gives
+    peak, gives = max(residuals + input_grad, carried + weight_grad), sweep.tensors.backward.gives
     assert peak == backward if np.diff(gives.first[: end + 1]).all() else peak <= backward
 
 

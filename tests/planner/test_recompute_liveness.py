@@ -15,14 +15,8 @@ from random_stages import chain_model, random_model
 from pipeloom.ir.stages import cut
 from pipeloom.planner.stage_cost import recompute_liveness
 from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.peak_memory import peak_sums
-from pipeloom.planner.stage_cost.recompute_liveness import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RecomputeLiveness,
-    find_residuals,
-)
+from pipeloom.planner.stage_cost.recompute_liveness import KEEP, OFFLOAD, RECOMPUTE, RecomputeLiveness
+from pipeloom.planner.stage_cost.stage_estimate import stage_liveness
 from pipeloom.planner.treatments.choose import treat_interval
 from pipeloom.planner.treatments.greedy import (
     LEAST,
@@ -40,16 +34,7 @@ def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> R
     names = [op.name for op in model.readers.ops]
     number = {name: (place >= start > 0) + (place >= end) for place, name in enumerate(names)}
     footprint = model.stage_footprint(cut(model.graph, number), number[names[start]])
-    residuals = find_residuals(
-        model.sweep, start, end, model.forward_s[0, start:end], model.cheap_s[0], footprint.saved_inputs > 0
-    )
-    return RecomputeLiveness(
-        sweep=model.sweep,
-        start=start,
-        end=end,
-        residuals=residuals,
-        kept_sums=peak_sums(footprint, model.options, in_flight),
-    )
+    return stage_liveness(model, footprint, range(start, end), 0, in_flight=in_flight)
 
 
 def letting_go(model: CostModel, seed: int) -> CostModel:

@@ -44,7 +44,8 @@ def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int) -> flo
 
 def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
     found = estimate_stage(model, two_stages(model, end), 0, treatments).treated
-    return found.turn_s(model, 0, float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum()))
+    tables = model.tables
+    return found.turn_s(model, 0, float(tables.prefix_s[0, end]), float(tables.forward_s[0, :end].sum()))
 
 
 @settings(max_examples=60, deadline=None)

@@ -297,7 +297,7 @@ class InOrder:
         stages = source % cuts.stages, target % cuts.stages
         link = cuts.search.model.cluster.link(*stages)  # whose devices are those of the stages
         at = cuts.points[places[:, max(stages)]]
-        crossing = cuts.search.model.crossing_bytes[at]
+        crossing = cuts.search.model.tables.crossing_bytes[at]
         return np.asarray(link.latency_s + crossing / link.bandwidth_bytes_per_s)
 
 

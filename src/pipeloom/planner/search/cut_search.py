@@ -167,7 +167,7 @@ class Search:
     @cached_property
     def problem(self) -> Problem:
         """What planners that search by places see."""
-        prefix, crossing = self.model.prefix_s[self.model.kind], self.model.crossing_bytes
+        prefix, crossing = self.model.tables.prefix_s[self.model.kind], self.model.tables.crossing_bytes
         everyone, caps = np.array(self.in_flight), np.array(self.caps, dtype=np.float64)
 
         @cache  # half of what is asked is asked again
@@ -249,7 +249,7 @@ class Search:
         ops = len(self.model)
         everywhere = self.model.cut_points
         crossing = np.full(ops + 1, np.inf)
-        crossing[everywhere] = self.model.crossing_bytes[everywhere]
+        crossing[everywhere] = self.model.tables.crossing_bytes[everywhere]
         edges = np.linspace(1, ops, min(max(count, 4 * len(self.caps)), ops), dtype=np.int64)
         stretches = zip(edges[:-1], edges[1:], strict=True)
         inner = [a + int(np.argmin(crossing[a:b])) for a, b in stretches if a < b]
@@ -265,8 +265,8 @@ class Search:
 
     def _reach(self, start: int, bound: float) -> int:
         """The end of the longest interval from `start` that some rank computes within `bound` seconds."""
-        limits = self.model.prefix_s[:, start] + bound * (1 + 1e-9)
-        rows = zip(self.model.prefix_s, limits, strict=True)
+        limits = self.model.tables.prefix_s[:, start] + bound * (1 + 1e-9)
+        rows = zip(self.model.tables.prefix_s, limits, strict=True)
         return max(int(np.searchsorted(prefix, limit, side="right")) - 1 for prefix, limit in rows)
 
     def _in_pieces(self, evaluate: Evaluate, limit: float) -> Row:

@@ -62,7 +62,7 @@ class _Climb:
     def __init__(self, search: Search, placement: Sequence[int], microbatches: int) -> None:
         self.search, self.points = search, search.model.cut_points
         self.stages = len(search.caps)
-        self.at: Array = search.model.prefix_s[np.array(search.model.kind)][:, self.points]
+        self.at: Array = search.model.tables.prefix_s[np.array(search.model.kind)][:, self.points]
         self.middle: Array = self.at.mean(axis=0)
         self.turns_of = np.zeros((self.stages, max(placement) + 1))
         for index, rank in enumerate(placement):

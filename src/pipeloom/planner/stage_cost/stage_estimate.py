@@ -114,10 +114,10 @@ def stage_residuals(
 ) -> tuple[LivenessSweep, int, Residuals]:
     """The residuals of a stage of any ops (positions, ascending), and the sweep in which these are an
     interval, from its start on.  inputs_kept: it keeps what it received for its backward."""
-    sweep, start, end = model.sweep.apart(positions)
+    sweep, start, end = model.tables.sweep.apart(positions)
     kind = model.kind[stage]
-    forward_s = model.forward_s[kind, list(positions)]
-    return sweep, start, find_residuals(sweep, start, end, forward_s, model.cheap_s[kind], inputs_kept)
+    forward_s = model.tables.forward_s[kind, list(positions)]
+    return sweep, start, find_residuals(sweep, start, end, forward_s, model.tables.cheap_s[kind], inputs_kept)
 
 
 def stage_liveness(
