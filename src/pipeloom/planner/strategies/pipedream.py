@@ -56,6 +56,7 @@ class Layer(NamedTuple):
     activation_bytes: float
     parameter_bytes: float
 
+
 def pipedream(search: Search) -> Cuts:
     """By the paper's formulas, module by module."""
     return _by_modules(search, search.slowest_link, min(search.caps))
