@@ -64,11 +64,12 @@ def test_rows_of_intervals_agree_with_stages(data):
         each, in_flight = model.stage_footprint(stage_graph, s), s + 1
         turn_s = model.turns(footprint, seconds, np.array([s]))[0, here]
         held = model.peaks(footprint, np.array([in_flight]))[0, here]
-        plan = estimate_stage(model, stage_graph, s).plan(in_flight)
+        stage = estimate_stage(model, stage_graph, s)
+        plan = stage.plan(in_flight)
         if columns(each) == columns(expected):
-            assert turn_s == pytest.approx(model.turn_s(stage_graph, s)) and held == plan.memory.total
+            assert turn_s == pytest.approx(stage.turn_s) and held == plan.memory.total
         else:  # several stages read a value, each of which gets a message of its own
-            assert each.sent > expected.sent and turn_s <= model.turn_s(stage_graph, s) * (1 + 1e-9)
+            assert each.sent > expected.sent and turn_s <= stage.turn_s * (1 + 1e-9)
             assert held <= plan.memory.total
 
 
@@ -226,7 +227,7 @@ def test_transfers_are_hidden_behind_compute_or_added_to_it(overlap, turns):
     graph, profile = two_linears()
     cluster = cluster_of([1, 1], bandwidth=1.0)  # 40 bytes take 40 s
     model = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=overlap))
-    assert [model.turn_s(cut(graph, APART), s) for s in (0, 1)] == turns
+    assert [estimate_stage(model, cut(graph, APART), s).turn_s for s in (0, 1)] == turns
 
 
 def test_a_part_of_a_storage_is_sent_as_a_copy():

@@ -221,9 +221,8 @@ class Candidate:
         """A stage, which recomputes ahead if it may and recomputes at all, and keeps its cap then."""
         model = self.search.model.in_forward_order
         estimate = estimate_stage(model, self.stages, index, evaluation.treatments)
-        turn_s = evaluation.seconds
-        if not evaluation.fits:  # by itself; all stages together may keep the caps
-            turn_s = estimate.treated.turn_s(model, index, sum(estimate.seconds), estimate.seconds[0])
+        # What does not fit by itself may keep the caps with all other stages.
+        turn_s = evaluation.seconds if evaluation.fits else estimate.turn_s
         inside, ahead = (
             estimate.plan(self.in_flight[index], ahead=early, turn_s=turn_s) for early in (False, True)
         )

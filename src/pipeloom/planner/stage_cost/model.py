@@ -281,11 +281,6 @@ class CostModel:
         options = self.options
         return sum(value.bytes for value in self.graph.inputs) * options.microbatches * options.batches
 
-    def turn_s(self, stages: StageGraph, index: int) -> float:
-        """Seconds that one micro-batch occupies a stage of any cut."""
-        compute_s = sum(self.stage_seconds(stages, index))
-        return self.turn_of(self.stage_footprint(stages, index), compute_s, index)
-
     def turn_of(self, footprint: Footprint[float], compute_s: float, rank: int) -> float:
         return float(self._turn_s(footprint, np.array([compute_s]), np.array([rank]))[0, 0])
 

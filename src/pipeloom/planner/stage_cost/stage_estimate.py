@@ -241,6 +241,11 @@ class StageEstimate:
         """See `CostModel.stage_seconds`."""
         return self.model.stage_seconds(self.stages, self.index)
 
+    @property
+    def turn_s(self) -> float:
+        """Seconds that one micro-batch occupies the stage."""
+        return self.treated.turn_s(self.model, self.index, sum(self.seconds), self.seconds[0])
+
     @cached_property
     def split_backward(self) -> SplitBackward:
         return self.model.split_backward(self.model.positions(self.stages, self.index))
