@@ -34,8 +34,10 @@ LESS = 1 - 1e-6
 
 
 def turns_of_ranks(placement: Sequence[int], stages: int, microbatches: int) -> Array:
-    """(stages, ranks): how many turns of a stage a rank takes in a step. placement: the rank of each stage, of
-    one replica after another."""
+    """(stages, ranks): how many turns of a stage a rank takes in a step.
+
+    placement: the rank of each stage, of one replica after another.
+    """
     turns_of = np.zeros((stages, max(placement) + 1))
     for index, rank in enumerate(placement):
         turns_of[index % stages, rank] += microbatches * stages / len(placement)

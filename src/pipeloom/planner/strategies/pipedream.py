@@ -50,7 +50,7 @@ State = tuple[Key, ...]
 
 
 class Layer(NamedTuple):
-    """One line of a PipeDream profile: seconds of forward and backward, bytes of its outputs and parameters."""
+    """A line of a PipeDream profile: seconds of forward and backward, bytes of its outputs and parameters."""
 
     seconds: float
     activation_bytes: float
