@@ -24,7 +24,7 @@ from click.testing import CliRunner
 import pipeloom
 from pipeloom.cli import main as command_line
 from pipeloom.ir.text import to_json
-from pipeloom.planner.planners import names as planner_names
+from pipeloom.planner.planners import PLANNERS
 from pipeloom.schedules.registry import FAMILIES
 
 CLUSTER = "4 x a100-40"
@@ -86,7 +86,7 @@ def main() -> int:
     parser = machine.parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", nargs="+", default=list(zoo.NAMES), choices=zoo.NAMES)
-    parser.add_argument("--planners", nargs="+", default=list(planner_names()), choices=planner_names())
+    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), choices=PLANNERS)
     given = parser.parse_args()
     if given.folder.exists() and any(given.folder.iterdir()):
         parser.error(f"{given.folder} is not empty: old files would be mixed with new ones")

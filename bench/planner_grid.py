@@ -41,7 +41,7 @@ from graphpipe import SMALL
 from pipeloom import Job, PipeloomError, plan_request, planning
 from pipeloom.clusters.names import find_cluster
 from pipeloom.ir.cluster import Cluster
-from pipeloom.planner.planners import PLANNERS, JointPlanner, OneSchedule
+from pipeloom.planner.planners import PLANNERS, ByOrder, JointPlanner, OneSchedule
 
 MODELS: Mapping[str, Callable[[], Job]] = {
     "GPT": lambda: zoo.job("gpt"),
@@ -175,7 +175,7 @@ def verdict(planner: str, cell: Cell, found: Mapping[str, Outcome]) -> str:
     if not others or few:
         return f"{own.granularity}s"
     search = own.plan.finder.own if isinstance(own.plan, OneSchedule) else None
-    if search is not None and search.chains:
+    if isinstance(search, ByOrder):
         return "own account"
     looks = search is None or search.keeps_caps
     return f"FALSE: {', '.join(others)}" if looks else "memory not looked at"

@@ -112,7 +112,7 @@ def timing(search: Search, name: str) -> Timing:
     assert isinstance(finder, ByCuts), "a planner that cuts the op order"
     cuts = finder.find(own)
     spent = time.process_time() - begin
-    weighed = own.evaluate.asked  # type: ignore[attr-defined]
+    weighed = sum(map(len, own.known.values()))
     if not cuts:
         return Timing(inf, weighed, spent)
     stages = [own.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
@@ -194,7 +194,7 @@ def searched(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> d
         except PlanError as error:
             row[planner] = {"refused": error.message}
             continue
-        seconds = np.diff(search.model.prefix_s[0])[list(ops)]
+        seconds = np.diff(search.model.tables.prefix_s[0])[list(ops)]
         slowest_s = max(float(seconds[a:b].sum()) for a, b in pairwise(cuts))
         row[planner] = {"seconds": min(took), "slowest_s": slowest_s, "used": len(cuts) - 1}
     return row

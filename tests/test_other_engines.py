@@ -29,7 +29,7 @@ from pipeloom.ir.graph import Op, OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.text import save_noun
 from pipeloom.other_engines import export_for, stage_modules
-from pipeloom.planner.planners import names
+from pipeloom.planner.planners import PLANNERS
 from pipeloom.planner.search.layer_groups import whole_modules
 
 LAYERS = [f"layers.{n}" for n in range(6)]
@@ -85,7 +85,7 @@ def test_a_module_that_is_called_twice_holds_together_what_is_between() -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("planner", names())
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_every_planner_cuts_between_whole_modules(planner: str) -> None:
     made = planned(ranks=4, planner=planner)
     assert [name for names in stage_modules(made) for name in names] == MODULES

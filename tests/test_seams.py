@@ -31,7 +31,7 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weights import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
 from pipeloom.lowering.passes import lower
-from pipeloom.planner.planners import PLANNERS, by_cuts, register_planner
+from pipeloom.planner.planners import PLANNERS, by_cuts
 from pipeloom.planner.request import Planner
 from pipeloom.planner.search.cut_search import Search
 from pipeloom.planner.search.problem import Cuts
@@ -160,9 +160,7 @@ def test_a_planner() -> None:
         points = search.model.cut_points.tolist()
         return (*points[: len(search.caps)], points[-1])
 
-    register_planner(
-        "first-cuts", Planner(plan=by_cuts(first_cuts), granularity="op", about="", source="a test")
-    )
+    PLANNERS["first-cuts"] = Planner(plan=by_cuts(first_cuts), granularity="op", about="", source="a test")
 
     made = planned(planner="first-cuts")
     assert made.planner == "first-cuts"

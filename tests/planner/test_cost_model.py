@@ -64,11 +64,12 @@ def test_rows_of_intervals_agree_with_stages(data):
         each, in_flight = model.stage_footprint(stage_graph, s), s + 1
         turn_s = model.turns(footprint, seconds, np.array([s]))[0, here]
         held = model.peaks(footprint, np.array([in_flight]))[0, here]
-        plan = estimate_stage(model, stage_graph, s).plan(in_flight)
+        stage = estimate_stage(model, stage_graph, s)
+        plan = stage.plan(in_flight)
         if columns(each) == columns(expected):
-            assert turn_s == pytest.approx(model.turn_s(stage_graph, s)) and held == plan.memory.total
+            assert turn_s == pytest.approx(stage.turn_s) and held == plan.memory.total
         else:  # several stages read a value, each of which gets a message of its own
-            assert each.sent > expected.sent and turn_s <= model.turn_s(stage_graph, s) * (1 + 1e-9)
+            assert each.sent > expected.sent and turn_s <= stage.turn_s * (1 + 1e-9)
             assert held <= plan.memory.total
 
 
@@ -226,7 +227,7 @@ def test_transfers_are_hidden_behind_compute_or_added_to_it(overlap, turns):
     graph, profile = two_linears()
     cluster = cluster_of([1, 1], bandwidth=1.0)  # 40 bytes take 40 s
     model = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=overlap))
-    assert [model.turn_s(cut(graph, APART), s) for s in (0, 1)] == turns
+    assert [estimate_stage(model, cut(graph, APART), s).turn_s for s in (0, 1)] == turns
 
 
 def test_a_part_of_a_storage_is_sent_as_a_copy():
@@ -249,9 +250,10 @@ def test_a_part_of_a_storage_is_sent_as_a_copy():
 def test_without_a_gradient_to_return_all_of_a_backward_is_its_w(seed: int, end: int) -> None:
     """One walk is for both: in a stage that receives nothing I only lets go of what no gradient needs."""
     model = random_model(seed, 16)
-    residuals, _, backward = model.sweep.of_stage(range(end))
+    sweep = model.tables.sweep
+    residuals, _, backward = sweep.of_stage(range(end))
     carried, input_grad, weight_grad = model.split_backward(range(end))
-    peak, gives = max(residuals + input_grad, carried + weight_grad), model.sweep.tensors.backward.gives
+    peak, gives = max(residuals + input_grad, carried + weight_grad), sweep.tensors.backward.gives
     assert peak == backward if np.diff(gives.first[: end + 1]).all() else peak <= backward
 
 

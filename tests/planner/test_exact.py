@@ -52,9 +52,10 @@ def weigh(search: Search, cuts) -> tuple[float, float]:
         intervals = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
         shares = [e.peak_bytes / cap for e, cap in zip(intervals, search.caps, strict=True)]
         return max(e.seconds for e in intervals), max(shares)
-    each = list(enumerate(zip(search.in_flight, search.caps, strict=True)))
-    share = max(estimate_stage(search.model, stages, s).plan(q).memory.total / cap for s, (q, cap) in each)
-    slowest = max(search.model.turn_s(stages, s) for s, _ in each)
+    made = [estimate_stage(search.model, stages, s) for s in range(len(search.caps))]
+    needs = [one.plan(count).memory.total for one, count in zip(made, search.in_flight, strict=True)]
+    share = max(need / cap for need, cap in zip(needs, search.caps, strict=True))
+    slowest = max(one.turn_s for one in made)
     return (slowest if share <= 1 else float("inf")), share
 
 

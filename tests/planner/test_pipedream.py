@@ -13,10 +13,7 @@ from pipeloom.planner.strategies.pipedream import Layer, partition
 
 
 def chain(seconds: Sequence[float], activations: Sequence[float], parameters: Sequence[float]) -> list[Layer]:
-    return [
-        Layer(name=f"l{k}", forward_s=s / 3, backward_s=2 * s / 3, activation_bytes=a, parameter_bytes=p)
-        for k, (s, a, p) in enumerate(zip(seconds, activations, parameters, strict=True))
-    ]
+    return [Layer(*one) for one in zip(seconds, activations, parameters, strict=True)]
 
 
 def slowest_s(layers: list[Layer], cuts: Sequence[int], bandwidth: float, memory: float) -> float:
@@ -28,7 +25,7 @@ def slowest_s(layers: list[Layer], cuts: Sequence[int], bandwidth: float, memory
     times = [2 * layers[cut - 1].activation_bytes / bandwidth for cut in cuts[1:-1]]
     for stage, (start, end) in enumerate(pairwise(cuts)):
         own = layers[start:end]
-        times.append(sum(layer.forward_s + layer.backward_s for layer in own))
+        times.append(sum(layer.seconds for layer in own))
         held = sum(layer.activation_bytes + layer.parameter_bytes for layer in own)
         if (len(cuts) - 1 - stage) * held > memory:
             return inf

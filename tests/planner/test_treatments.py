@@ -9,8 +9,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from exact_treatments import exact
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from random_stages import chain_model, random_model
 
 from pipeloom.ir.action import RECOMPUTE
@@ -22,19 +21,10 @@ from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.lowering.passes import lower
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import moments, peak_bytes
-from pipeloom.planner.stage_cost.stage_estimate import (
-    cost_treatments,
-    estimate_stage,
-    host_copies,
-    offload_all,
-)
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage, host_copies, offload_all
 from pipeloom.planner.treatments.choose import treat_interval
-from pipeloom.planner.treatments.greedy import choose_greedily
 from pipeloom.schedules import registry
 from pipeloom.simulator.simulate import simulate
-
-best_choice = partial(exact, limit_s=2.0)
-"""What takes longer is the greedy choice, which keeps the cap as well."""
 
 
 def two_stages(model: CostModel, end: int) -> StageGraph:
@@ -48,10 +38,9 @@ def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int) -> flo
 
 
 def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
-    found = cost_treatments(
-        model, model.stage_footprint(two_stages(model, end), 0), range(end), 0, treatments
-    )
-    return found.turn_s(model, 0, float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum()))
+    found = estimate_stage(model, two_stages(model, end), 0, treatments).treated
+    tables = model.tables
+    return found.turn_s(model, 0, float(tables.prefix_s[0, end]), float(tables.forward_s[0, :end].sum()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,15 +49,14 @@ def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
     ops=st.integers(4, 20),
     in_flight=st.integers(1, 8),
     share=st.floats(0.3, 1.0),
-    solve=st.sampled_from([choose_greedily, best_choice]),
 )
-def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, solve):
+def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share):
     model, end = random_model(seed, ops), ops - 1
     treat = partial(treat_interval, model, 0, end, 0, in_flight=in_flight)
     free = treat(cap=inf)
     assert free.treatments == {} and free.peak_bytes == peak_of(model, {}, in_flight, end)
     cap = share * free.peak_bytes
-    found = treat(cap=cap, solve=solve)
+    found = treat(cap=cap)
     if not found.fits:
         assert found.peak_bytes > cap
         return
@@ -86,8 +74,6 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8), share=st.floats(0.4, 0.95))
-@example(seed=177524, in_flight=5, share=0.5504109945549174)  # the exact method found nothing that fits
-@example(seed=953947, in_flight=4, share=0.7625681474909034)
 def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
     model, end = random_model(seed, 8), 7
     treat = partial(treat_interval, model, 0, end, 0, in_flight=in_flight)
@@ -98,10 +84,9 @@ def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
     every = product(("keep", "recompute", "offload"), repeat=len(names))
     hows = ({n: how for n, how in zip(names, each, strict=True) if how != "keep"} for each in every)
     best = min((seconds_under(cap, model, end, in_flight, how) for how in hows), default=inf)
-    greedy, exact = treat(cap=cap), treat(cap=cap, solve=best_choice)
-    assert exact.seconds == pytest.approx(best) or exact.seconds == inf == best
-    assert greedy.fits == exact.fits
-    assert not greedy.fits or best * (1 - 1e-9) <= greedy.seconds <= 1.5 * best
+    found = treat(cap=cap)
+    assert found.fits == (best < inf)
+    assert not found.fits or best * (1 - 1e-9) <= found.seconds <= 1.5 * best
 
 
 def seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treatments: dict) -> float:
@@ -125,8 +110,6 @@ def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
     caps = treat(cap=inf).peak_bytes * np.linspace(0.3, 1.0, 12)
     for tighter, looser in pairwise(treat(cap=cap).seconds for cap in caps):
         assert looser <= 1.2 * tighter
-    for tighter, looser in pairwise(treat(cap=cap, solve=best_choice).seconds for cap in caps[::3]):
-        assert looser <= tighter * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +132,7 @@ def test_one_micro_batch_in_flight():
     free = treat(cap=inf)
     tight = treat(cap=0.6 * free.peak_bytes)
     assert tight.fits and tight.peak_bytes <= 0.6 * free.peak_bytes
-    footprint = model.stage_footprint(two_stages(model, 16), 0)
-    restored = cost_treatments(model, footprint, range(16), 0, tight.treatments)
+    restored = estimate_stage(model, two_stages(model, 16), 0, tight.treatments).treated
     assert peak_bytes(restored.footprint, model.options, 1, restored.ahead) >= free.peak_bytes
 
 
@@ -272,13 +254,12 @@ def test_where_a_schedule_copies_what_is_made_again_takes_less_than_its_copies(s
         patch.setattr("pipeloom.planner.stage_cost.stage_estimate.SMALL_RESIDUAL", 0)
         treatments = offload_all(model, stages, 0)
     assert copies is not None and set(treatments.values()) <= {"offload", "recompute"}
-    footprint = model.stage_footprint(stages, 0)
-    whole = cost_treatments(model, footprint, range(7), 0, treatments)  # refuses what cannot be made again
+    whole = estimate_stage(model, stages, 0, treatments).treated  # refuses what cannot be made again
     assert whole.footprint.residuals >= 0
     for name, how in treatments.items():
-        alone = cost_treatments(model, footprint, range(7), 0, {name: "offload"})
+        alone = estimate_stage(model, stages, 0, {name: "offload"}).treated
         if how == "recompute":
-            again = cost_treatments(model, footprint, range(7), 0, {name: "recompute"})
+            again = estimate_stage(model, stages, 0, {name: "recompute"}).treated
             assert again.recompute_s < alone.offload_s + alone.reload_s
 
 
@@ -293,19 +274,15 @@ def test_small_ones_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "ops", "in_flight", "share"),
+    ("seed", "ops", "in_flight", "share", "best_s"),
     [
-        (801710, 21, 1, 0.7011181581941688),
-        (782070, 20, 4, 0.4470034551904057),
-        (812158, 7, 1, 0.9398580033433368),
+        (801710, 21, 1, 0.7011181581941688, 69.13503737605913),
+        (782070, 20, 4, 0.4470034551904057, 77.70583186729905),
+        (812158, 7, 1, 0.9398580033433368, 16.914608352340434),
     ],
 )
-def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
-    model = random_model(seed, ops)
-    free = treat_interval(model, 0, ops - 1, 0, in_flight=in_flight, cap=inf)
-    best, found = (
-        treat_interval(model, 0, ops - 1, 0, in_flight=in_flight, cap=share * free.peak_bytes, solve=solve)
-        for solve in (exact, choose_greedily)
-    )
-    assert best.fits and found.fits
-    assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.2 * best.seconds
+def test_what_can_fit_fits(seed, ops, in_flight, share, best_s):
+    """best_s: of the best choice there is, by integer programming."""
+    treat = partial(treat_interval, random_model(seed, ops), 0, ops - 1, 0, in_flight=in_flight)
+    found = treat(cap=share * treat(cap=inf).peak_bytes)
+    assert found.fits and best_s * (1 - 1e-9) <= found.seconds <= 1.2 * best_s

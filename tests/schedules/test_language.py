@@ -1,18 +1,17 @@
-"""The language: terse programs, every construct, and the traps of greedy order."""
+"""The language: every construct, and the traps of greedy order."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from small import built, simulated
 
 from pipeloom.checks.schedules import check
-from pipeloom.ir.action import Action, B, F, I, Kind, W
+from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
@@ -20,31 +19,11 @@ from pipeloom.ir.stages import chain, replicate
 from pipeloom.lowering.passes import lower
 from pipeloom.schedules import registry
 from pipeloom.schedules.language import placements
-from pipeloom.schedules.language.patterns import phases, turns
+from pipeloom.schedules.language.patterns import phases
 from pipeloom.schedules.language.recipe import Recipe
 from pipeloom.schedules.language.shape import Shape, path_clock
 from pipeloom.schedules.list_scheduler import choose
 from pipeloom.schedules.list_scheduler.choose import make
-
-
-# Whole schedules in at most five lines each.
-def gpipe(s: Shape) -> Recipe:
-    return Recipe(priority=lambda a: (a.kind == B, a.microbatch))
-
-
-def one_f_one_b(s: Shape) -> Recipe:
-    return Recipe(priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda rank: s.ranks - rank)
-
-
-def interleaved(s: Shape) -> Recipe:
-    order: Callable[[Kind], Callable[[int], list[Action]]] = lambda k: lambda r: turns(s, r, k, s.ranks)  # noqa: E731
-    ahead: Callable[[int], int] = lambda r: 2 * (s.ranks - 1 - r) + (s.chunks - 1) * s.ranks  # noqa: E731
-    return Recipe(rows=phases(s, warm_up=ahead, repeat="FB", kinds="FB", forward=order(F), backward=order(B)))
-
-
-def zb_h1(s: Shape) -> Recipe:
-    rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
-    return Recipe(kinds="FIW", rows=rows, memory=s.ranks)
 
 
 def shape(
@@ -63,86 +42,6 @@ def shape(
         costs=costs,
         transfer_s=lambda source, target: transfer_s,
     )
-
-
-# In at most fifteen.
-def gis_h(s: Shape) -> Recipe:
-    g = -(-s.ranks // 2)
-    rows = phases(
-        s,
-        warm_up=lambda rank: g * (s.chunks - 1) + s.ranks - 1 - rank,
-        repeat="FI",
-        forward=lambda rank: turns(s, rank, F, g),
-        backward=lambda rank: turns(s, rank, I, g),
-    )
-    return Recipe(kinds="FIW", rows=rows, memory=(g * (s.chunks - 1) + s.ranks) / s.chunks)
-
-
-def chimera(s: Shape) -> list[Recipe]:
-    clocks = [path_clock(s, (pace,), (pace,), kinds="FB") for pace in (1.0, 1.5, 2.0)]
-    greedy = Recipe(priority=lambda a: (a.kind == F, a.microbatch, -a.stage), memory=s.ranks / 2)
-    return [*(Recipe(clock=c, memory=s.ranks / 2, early=e) for c in clocks for e in ("all", "warm")), greedy]
-
-
-def zb_v(s: Shape) -> Recipe:
-    def row(rank: int) -> list[Action]:
-        (first, second), later = s.rank_stages[rank], s.ranks - 1 - rank
-        order = [(first, F)] * (2 * later + 1) + [(second, F), (first, F)] * rank
-        order += [(second, F), (second, I)] * later
-        order += [(second, F), (second, I), (first, F), (first, I)] * 2 * s.microbatches
-        number = {what: iter(range(s.microbatches)) for what in order}
-        return [Action(*what, b) for what in order for b in islice(number[what], 1)]
-
-    return Recipe(kinds="FIW", rows=row, memory=s.ranks)
-
-
-def dualpipev(s: Shape) -> Recipe:
-    def row(rank: int) -> list[Action]:
-        left = s.ranks - 1 - rank
-        words = "F0 " * 2 * left + "F0 F1 " * (rank + 1) + "I1 F1 " * left
-        words += "F0 B1 F1 B0 " * (s.microbatches - s.ranks - left) + "B1 F1 B0 " * left
-        words += "I1 I0 " * (rank + 1) + "I0 " * left
-        number = {(kind, at): iter(range(s.microbatches)) for kind in "FB" for at in "01"}
-        number |= {("I", at): number["B", at] for at in "01"}
-        return [Action(s.rank_stages[rank][int(at)], Kind(k), next(number[k, at])) for k, at in words.split()]
-
-    def other_way(a: Action, b: Action) -> bool:
-        return (a.kind, b.kind) == (F, B) and a.stage != b.stage
-
-    return Recipe(kinds="FBIW", rows=row, memory=s.ranks + 0.5, together=other_way)
-
-
-SHORT = {
-    "gpipe": (gpipe, 5),
-    "1f1b": (one_f_one_b, 5),
-    "interleaved_1f1b": (interleaved, 5),
-    "zb_h1": (zb_h1, 5),
-    "gis_h": (gis_h, 15),
-    "chimera": (chimera, 15),
-    "zb_v": (zb_v, 15),
-    "dualpipev": (dualpipev, 15),
-}
-"""Name in the library -> the same in a few lines, and how many it may have."""
-
-
-@pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("name", SHORT)
-def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
-    """The same rows where the library has one pattern; where it tries several, a step as short within 2 %."""
-    recipe, lines = SHORT[name]
-    assert len(inspect.getsource(recipe).splitlines()) <= lines
-    stages, placement = registry.default_placement(name, ranks)
-    s = replace(shape(placement, 2 * ranks), stages=stages)
-    made = choose.best(s, recipe(s))  # type: ignore[operator]
-    built = registry.build(name, stages, placement, 2 * ranks, costs=s.costs)
-    found = {a.kind for row in built.rows for a in row}
-    kinds = "".join(kind for kind in "FBIW" if kind in found)
-    pairs = {*built.pairs}
-    library = make(s, Recipe(kinds=kinds, rows=built.rows, fill="", together=lambda a, b: (a, b) in pairs))
-    assert made.pairs or not pairs
-    assert max(made.peak) <= max(library.peak)
-    assert made.step_s == pytest.approx(library.step_s, rel=0.0 if lines == 5 else 0.02)
-    assert lines > 5 or made.rows == built.rows
 
 
 # The traps.

@@ -11,11 +11,12 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import inf
 
 from pipeloom.planner.search.problem import Partition, Problem, all_bands, best_cuts_within
-from pipeloom.planner.treatments.choose import Evaluation, Memoised
+from pipeloom.planner.treatments.choose import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Chain:
             points=range(n + 1),
             stages=self.stages,
             caps=(self.cap,) * self.stages,
-            evaluate=Memoised(evaluate),
+            evaluate=cache(evaluate),
             compute_s=lambda start, end, stage: seconds[end] - seconds[start],
             shares=lambda start, end: [bytes_of(start, end, s) / self.cap for s in range(self.stages)],
             crossing=lambda position: crossing[position],

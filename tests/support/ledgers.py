@@ -62,11 +62,11 @@ class Peaks:
 def calm(graph: OpGraph, stages: int) -> dict[str, int]:
     """Ops to stages: near an even cut, where the fewest bytes cross, as a planner would cut."""
     model = model_of(graph, 1)
-    ops, points = len(model), model.cut_points
+    ops, points, crossing = len(model), model.cut_points, model.tables.crossing_bytes
     cuts = [0]
     for stage in range(1, stages):
         near = [p for p in points if abs(p - stage * ops / stages) <= ops / stages / 2.5 and p > cuts[-1]]
-        cuts.append(int(min(near, key=lambda p: (model.crossing_bytes[p], abs(p - stage * ops / stages)))))
+        cuts.append(int(min(near, key=lambda p: (crossing[p], abs(p - stage * ops / stages)))))
     return {op.name: sum(c <= place for c in cuts) - 1 for place, op in enumerate(model.readers.ops)}
 
 

@@ -13,8 +13,7 @@ from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
 from pipeloom.planner.stage_cost.model import CostModel
 from pipeloom.planner.stage_cost.peak_memory import CostOptions
-from pipeloom.planner.stage_cost.recompute_liveness import find_residuals
-from pipeloom.planner.stage_cost.stage_estimate import estimate_stage
+from pipeloom.planner.stage_cost.stage_estimate import estimate_stage, stage_liveness
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.ledger import crossing_bytes
 from pipeloom.tracer.captured import Captured
@@ -85,12 +84,8 @@ def some_recomputed(
     model: CostModel, stages: StageGraph, index: int, share: float, seed: int
 ) -> dict[str, Treatment]:
     """A random share of the residuals of a stage, an interval of ops, that can be made again."""
-    place = model.positions(stages, index)
-    start, end = place[0], place[-1] + 1
     footprint = model.stage_footprint(stages, index)
-    found = find_residuals(
-        model.sweep, start, end, model.forward_s[0, start:end], model.cheap_s[0], footprint.saved_inputs > 0
-    )
+    found = stage_liveness(model, footprint, model.positions(stages, index), index).residuals
     draw = random.Random(seed)
     return {
         name: "recompute"

@@ -25,7 +25,7 @@ from ..simulator.simulate import simulate
 from .microbatch_sizes import shared_rows
 from .placement import residual_room
 from .plan_costs import count_once
-from .refusals import host_needs, host_shortage
+from .refusals import host_shortage
 from .request import Request, SimulatedStep, remembered, unrolled
 from .search.cut_search import Search
 from .stage_cost.stage_estimate import StageEstimate, cost_stage, estimate_stage, offload_all
@@ -114,7 +114,8 @@ class Candidate:
             tries.append(self._simulate(inside))
         chosen = min(tries, key=lambda simulated: simulated.key)
         self.policy, self.parts, self.timeline, self.stage_costs, self._estimates, self.over = chosen
-        self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
+        on_hosts = [self.timeline.peak_bytes(rank, "host") for rank in range(self.timeline.ranks)]
+        self.host_shortage = host_shortage(on_hosts, request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
         """The rows. Not every order by time of the library repeats, as a pipeline without a flush needs it,
@@ -220,9 +221,8 @@ class Candidate:
         """A stage, which recomputes ahead if it may and recomputes at all, and keeps its cap then."""
         model = self.search.model.in_forward_order
         estimate = estimate_stage(model, self.stages, index, evaluation.treatments)
-        turn_s = evaluation.seconds
-        if not evaluation.fits:  # by itself; all stages together may keep the caps
-            turn_s = estimate.treated.turn_s(model, index, sum(estimate.seconds), estimate.seconds[0])
+        # What does not fit by itself may keep the caps with all other stages.
+        turn_s = evaluation.seconds if evaluation.fits else estimate.turn_s
         inside, ahead = (
             estimate.plan(self.in_flight[index], ahead=early, turn_s=turn_s) for early in (False, True)
         )

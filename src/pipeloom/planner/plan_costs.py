@@ -79,8 +79,7 @@ class PlanCosts:
         for s in range(len(plan.stages)):
             treatments = plan.memory.stages[s] if plan.memory.stages else {}
             one = estimate_stage(model, stages, s, treatments)
-            turn_s = one.treated.turn_s(model, s, sum(one.seconds), one.seconds[0])
-            found.append(one.plan(max(1, in_flight[s]), ahead=s in plan.memory.ahead, turn_s=turn_s))
+            found.append(one.plan(max(1, in_flight[s]), ahead=s in plan.memory.ahead, turn_s=one.turn_s))
         return tuple(found)
 
     def simulate(self, plan: Plan) -> Timeline:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias
 
 from ..checks.updates import UpdateProof, prove_updates
 from ..ir.cluster import Cluster, Device, Link
-from ..ir.errors import ConfigError, PlanError, ScheduleError
+from ..ir.errors import PlanError, ScheduleError
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
@@ -45,53 +46,20 @@ def prove_plan(plan: Plan, graph: OpGraph) -> UpdateProof:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopyLoad:
-    """What offloading all residuals of a stage that are not made again would ask of its device's link.
-
-    ratio: k.  utilisation: share of the time in which the busier direction copies, with those that share the
-        uplink copying as much.  offloadable: how many stages of its rank may leave whole: its first
-        ones, whose residuals live longest, until its link is busy all the time.
-    """
-
-    ratio: float
-    utilisation: float
-    offloadable: int
+CopyLoad: TypeAlias = tuple[float | None, float | None, int | None]
+"""`offload_ratio`, `link_use` and `offloadable_stages` of a `PlannedStage`."""
 
 
-def transformer_ratio(
-    hidden: int, context: int, *, flops_per_s: float = 220e12, host_bytes_per_s: float = 15e9
-) -> float:
-    """k of a layer of a plain transformer: 10 / (3 (6 h + s)) x FLOP/s / host bytes per second.
-
-    hidden: h, the width.  context: s, tokens of a sequence.  flops_per_s: achieved.  host_bytes_per_s: of one
-    direction. The defaults are the paper's A100.
-    Of b sequences F takes 24 b s h^2 + 4 b s^2 h operations, and F, I and W three times that; 20 b s h bytes
-    are copied: 34 b s h of half precision with flash attention, less the outputs of norms, GELU and dropout,
-    which are made again. Attention counts whole, without causal halves, all heads have keys and values of
-    their own, and the feed-forward part is 4 h wide.
-
-    Source: PipeOffload (arXiv 2503.01328), section 1 and appendix C.
-    Raises: ConfigError if a number is not above 0.
-
-    >>> round(transformer_ratio(4096, 4096), 2), round(transformer_ratio(10240, 4096), 2)
-    (1.71, 0.75)
-    """
-    numbers = {"hidden": hidden, "context": context, "FLOP/s": flops_per_s, "bytes/s": host_bytes_per_s}
-    for name, number in numbers.items():
-        if not number > 0:
-            raise ConfigError(f"{name} is {number}", hint="use a number above 0")
-    return 10 / (3 * (6 * hidden + context)) * flops_per_s / host_bytes_per_s
-
-
-def copy_loads(plan: Plan, cluster: Cluster) -> tuple[CopyLoad | None, ...]:
-    """That of each stage of a plan's first replica; None where its device has no link to a host."""
+def _copy_loads(plan: Plan, cluster: Cluster | None) -> list[CopyLoad]:
+    """That of each stage of a plan's first replica."""
+    if cluster is None:
+        return [(None, None, None)] * len(plan.stages)
     loads = [_load(part, cluster, plan.placement[stage]) for stage, part in enumerate(plan.stages)]
     allowed = {rank: _allowed(plan, loads, rank) for rank in set(plan.placement)}
-    return tuple(
-        None if load is None else CopyLoad(ratio=load[0], utilisation=load[1], offloadable=allowed[rank])
+    return [
+        (None, None, None) if load is None else (*load, allowed[rank])
         for load, rank in zip(loads, plan.placement, strict=False)
-    )
+    ]
 
 
 def _seconds(part: StagePlan) -> float:
@@ -142,17 +110,17 @@ class Change:
     gain: float
 
 
-def changed_clusters(cluster: Cluster, factor: float = MORE) -> Mapping[str, Cluster]:
+def changed_clusters(cluster: Cluster) -> Mapping[str, Cluster]:
     """By what is different: memory, links between devices, links to the host where there are any."""
-    more = f"{(factor - 1) * 100:.0f} % more"
+    more = f"{(MORE - 1) * 100:.0f} % more"
     found = {
-        f"{more} memory": _devices(cluster, lambda d: {"memory_bytes": int(d.memory_bytes * factor)}),
+        f"{more} memory": _devices(cluster, lambda d: {"memory_bytes": int(d.memory_bytes * MORE)}),
         f"{more} bandwidth between devices": replace(
             cluster,
-            within_node=_faster(cluster.within_node, factor),
-            between_nodes=_maybe(cluster.between_nodes, factor),
-            node_link=_maybe(cluster.node_link, factor),
-            groups={name: _faster(link, factor) for name, link in cluster.groups.items()},
+            within_node=_faster(cluster.within_node),
+            between_nodes=_maybe(cluster.between_nodes),
+            node_link=_maybe(cluster.node_link),
+            groups={name: _faster(link) for name, link in cluster.groups.items()},
         ),
     }
     if any(device.host_link is not None for device in cluster.devices):
@@ -160,11 +128,11 @@ def changed_clusters(cluster: Cluster, factor: float = MORE) -> Mapping[str, Clu
             _devices(
                 cluster,
                 lambda d: {
-                    "host_link": _maybe(d.host_link, factor),
-                    "host_link_back": _maybe(d.host_link_back, factor),
+                    "host_link": _maybe(d.host_link),
+                    "host_link_back": _maybe(d.host_link_back),
                 },
             ),
-            switches={name: _faster(link, factor) for name, link in cluster.switches.items()},
+            switches={name: _faster(link) for name, link in cluster.switches.items()},
         )
     return found
 
@@ -198,12 +166,12 @@ def _devices(cluster: Cluster, better: Callable[[Device], dict[str, object]]) ->
     return replace(cluster, devices=tuple(replace(d, **better(d)) for d in cluster.devices))  # type: ignore[arg-type]
 
 
-def _faster(link: Link, factor: float) -> Link:
-    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+def _faster(link: Link) -> Link:
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * MORE)
 
 
-def _maybe(link: Link | None, factor: float) -> Link | None:
-    return None if link is None else _faster(link, factor)
+def _maybe(link: Link | None) -> Link | None:
+    return None if link is None else _faster(link)
 
 
 FULL = 0.95
@@ -218,8 +186,10 @@ class PlannedStage:
     Bytes by kind are at the peak; kept, recomputed and offloaded bytes are of one micro-batch's residuals.
     peak_bytes: their sum, or less if its rank has no other stage and holds less in the simulated step.
     filled: share of its rank's cap, by all that the rank holds in the simulated step where that is known.
-    offload_ratio (k), link_use, offloadable_stages (of its rank): what offloading would ask of links, see
-    `offload_ratio`; None where a device has no link to a host.
+    What offloading all residuals that are not made again would ask of the device's link, None without one:
+    offload_ratio: k.  link_use: share of the time in which the busier direction copies, with those that share
+        the uplink copying as much.  offloadable_stages: how many stages of its rank may leave whole, its
+        first ones, whose residuals live longest, until its link is busy all the time.
     """
 
     stage: int
@@ -270,11 +240,11 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
     cluster: to say on which node each stage is, and what offloading would ask of links.
     """
     rows = []
-    loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
+    loads = _copy_loads(plan, cluster)
     reads, depths = ([], []) if graph is None else reads_and_depths(plan, plan.stage_graph(graph))
     layer_of = {} if graph is None else layer_names(graph.ops)
     alone = len(set(plan.placement)) == len(plan.placement)
-    for stage, (part, load) in enumerate(zip(plan.stages, loads, strict=True)):
+    for stage, (part, (ratio, use, offloadable)) in enumerate(zip(plan.stages, loads, strict=True)):
         rank = plan.placement[stage]
         cap = plan.caps[rank] if plan.caps else None
         peak = plan.peaks[rank] if plan.peaks else part.memory.total
@@ -294,9 +264,9 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
                 peak_bytes=min(part.memory.total, peak) if alone else part.memory.total,
                 cap_bytes=cap,
                 filled=peak / cap if cap else None,
-                offload_ratio=load.ratio if load else None,
-                link_use=load.utilisation if load else None,
-                offloadable_stages=load.offloadable if load else None,
+                offload_ratio=ratio,
+                link_use=use,
+                offloadable_stages=offloadable,
             )
         )
     return rows

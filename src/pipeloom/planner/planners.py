@@ -16,7 +16,6 @@ Two ways to make a plan stand above them:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from .branches import BranchOrdered
 from .candidate import Candidate, step_s
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
-from .joint.search import JointSearch
+from .joint.search import HOLD_LITTLE, JointSearch
 from .notes import faster_of
 from .refine import (
     FEW_OPS,
@@ -108,37 +107,18 @@ class SearchLog:
     no_chain: bool = False
 
 
-class Own(ABC):
-    """One search of cuts, repeated until a candidate keeps its caps.
-
-    keeps_caps: it looks at memory by itself.  chains: its stages are a chain, in an op order of its own.
-    """
-
-    keeps_caps: bool = True
-    chains: bool = False
-
-    @abstractmethod
-    def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-        """The first candidate that keeps its caps, if any."""
-
-    def each(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
-        """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to
-        hold, the fastest first."""
-        found = self.first(request, search, log)
-        if request.fits_caps and not any(candidate.copies_nothing for candidate in found):
-            for other in more_held(request, search):
-                found += self.first(request, other, SearchLog())
-        return sorted(found, key=step_s)
-
-
 @dataclass(frozen=True)
-class ByCuts(Own):
-    """By cuts of the op order. find: () where nothing fits."""
+class ByCuts:
+    """A search of cuts of the op order, repeated until a candidate keeps its caps.
+
+    find: () where nothing fits.  keeps_caps: it looks at memory by itself.
+    """
 
     find: Callable[[Search], Cuts]
     keeps_caps: bool = True
 
     def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+        """The first candidate that keeps its caps, if any."""
         log.first_cuts, log.search = self.find(search), search
         if not self.fit(search, log.first_cuts):
             return []
@@ -157,12 +137,14 @@ class ByCuts(Own):
 
 
 @dataclass(frozen=True)
-class ByOrder(Own):
-    """By an op order of its own, found along with the cuts. arrange: None where nothing fits."""
+class ByOrder:
+    """A search of a chain in an op order of its own.
+
+    arrange: None where nothing fits.  keeps_caps: it looks at memory by itself.
+    """
 
     arrange: Callable[[Search], Arranged | None]
     keeps_caps: bool = True
-    chains = True
 
     def first(self, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
         arranged = self.arrange(search)
@@ -178,6 +160,16 @@ class ByOrder(Own):
         return [candidate] if candidate.keeps_caps else []
 
 
+def each(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog) -> list[Candidate]:
+    """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to hold,
+    the fastest first."""
+    found = by.first(request, search, log)
+    if request.fits_caps and not any(candidate.copies_nothing for candidate in found):
+        for other in more_held(request, search):
+            found += by.first(request, other, SearchLog())
+    return sorted(found, key=step_s)
+
+
 @dataclass(frozen=True)
 class Finder:
     """Finds candidates that keep their caps in their simulated step.
@@ -188,7 +180,7 @@ class Finder:
     """
 
     find: Callable[[Request, Search, SearchLog], list[Candidate]]
-    own: Own
+    own: ByCuts | ByOrder
     beside: tuple[str, ...] = ()
     of_dags: bool = False
 
@@ -197,9 +189,9 @@ Propose: TypeAlias = Callable[[Search], Iterator[Cuts]]
 """Several cuts of a search, for stages of a DAG, which are worth a simulation."""
 
 
-def searched(own: Own) -> Finder:
+def searched(own: ByCuts | ByOrder) -> Finder:
     """What one search finds."""
-    return Finder(own.each, own)
+    return Finder(partial(each, own), own)
 
 
 def side_by_side(propose: Propose) -> Finder:
@@ -223,7 +215,7 @@ def fastest(part: Finder, *also: str) -> Finder:
                 found += part.find(request, search, log)
             else:
                 other, by = _search_of(search, request, planner(name)), finder_of(name).own
-                found += by.each(request, other, log if part.of_dags else SearchLog())
+                found += each(by, request, other, log if part.of_dags else SearchLog())
             if found and not request.options.fastest:
                 break
         return found
@@ -317,7 +309,7 @@ def _even_candidates(request: Request, search: Search) -> list[Candidate]:
     all_alike, last_on_ranks, first_on_ranks = 0, others, -others  # which stages share out what is not bare
     for bare in dict.fromkeys((all_alike, last_on_ranks, first_on_ranks)):
         find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
-        found += ByCuts(find).each(request, search, SearchLog())
+        found += each(ByCuts(find), request, search, SearchLog())
         request = _below(request, found)
     return sorted(found, key=step_s)
 
@@ -410,7 +402,7 @@ class OneSchedule:
     def __call__(self, request: Request, *, explained: bool) -> Plan:
         """Raises: as `make_plan`."""
         refuse_nonsense(request.graph, request.cluster, request.options.ranks, request.schedule)
-        if self.finder.own.chains:
+        if isinstance(self.finder.own, ByOrder):
             request = replace(request, options=replace(request.options, branches=False))
         request.refuse_what_cannot_be()
         return fewer_at_once_if_need_be(self._plan, request, explained=explained)
@@ -499,7 +491,7 @@ class JointPlanner:
                 elif isinstance(finder.own, ByOrder):
                     if (arranged := finder.own.arrange(search)) is not None:
                         yield name, request.search(BranchOrdered(arranged.ops, (0,))), arranged.cuts
-                elif isinstance(finder.own, ByCuts):
+                else:
                     few = search.large and name == "exact"
                     if cuts := search.fastest_of_few() if few else finder.own.find(search):
                         yield name, search, cuts
@@ -556,8 +548,8 @@ def offloading_schedules(request: Request) -> tuple[str, ...]:
     return schedule_names(len(devices), places, copies=linked and allowed)
 
 
-HOLD_LITTLE, SMALL = ("v_min", "gis_h"), 200
-"""Schedules with which they are asked, too, about graphs of so few ops."""
+SMALL = 200
+"""Ops up to which they are asked with the schedules that hold little, too."""
 
 QUICK = ("balanced", "equal")
 """Planners that take no time whatever they are asked."""
@@ -746,27 +738,6 @@ PLANNERS: dict[str, Planner] = {
         about="equal compute time, memory not looked at",
     ),
 }
-
-
-def names() -> tuple[str, ...]:
-    """All planners that `make_plan` knows.
-
-    >>> names()  # doctest: +NORMALIZE_WHITESPACE
-    ('auto', 'exact', 'dawnpiper', 'pipeoffload', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe',
-     'pipedream', 'pipedream-repo', 'pipedream-graph', 'pipedream-graph-ops', 'piper', 'piper-ops',
-     'equal', 'balanced')
-    """
-    return tuple(PLANNERS)
-
-
-def register_planner(name: str, planner: Planner) -> None:
-    """Make a planner known by a name in small letters, with `-` between words.
-
-    Raises: PlanError if the name is taken.
-    """
-    if name in PLANNERS:
-        raise PlanError(f"a planner named {name!r} exists already", hint="choose another name")
-    PLANNERS[name] = planner
 
 
 def planner(name: str) -> Planner:

@@ -184,7 +184,7 @@ def least_step_s(request: Request, search: Search, cuts: Cuts) -> float:
     begins = request.earliest_s[np.array(model.readers.order)] if model.readers.order else request.earliest_s
     busy, first = [0.0] * layout.ranks, [inf] * layout.ranks
     for stage, (start, end) in enumerate(pairwise(cuts)):
-        seconds, rank = model.prefix_s[model.kind[stage]], layout.placement[stage]
+        seconds, rank = model.tables.prefix_s[model.kind[stage]], layout.placement[stage]
         busy[rank] += request.microbatches * float(seconds[end] - seconds[start])
         first[rank] = min(first[rank], float(begins[start:end].min()))
     return max(busy if request.updates is not None else map(add, busy, first))

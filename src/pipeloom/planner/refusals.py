@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -18,7 +18,6 @@ from ..ir.cluster import Cluster, Device
 from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
 from ..ir.text import format_bytes
-from ..ir.timeline import Timeline
 from ..schedules import registry
 from .placement import stages_for
 from .search.cut_search import Search
@@ -70,52 +69,33 @@ def too_many_stages(why: str, places: int, schedule: str, ranks: int, cluster: C
     return TooManyStages(f"{schedule} on {ranks} ranks is for {why}", hint=hint, places=places)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostShortage:
-    """A node whose ranks offload more than it has room for. Bytes; rank: the one that offloads most."""
+def host_shortage(needs: Sequence[int], cluster: Cluster) -> str | None:
+    """What is short on the node that lacks most; None if all have room. A node has what its devices have
+    together; one with a device of which nothing is known is taken to have room.
 
-    node: int
-    needed: int
-    room: int
-    rank: int
-    rank_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"the ranks of node {self.node} offload {format_bytes(self.needed)}, its host memory for them is "
-            f"{format_bytes(self.room)}: rank {self.rank} alone offloads {format_bytes(self.rank_bytes)}"
-        )
-
-
-def host_needs(step: Timeline) -> tuple[int, ...]:
-    """Per rank the most bytes that it has on the host in a simulated step: what its ledger will say."""
-    return tuple(step.peak_bytes(rank, "host") for rank in range(step.ranks))
-
-
-def host_shortage(needs: Sequence[int], cluster: Cluster) -> HostShortage | None:
-    """The node that lacks most; None if all have room. A node has what its devices have together; one with a
-    device of which nothing is known is taken to have room.
-
-    needs: bytes of each rank.
+    needs: bytes of each rank on its host.
 
     >>> from pipeloom.ir.cluster import Device, Link
     >>> card = Device(name="card", memory_bytes=1, host_memory_bytes=100)
     >>> two = Cluster(devices=(card, card), within_node=Link(bandwidth_bytes_per_s=1.0))
-    >>> host_shortage((150, 40), two), host_shortage((150, 60), two).needed
-    (None, 210)
+    >>> host_shortage((150, 40), two)
+    >>> host_shortage((150, 60), two)
+    'the ranks of node 0 offload 210 B, its host memory for them is 200 B: rank 0 alone offloads 150 B'
     """
     ranks: dict[int, list[int]] = {}
     for rank, device in enumerate(cluster.devices[: len(needs)]):
         ranks.setdefault(device.node, []).append(rank)
-    found = []
+    lacking, found = 0, None
     for node, own in ranks.items():
-        room = sum(device.host_memory_bytes for device in cluster.devices if device.node == node)
-        known = all(device.host_memory_bytes for device in cluster.devices if device.node == node)
-        needed = sum(needs[rank] for rank in own)
-        if known and needed > room:
-            most = max(own, key=lambda rank: needs[rank])
-            found.append(HostShortage(node=node, needed=needed, room=room, rank=most, rank_bytes=needs[most]))
-    return max(found, key=lambda shortage: shortage.needed - shortage.room, default=None)
+        rooms = [device.host_memory_bytes for device in cluster.devices if device.node == node]
+        room, needed = sum(rooms), sum(needs[rank] for rank in own)
+        if all(rooms) and needed - room > lacking:
+            lacking, most = needed - room, max(own, key=needs.__getitem__)
+            found = (
+                f"the ranks of node {node} offload {format_bytes(needed)}, its host memory for them is "
+                f"{format_bytes(room)}: rank {most} alone offloads {format_bytes(needs[most])}"
+            )
+    return found
 
 
 def pair_low_with_high(cluster: Cluster) -> Cluster:

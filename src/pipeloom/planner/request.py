@@ -433,10 +433,6 @@ class Request:
             self.shared.rows, (self.schedule, layout.placement, count, updates, split, shape), make
         )
 
-    def build(self, stages: StageGraph) -> Schedule:
-        """The schedule that is simulated: one step, or several where the pipeline does not drain."""
-        return unrolled(self.rows(stages))
-
     def wider(self, stages: int) -> Search | None:
         """The search on more devices like these, if they are all alike, with a stage on each."""
         devices = self.cluster.devices

@@ -256,7 +256,7 @@ def _evenly(model: CostModel) -> BlockCosts[float]:
         block=PieceCost(**{name: figure / count for name, figure in vars(whole).items()}),
         rear=NO_PIECE,
         # Cuts are made where little crosses.
-        input_bytes=float(np.median(model.crossing_bytes[inner])) if len(inner) else 0.0,
+        input_bytes=float(np.median(model.tables.crossing_bytes[inner])) if len(inner) else 0.0,
         batch_bytes=_batch_bytes(model),
     )
 
@@ -284,7 +284,7 @@ def _by_layers(model: CostModel) -> BlockCosts[float]:
         front=_sums(model, 0, begin),
         block=PieceCost(**mean),
         rear=_sums(model, end, ops),
-        input_bytes=float(np.mean(model.crossing_bytes[starts])),
+        input_bytes=float(np.mean(model.tables.crossing_bytes[starts])),
         batch_bytes=_batch_bytes(model),
     )
 
@@ -294,7 +294,7 @@ def _sums(model: CostModel, start: int, end: int) -> PieceCost[float]:
         return NO_PIECE
     footprint, seconds = model.row(start, np.array([end]), exact=False)
     part = footprint.at(0)
-    forward_s = float(model.forward_s[0, start:end].sum())
+    forward_s = float(model.tables.forward_s[0, start:end].sum())
     return PieceCost(
         forward_s=forward_s,
         backward_s=max(0.0, float(seconds[0, 0]) - forward_s),

@@ -61,7 +61,7 @@ def recipe_text(
     microbatches: int,
     ranks: int,
     edges: Sequence[tuple[int, int]],
-    kinds: str,
+    kinds: Sequence[str],
     shards: str = "",
     imports: str = IMPORTS,
     insert: str = "",
@@ -69,14 +69,15 @@ def recipe_text(
     """The text of a file that runs `turn` again and again (`patterns.repeating`).
 
     title, figures: what its docstring begins with.  name: of the schedule in it.  placement: of each stage.
-    kinds, shards, imports, insert: pieces of Python, where they differ.
+    kinds: "FB" or "FIW", of each stage.  shards, imports, insert: pieces of Python, where they differ.
     """
     return _TEXT.format(
         turn="\n".join(f'    "{line}",' for line in turn),
         placement=", ".join(map(str, placement)) + ("," if len(placement) == 1 else ""),
         stages=len(placement),
         edges=", ".join(map(str, edges)),
-        **dict(title=title, figures=figures, file=file, name=name, about=about, ranks=ranks, kinds=kinds),
+        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
+        **dict(title=title, figures=figures, file=file, name=name, about=about, ranks=ranks),
         **dict(microbatches=microbatches, shards=shards, imports=imports, insert=insert),
     )
 
@@ -123,10 +124,7 @@ def repeating_recipe(schedule: Schedule, stages: StageGraph, *, name: str = "min
     turn = turn_of_rows(schedule, stages) if stages.replicas == 1 else None
     if turn is None:
         return None
-    kinds = [
-        "FB" if any(a.kind == "B" and a.stage == stage for row in schedule.rows for a in row) else "FIW"
-        for stage in range(schedule.stages)
-    ]
+    whole = {action.stage for row in schedule.rows for action in row if action.kind == "B"}
     return recipe_text(
         turn,
         title="A schedule of my own",
@@ -138,5 +136,5 @@ def repeating_recipe(schedule: Schedule, stages: StageGraph, *, name: str = "min
         microbatches=schedule.microbatches,
         ranks=schedule.ranks,
         edges=sorted(stages.between),
-        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
+        kinds=["FB" if stage in whole else "FIW" for stage in range(schedule.stages)],
     )

@@ -24,10 +24,8 @@ from ...ir.flow import Flow
 from ..candidate import Candidate
 from ..placement import Layout
 from ..search.cut_search import Search
+from ..search.even_ranks import LESS, PASSES, SHARES, nearest_places, steps_of, turns_of_ranks
 from ..stage_cost.tensors import Array, Indices
-
-SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015)
-"""Of the mean turn that are moved between two stages."""
 
 STEPS = (-4, -2, -1, 1, 2, 4)
 """Places by which one cut moves."""
@@ -35,8 +33,8 @@ STEPS = (-4, -2, -1, 1, 2, 4)
 BUSIEST, IDLEST = 2, 16
 """Ranks whose stages give time to others, and those whose stages take it."""
 
-PASSES, ACTIONS = 60, 30_000
-"""Moves that are made at most, and actions of an order that are gone through for them, for many cuts each."""
+ACTIONS = 30_000
+"""Actions of an order that are gone through for all moves together, for many cuts each."""
 
 ALL_CUTS = 3_000
 """Cuts up to which all are looked at."""
@@ -44,8 +42,6 @@ ALL_CUTS = 3_000
 WEIGHED, FEW_PLACES = 24, 16
 """Cuts of a pass that are weighed with what is freed to keep their caps: those that are fastest without, and
 all where there are so few places."""
-
-LESS = 1 - 1e-6
 
 ENTRIES = 4_000_000
 """Numbers that are kept at once."""
@@ -85,9 +81,7 @@ class CutTimes:
         self.stages, self.ranks = layout.stages, layout.ranks
         self.parts = model.tables.prefix_parts_s[:, np.array(model.kind)][:, :, self.points]
         self.whole = self.parts.sum(axis=0)
-        self.turns_of = np.zeros((self.stages, self.ranks))
-        for index, rank in enumerate(layout.placement):
-            self.turns_of[index % self.stages, rank] += microbatches / layout.replicas
+        self.turns_of = turns_of_ranks(layout.placement, self.stages, microbatches)
 
     def of(self, places: Indices) -> Array:
         """Seconds of the parts of stages: (3, cuts, stages)."""
@@ -181,15 +175,10 @@ class CutTimes:
                 between = (cuts > first[:, None]) & (cuts <= last[:, None])
                 for share in SHARES:
                     to = middle[places] + side * share * middle[-1] / self.stages
-                    found.append(np.where(between, self._nearest(to), places))
+                    found.append(np.where(between, nearest_places(middle, to), places))
         moved = np.concatenate(found)
         moved = moved[(np.diff(moved, axis=1).min(axis=1) > 0) & (moved[:, -1] == places[-1])]
         return np.asarray(moved, dtype=np.int64)
-
-    def _nearest(self, seconds: Array) -> Indices:
-        middle = self.middle
-        after = np.clip(np.searchsorted(middle, seconds), 1, len(middle) - 1)
-        return np.asarray(after - (seconds - middle[after - 1] < middle[after] - seconds), dtype=np.int64)
 
 
 class ClosedForm:
@@ -210,14 +199,9 @@ class ClosedForm:
         )
 
     def _sum(self, turns: Array) -> Array:
-        # The fill and the drain are paid in turns of the stages that they pass. With each turn weighed by
-        # itself their mean is sum t^2 / sum t: between the plain mean and the longest, and smooth, so that
-        # of two cuts with the same busiest rank the more even one is shorter.
         fits = np.isfinite(turns).all(axis=1)
         turns = np.where(np.isfinite(turns).all(axis=1, keepdims=True), turns, 0.0)
-        filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
-        steps = (turns @ self.cuts.turns_of).max(axis=1) + (self.cuts.ranks - 1) * filled
-        return np.asarray(np.where(fits, steps, np.inf), dtype=np.float64)
+        return np.asarray(np.where(fits, steps_of(turns, self.cuts.turns_of), np.inf), dtype=np.float64)
 
 
 class InOrder:
@@ -297,7 +281,7 @@ class InOrder:
         stages = source % cuts.stages, target % cuts.stages
         link = cuts.search.model.cluster.link(*stages)  # whose devices are those of the stages
         at = cuts.points[places[:, max(stages)]]
-        crossing = cuts.search.model.crossing_bytes[at]
+        crossing = cuts.search.model.tables.crossing_bytes[at]
         return np.asarray(link.latency_s + crossing / link.bandwidth_bytes_per_s)
 
 

@@ -31,7 +31,7 @@ from ...ir.memory_policy import Treatment
 from ..stage_cost.model import CostModel
 from ..stage_cost.peak_memory import Footprint
 from ..stage_cost.tensors import Array, Indices
-from ..treatments.choose import Evaluation, Evaluator, Known, Memoised, choose_by_layers, treat_interval
+from ..treatments.choose import Evaluation, Evaluator, Known, choose_by_layers, treat_interval
 from ..treatments.greedy import choose_greedily
 from .problem import Problem
 
@@ -126,27 +126,33 @@ class Search:
         return self._weighing(ahead=True)
 
     def _weighing(self, *, ahead: bool, watch: Callable[[int], None] | None = None) -> Evaluator:
-        """An evaluator that also knows what searches that this one was made of have found of stages with
-        the same cap, micro-batches in flight and ways to free memory."""
+        """Evaluations are remembered; those of stages with the same cap, micro-batches in flight and ways to
+        free memory are shared with the searches that this one was made of."""
         layers = [self.layers.get(op.name, -1) for op in self.model.readers.ops] if self.layers else []
         solve = choose_by_layers(layers) if layers else choose_greedily
-
-        def weigh(start: int, end: int, stage: int) -> Evaluation:
-            return treat_interval(
-                self.model,
-                start,
-                end,
-                stage,
-                in_flight=self.in_flight[stage],
-                cap=self.caps[stage],
-                treatments=self.treatments,
-                solve=solve,
-                ahead=ahead,
-            )
-
         how = ahead, self.treatments, tuple(self.layers.items())
-        group = lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how)  # noqa: E731
-        return Memoised(weigh, watch, self.known, group)
+        limits = enumerate(zip(self.caps, self.in_flight, strict=True))
+        known_of = [self.known.setdefault((stage, *limit, *how), {}) for stage, limit in limits]
+
+        def evaluate(start: int, end: int, stage: int) -> Evaluation:
+            known = known_of[stage]
+            if (start, end) not in known:
+                known[start, end] = treat_interval(
+                    self.model,
+                    start,
+                    end,
+                    stage,
+                    in_flight=self.in_flight[stage],
+                    cap=self.caps[stage],
+                    treatments=self.treatments,
+                    solve=solve,
+                    ahead=ahead,
+                )
+                if watch is not None:
+                    watch(sum(map(len, self.known.values())))
+            return known[start, end]
+
+        return evaluate
 
     @property
     def optimises(self) -> bool:
@@ -161,7 +167,7 @@ class Search:
     @cached_property
     def problem(self) -> Problem:
         """What planners that search by places see."""
-        prefix, crossing = self.model.prefix_s[self.model.kind], self.model.crossing_bytes
+        prefix, crossing = self.model.tables.prefix_s[self.model.kind], self.model.tables.crossing_bytes
         everyone, caps = np.array(self.in_flight), np.array(self.caps, dtype=np.float64)
 
         @cache  # half of what is asked is asked again
@@ -243,7 +249,7 @@ class Search:
         ops = len(self.model)
         everywhere = self.model.cut_points
         crossing = np.full(ops + 1, np.inf)
-        crossing[everywhere] = self.model.crossing_bytes[everywhere]
+        crossing[everywhere] = self.model.tables.crossing_bytes[everywhere]
         edges = np.linspace(1, ops, min(max(count, 4 * len(self.caps)), ops), dtype=np.int64)
         stretches = zip(edges[:-1], edges[1:], strict=True)
         inner = [a + int(np.argmin(crossing[a:b])) for a, b in stretches if a < b]
@@ -259,8 +265,8 @@ class Search:
 
     def _reach(self, start: int, bound: float) -> int:
         """The end of the longest interval from `start` that some rank computes within `bound` seconds."""
-        limits = self.model.prefix_s[:, start] + bound * (1 + 1e-9)
-        rows = zip(self.model.prefix_s, limits, strict=True)
+        limits = self.model.tables.prefix_s[:, start] + bound * (1 + 1e-9)
+        rows = zip(self.model.tables.prefix_s, limits, strict=True)
         return max(int(np.searchsorted(prefix, limit, side="right")) - 1 for prefix, limit in rows)
 
     def _in_pieces(self, evaluate: Evaluate, limit: float) -> Row:

@@ -33,6 +33,32 @@ TRIED = 6
 LESS = 1 - 1e-6
 
 
+def turns_of_ranks(placement: Sequence[int], stages: int, microbatches: int) -> Array:
+    """(stages, ranks): how many turns of a stage a rank takes in a step.
+
+    placement: the rank of each stage, of one replica after another.
+    """
+    turns_of = np.zeros((stages, max(placement) + 1))
+    for index, rank in enumerate(placement):
+        turns_of[index % stages, rank] += microbatches * stages / len(placement)
+    return turns_of
+
+
+def nearest_places(middle: Array, seconds: Array | float) -> Indices:
+    """The places before which compute takes most nearly so long. middle: seconds before each place."""
+    after = np.clip(np.searchsorted(middle, seconds), 1, len(middle) - 1)
+    nearer = seconds - middle[after - 1] < middle[after] - seconds
+    return np.asarray(after - nearer, dtype=np.int64)
+
+
+def steps_of(turns: Array, turns_of: Array) -> Array:
+    """The formula on top of this module. turns: (cuts, stages).  turns_of: see `turns_of_ranks`."""
+    # Weighing each turn by itself makes the mean sum t^2 / sum t: between the plain mean and the longest, and
+    # smooth, so that of two cuts with the same busiest rank the more even one is shorter.
+    filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
+    return np.asarray((turns @ turns_of).max(axis=1) + (turns_of.shape[1] - 1) * filled)
+
+
 def even_ranks(search: Search, placement: Sequence[int], microbatches: int, *, bare: int = 0) -> Cuts:
     """The cuts that this leads to; () if a stage does not fit in any that were looked at.
 
@@ -56,17 +82,15 @@ def even_ranks(search: Search, placement: Sequence[int], microbatches: int, *, b
 class _Climb:
     """points: positions where cuts may be; places are numbers of points.
     at: seconds of compute before each of them, as each stage's device takes them.  middle: their mean.
-    turns_of: (stages, ranks), how many turns of a stage a rank takes in a step.
+    turns_of: see `turns_of_ranks`.
     """
 
     def __init__(self, search: Search, placement: Sequence[int], microbatches: int) -> None:
         self.search, self.points = search, search.model.cut_points
         self.stages = len(search.caps)
-        self.at: Array = search.model.prefix_s[np.array(search.model.kind)][:, self.points]
+        self.at: Array = search.model.tables.prefix_s[np.array(search.model.kind)][:, self.points]
         self.middle: Array = self.at.mean(axis=0)
-        self.turns_of = np.zeros((self.stages, max(placement) + 1))
-        for index, rank in enumerate(placement):
-            self.turns_of[index % self.stages, rank] += microbatches * self.stages / len(placement)
+        self.turns_of = turns_of_ranks(placement, self.stages, microbatches)
         # Time moves from stage a to stage b with all cuts in between, so that the stages there keep theirs:
         #
         #     stages      0 | 1  |   2   |  3           from 3 to 1: the cuts 2 and 3 move up
@@ -109,21 +133,16 @@ class _Climb:
         cuts = []
         for stage in range(1, stages):
             low, high = (cuts or [first])[-1] + 1, last - (stages - stage)
-            place = int(self._nearest(at[first] + whole * stage / stages))
+            place = int(nearest_places(at, at[first] + whole * stage / stages))
             cuts.append(min(max(place, low), high))
         return cuts
-
-    def _nearest(self, seconds: Array | float) -> Indices:
-        """The places before which compute takes most nearly so long."""
-        after = np.clip(np.searchsorted(self.middle, seconds), 1, len(self.middle) - 1)
-        nearer = seconds - self.middle[after - 1] < self.middle[after] - seconds
-        return np.asarray(after - nearer, dtype=np.int64)
 
     def better(self, places: Indices, best: float) -> tuple[float, Indices] | None:
         """The first of the most promising moves that costs less in full, and what; None if none does."""
         moved = self._moves(places)
         stage = np.arange(self.stages)
-        by_compute = self._sum(self.at[stage, moved[:, 1:]] - self.at[stage, moved[:, :-1]])
+        turns = self.at[stage, moved[:, 1:]] - self.at[stage, moved[:, :-1]]
+        by_compute = steps_of(turns, self.turns_of)
         for index in np.argsort(by_compute, kind="stable")[:TRIED]:
             if (cost := self.cost(moved[index])) < LESS * best:
                 return cost, moved[index]
@@ -134,7 +153,7 @@ class _Climb:
         step_s = self.middle[-1] / self.stages
         found = []
         for side, between in self.between.items():
-            to = [self._nearest(self.middle[places] + side * share * step_s) for share in SHARES]
+            to = [nearest_places(self.middle, self.middle[places] + side * s * step_s) for s in SHARES]
             found += [np.where(between, at, places) for at in (*to, places + side)]
         moved = np.concatenate(found)
         return np.asarray(moved[np.diff(moved, axis=1).min(axis=1) > 0], dtype=np.int64)
@@ -143,9 +162,4 @@ class _Climb:
         """With transfers and what is freed; inf if a stage does not fit."""
         ends = pairwise(self.points[places].tolist())
         turns = [self.search.evaluate(i, j, stage).seconds for stage, (i, j) in enumerate(ends)]
-        return float(self._sum(np.array([turns]))[0]) if max(turns) < np.inf else np.inf
-
-    def _sum(self, turns: Array) -> Array:
-        """The formula on top of this module, of (moves, stages)."""
-        filled = (turns**2).sum(axis=1) / np.maximum(turns.sum(axis=1), 1e-300)
-        return np.asarray((turns @ self.turns_of).max(axis=1) + (self.turns_of.shape[1] - 1) * filled)
+        return float(steps_of(np.array([turns]), self.turns_of)[0]) if max(turns) < np.inf else np.inf

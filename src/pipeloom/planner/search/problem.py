@@ -89,10 +89,6 @@ class Problem:
         """Of each stage's cap the share that all between two places fills with every residual kept."""
         return self.shares(self.points[start], self.points[end])
 
-    def coarser(self, points: Sequence[int]) -> Problem:
-        """The same with fewer places."""
-        return replace(self, points=points)
-
     def part(self, first: int, last: int, stages: range) -> Problem:
         """The problem of cutting what lies between two places into some of the stages."""
         begin, end = stages.start, stages.stop

@@ -211,26 +211,6 @@ class CostModel:
         )
 
     @property
-    def sweep(self) -> LivenessSweep:
-        return self.tables.sweep
-
-    @property
-    def prefix_s(self) -> Array:
-        return self.tables.prefix_s
-
-    @property
-    def forward_s(self) -> Array:
-        return self.tables.forward_s
-
-    @property
-    def cheap_s(self) -> Array:
-        return self.tables.cheap_s
-
-    @property
-    def crossing_bytes(self) -> Array:
-        return self.tables.crossing_bytes
-
-    @property
     def cut_points(self) -> Indices:
         return self.readers.cut_points
 
@@ -240,7 +220,7 @@ class CostModel:
         key = whole if len(whole) == len(positions) else tuple(positions)
         known = self.tables.splits
         if key not in known:
-            known[key] = self.sweep.split_backward(key)
+            known[key] = self.tables.sweep.split_backward(key)
         return known[key]
 
     def positions(self, stages: StageGraph, index: int) -> list[int]:
@@ -275,7 +255,7 @@ class CostModel:
         sent = list(distinct.values()) if once else crossing
         size = {name: graph.value[name].bytes for name in received}
         received_grads = sum(size[v] for v, back in received.items() if back)
-        residuals, forward, backward = self.sweep.of_stage(self.positions(stages, index))
+        residuals, forward, backward = self.tables.sweep.of_stage(self.positions(stages, index))
         saved = {v for name in stage.ops for v in self.saves.get(name, ())}
         whole = sum(v.bytes for v in sent if readers.is_whole(v))
         return Footprint(
@@ -301,11 +281,6 @@ class CostModel:
         options = self.options
         return sum(value.bytes for value in self.graph.inputs) * options.microbatches * options.batches
 
-    def turn_s(self, stages: StageGraph, index: int) -> float:
-        """Seconds that one micro-batch occupies a stage of any cut."""
-        compute_s = sum(self.stage_seconds(stages, index))
-        return self.turn_of(self.stage_footprint(stages, index), compute_s, index)
-
     def turn_of(self, footprint: Footprint[float], compute_s: float, rank: int) -> float:
         return float(self._turn_s(footprint, np.array([compute_s]), np.array([rank]))[0, 0])
 
@@ -325,19 +300,20 @@ class CostModel:
         alone = np.maximum.accumulate(self.tables.step_alone[start:stop])[here]
         columns["step"] = np.maximum(alone, columns.pop("together"))
         if exact:
-            _, forward, backward = self.sweep.of_intervals(start, ends)
+            _, forward, backward = self.tables.sweep.of_intervals(start, ends)
             columns["forward_transient"] = np.maximum(forward - columns["whole"] - residuals[here], 0.0)
             columns["backward_transient"] = np.maximum(
                 backward - columns["received_grads"] - residuals[here], 0.0
             )
         else:
-            forward, backward = self.sweep.bounds[:, start:stop]
+            forward, backward = self.tables.sweep.bounds[:, start:stop]
             # In the backward of op p the residuals of [start, p] are left, and what comes on top of those of
             # the whole interval is transient.
             rising = np.maximum.accumulate(residuals + backward) - residuals
             columns["forward_transient"] = np.maximum.accumulate(forward)[here]
             columns["backward_transient"] = rising[here]
-        seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1] + sums[len(COLUMN) :, here]
+        prefix = self.tables.prefix_s
+        seconds = prefix[:, ends] - prefix[:, start : start + 1] + sums[len(COLUMN) :, here]
         return Footprint(**columns), seconds
 
     def interval(self, start: int, end: int) -> tuple[Footprint[float], list[float]]:

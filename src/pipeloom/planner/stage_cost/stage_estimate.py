@@ -114,10 +114,10 @@ def stage_residuals(
 ) -> tuple[LivenessSweep, int, Residuals]:
     """The residuals of a stage of any ops (positions, ascending), and the sweep in which these are an
     interval, from its start on.  inputs_kept: it keeps what it received for its backward."""
-    sweep, start, end = model.sweep.apart(positions)
+    sweep, start, end = model.tables.sweep.apart(positions)
     kind = model.kind[stage]
-    forward_s = model.forward_s[kind, list(positions)]
-    return sweep, start, find_residuals(sweep, start, end, forward_s, model.cheap_s[kind], inputs_kept)
+    forward_s = model.tables.forward_s[kind, list(positions)]
+    return sweep, start, find_residuals(sweep, start, end, forward_s, model.tables.cheap_s[kind], inputs_kept)
 
 
 def stage_liveness(
@@ -162,24 +162,6 @@ def offload_all(
         cheap = again and copies is not None and again_s[at] < copies.offload_s(size) + copies.reload_s(size)
         treatments[name] = "recompute" if cheap and residuals.may[at] else "offload"
     return treatments
-
-
-def cost_treatments(
-    model: CostModel,
-    footprint: Footprint[float],
-    positions: Sequence[int],
-    stage: int,
-    treatments: Mapping[str, Treatment],
-) -> TreatedStage:
-    """A stage of any ops (positions, ascending) with these treatments of its residuals, by their names.
-
-    footprint: of the stage with everything kept.
-    Raises: PlanError if one of them is of no residual of this stage, or cannot be.
-    """
-    liveness, copies = stage_liveness(model, footprint, positions, stage), host_copies(model, stage)
-    _refuse_treatments(liveness.residuals, treatments, stage, copies)
-    choice = encode_treatments(liveness.residuals, treatments)
-    return cost_choice(footprint, liveness, choice, copies, recompute_ahead_bytes(liveness, choice))
 
 
 def cost_choice(
@@ -258,6 +240,11 @@ class StageEstimate:
     def seconds(self) -> tuple[float, float, float]:
         """See `CostModel.stage_seconds`."""
         return self.model.stage_seconds(self.stages, self.index)
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds that one micro-batch occupies the stage."""
+        return self.treated.turn_s(self.model, self.index, sum(self.seconds), self.seconds[0])
 
     @cached_property
     def split_backward(self) -> SplitBackward:
@@ -374,8 +361,11 @@ def estimate_stage(
     cannot be treated so.
     """
     kept = model.stage_footprint(stages, index)
+    treated = TreatedStage(footprint=kept, ahead=RecomputeAhead(0.0, kept.backward_transient))
     if treatments and any(treatment != "keep" for treatment in treatments.values()):
-        treated = cost_treatments(model, kept, model.positions(stages, index), index, treatments)
-    else:
-        treated = TreatedStage(footprint=kept, ahead=RecomputeAhead(0.0, kept.backward_transient))
+        liveness = stage_liveness(model, kept, model.positions(stages, index), index)
+        copies = host_copies(model, index)
+        _refuse_treatments(liveness.residuals, treatments, index, copies)
+        choice = encode_treatments(liveness.residuals, treatments)
+        treated = cost_choice(kept, liveness, choice, copies, recompute_ahead_bytes(liveness, choice))
     return StageEstimate(model=model, stages=stages, index=index, treated=treated)

@@ -13,7 +13,7 @@ memory-balanced cut everything is reversed. The other order is symmetric.
 
 The second assumption fails under tight memory (the interval may then hold no cut that fits), so:
 
-    neighbours   `width` places on either side of the interval belong to it, and around the best cut
+    neighbours   `WIDTH` places on either side of the interval belong to it, and around the best cut
     band         where crossing bytes vary, all cuts near those found are tried together
     widening     if the bisection ends at an edge of the interval that still improves, it goes on beyond it,
                  in steps that double
@@ -31,6 +31,7 @@ from ..search.problem import Cuts, Key, Partition, Problem, bands_around, best_c
 from .probe import parametric_search
 
 WIDTH = 2
+"""Neighbours of the theorem's interval, and of the best cut, that are looked at too."""
 
 BAND = 4
 """Where what crosses a cut varies from place to place, neither half's time only grows with its ops; then all
@@ -50,23 +51,19 @@ def dawnpiper(search: Search) -> Cuts:
     return problem.positions(binary_partition(problem).cuts)
 
 
-def binary_partition(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Partition:
-    """The best partition that binary partitioning finds.
-
-    width: neighbours of the theorem's interval, and of the best cut, that are looked at too.
-    widen: leave the interval where the optimum lies outside.
-    """
+def binary_partition(problem: Problem) -> Partition:
+    """The best partition that binary partitioning finds."""
     if problem.last < problem.stages:
         return Partition()
-    halving = _Halving(problem, width, widen)
+    halving = _Halving(problem)
     found = halving.solve(0, problem.last, 0, problem.stages)
     best = Partition(found.key[1], found.cuts) if found.key[0] == 0 else Partition()
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
-    if not widen or (even and problem.stages <= TOGETHER):
+    if even and problem.stages <= TOGETHER:
         return best
     filled = parametric_search(problem)
     best = filled if filled.seconds < best.seconds else best
-    near = max(width, 1) * (1 if even or problem.stages > TOGETHER else BAND)
+    near = WIDTH * (1 if even or problem.stages > TOGETHER else BAND)
     better = best_cuts_within(
         problem, bands_around(problem, best.cuts or found.cuts, near), below=best.seconds
     )
@@ -83,8 +80,6 @@ class _Halving:
     """The recursion; `solve` remembers."""
 
     problem: Problem
-    width: int
-    widen: bool
     known: dict[tuple[int, int, int, int], _Solved] = field(default_factory=dict)
     rough: dict[tuple[int, int, int, int], Key] = field(default_factory=dict)
     before: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -113,15 +108,14 @@ class _Halving:
         left, right = range(a, mid), range(mid, b)
         compute = first_turned(lambda p: least(i, p, left) >= least(p, j, right), *inner, inner)
         memory = first_turned(lambda p: share(i, p, left) >= share(p, j, right), *inner, inner)
-        low = min(max(min(compute, memory) - self.width, first), last)
-        high = min(max(max(compute, memory) + self.width, first), last)
-        limits = (first, last) if self.widen else (low, high)
+        low = min(max(min(compute, memory) - WIDTH, first), last)
+        high = min(max(max(compute, memory) + WIDTH, first), last)
         # Where these stages were cut before, of pieces that differed a little, is a good place to begin.
         if (before := self.before.get((a, b))) is not None:
             low = high = min(max(before, low), high)
-        at = first_turned(turned, low, high, limits)
+        at = first_turned(turned, low, high, (first, last))
         self.before[a, b] = at
-        near = 0 if apart else self.width
+        near = 0 if apart else WIDTH
         best = self._joined(i, at, j, a, mid, b)
         for p in range(max(first, at - 1 - near), min(last, at + near) + 1):
             # What is slower by its compute alone need not be solved.

@@ -130,7 +130,7 @@ def pieces_of(search: Search, granularity: Pieces) -> tuple[Indices, PieceGraph]
         held.append(one - empty)
         state.append(empty)
     values = [(own, others, float(value.bytes)) for value, own, others in model.readers.between(starts)]
-    seconds = np.diff(model.prefix_s[0][starts]).tolist()
+    seconds = np.diff(model.tables.prefix_s[0][starts]).tolist()
     return starts, PieceGraph(tuple(seconds), tuple(held), tuple(state), tuple(values))
 
 

@@ -132,7 +132,7 @@ def _quietest(search: Search, start: int, end: int, count: int) -> Indices:
     allowed = model.cut_points[(model.cut_points > start) & (model.cut_points < end)]
     if len(allowed) <= count:
         return allowed
-    prefix, crossing = model.prefix_s[0], model.crossing_bytes
+    prefix, crossing = model.tables.prefix_s[0], model.tables.crossing_bytes
     edges = np.linspace(prefix[start], prefix[end], count + 1)[1:-1]
     groups = np.split(allowed, np.searchsorted(prefix[allowed], edges))
     return np.array([group[np.argmin(crossing[group])] for group in groups if len(group)], dtype=np.int64)
@@ -144,7 +144,7 @@ class IntervalTimes:
     def __init__(self, search: Search, points: Indices) -> None:
         self.search, self.points = search, points.tolist()
         self.stages, self.pieces = len(search.caps), len(points) - 1
-        self._prefix = search.model.prefix_s.min(axis=0)[points].tolist()
+        self._prefix = search.model.tables.prefix_s.min(axis=0)[points].tolist()
 
     @property
     def longest_s(self) -> float:

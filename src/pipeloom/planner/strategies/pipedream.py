@@ -28,9 +28,10 @@ vPipe-like, since its formulas are not public: Zhao et al. 2022, TPDS 33(3), of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,13 +49,10 @@ State = tuple[Key, ...]
 """Keys of the stages, the worst first: states compare by their worst stage, then by the next, and so on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One line of a PipeDream profile. Times in seconds, sizes in bytes; activations: its outputs."""
+class Layer(NamedTuple):
+    """A line of a PipeDream profile: seconds of forward and backward, bytes of its outputs and parameters."""
 
-    name: str
-    forward_s: float
-    backward_s: float
+    seconds: float
     activation_bytes: float
     parameter_bytes: float
 
@@ -95,15 +93,9 @@ def layers_between(search: Search, places: Sequence[int]) -> list[Layer]:
         costs = [model.profile.costs[op.name] for op in own]
         fresh = {name: None for op in own for name in op.params if name not in seen}
         seen.update(fresh)
-        found.append(
-            Layer(
-                name=own[0].module or own[0].name,
-                forward_s=sum(c.forward_s for c in costs),
-                backward_s=sum(c.backward_s for c in costs),
-                activation_bytes=float(own[-1].output_bytes),
-                parameter_bytes=sum(model.graph.parameter[name].bytes for name in fresh),
-            )
-        )
+        seconds = sum(c.forward_s for c in costs) + sum(c.backward_s for c in costs)
+        parameters = sum(model.graph.parameter[name].bytes for name in fresh)
+        found.append(Layer(seconds, float(own[-1].output_bytes), parameters))
     return found
 
 
@@ -118,7 +110,7 @@ def partition(
     seconds, held = (
         np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
         for column in (
-            [layer.forward_s + layer.backward_s for layer in chain],
+            [layer.seconds for layer in chain],
             [layer.parameter_bytes + layer.activation_bytes for layer in chain],
         )
     )
@@ -135,7 +127,7 @@ def partition(
 def vpipe(search: Search) -> Cuts:
     """Cut positions, 0 and the number of ops included; () if nothing fits."""
     places = _places(search, layers)
-    problem = search.problem.coarser(places)
+    problem = replace(search.problem, points=places)
     _, start = partition(layers_between(search, places), len(search.caps), search.slowest_link)
     return problem.positions(move_layers(problem, start).cuts)
 

@@ -29,7 +29,7 @@ from .probe import parametric_search
 
 def balanced(search: Search) -> Cuts:
     """Cut after the op at which the running time is nearest to 1/S, 2/S, ... of the whole."""
-    prefix, points = search.model.prefix_s[0], search.model.cut_points
+    prefix, points = search.model.tables.prefix_s[0], search.model.cut_points
     stages = len(search.caps)
     chosen = [0]
     for stage in range(1, stages):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -101,53 +101,11 @@ class Evaluation:
         return self.seconds < inf
 
 
-class Evaluator(Protocol):
-    """Ops [start, end) as a stage -> their evaluation. Memoised: asking again costs nothing."""
-
-    def __call__(self, start: int, end: int, stage: int, /) -> Evaluation: ...
-
+Evaluator: TypeAlias = Callable[[int, int, int], Evaluation]
+"""Ops [start, end) as a stage -> their evaluation. Asking again costs nothing."""
 
 Known: TypeAlias = dict[Hashable, dict[tuple[int, int], Evaluation]]
 """All that a stage's evaluation depends on besides its ops -> (start, end) -> it."""
-
-
-class Memoised:
-    """An evaluator that remembers; `asked` counts the intervals that were really worked out.
-
-    watch: told that count whenever it grows.  known: what is remembered, shared with others.
-    group: stage -> its key there.
-    """
-
-    def __init__(
-        self,
-        evaluate: Evaluator,
-        watch: Callable[[int], None] | None = None,
-        known: Known | None = None,
-        group: Callable[[int], Hashable] = lambda stage: stage,
-    ) -> None:
-        self.evaluate = evaluate
-        self.watch = watch
-        self.known: Known = {} if known is None else known
-        self.group = group
-        self._of_stage: dict[int, dict[tuple[int, int], Evaluation]] = {}
-
-    def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
-        known = self._of_stage.get(stage)
-        if known is None:
-            known = self._of_stage[stage] = self.known.setdefault(self.group(stage), {})
-        key = (start, end)
-        if key not in known:
-            known[key] = self.evaluate(start, end, stage)
-            if self.watch is not None:
-                self.watch(self.asked)
-        return known[key]
-
-    @property
-    def asked(self) -> int:
-        return sum(map(len, self.known.values()))
-
-
-BOTH: tuple[Treatment, ...] = ("recompute", "offload")
 
 
 def treat_interval(
@@ -158,7 +116,7 @@ def treat_interval(
     *,
     in_flight: int,
     cap: float,
-    treatments: Sequence[Treatment] = BOTH,
+    treatments: Sequence[Treatment] = ("recompute", "offload"),
     solve: Solver = choose_greedily,
     ahead: bool = False,
 ) -> Evaluation:

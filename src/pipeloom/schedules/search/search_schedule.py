@@ -40,9 +40,7 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
             "no repeating order that was found keeps to the limits",
             hint="write rows instead, -o found.txt; or search longer, with --effort 4",
         )
-    kinds = [
-        "FIW" if problem.stages[problem.origin(s)].split else "FB" for s in range(len(problem.placed[1]))
-    ]
+    origins = map(problem.origin, range(len(problem.placed[1])))
     return recipe_text(
         turn_of(problem, repeating),
         title="A schedule found by `pipeloom schedule search`",
@@ -54,7 +52,7 @@ def found_text(result: SearchResult, name: str = "found.py", declared_in: str = 
         microbatches=problem.microbatches,
         ranks=problem.ranks,
         edges=[(a, s) for s, stage in enumerate(problem.stages) for a in stage.after],
-        kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
+        kinds=["FIW" if problem.stages[stage].split else "FB" for stage in origins],
         shards=""
         if all(len(stage.ranks) == 1 for stage in problem.stages)
         else f" On further ranks a stage has numbers from {len(problem.stages)} on.",
