@@ -273,6 +273,10 @@ def refuse_names(settings: PlanSettings) -> None:
         )
 
 
+SIMPLER_WITHIN = 0.05
+"""What forecasts of steps on a machine's own cores are off by: see `PlanOptions.simpler_within`."""
+
+
 def make_request(
     settings: PlanSettings | None = None, *, watch: SearchWatch | None = None, **changes: Any
 ) -> PlanRequest:
@@ -282,7 +286,10 @@ def make_request(
     treatments, optimises = settings.allowed, planner(settings.planner).optimises
     if settings.offload_dir is not None and treatments is None and optimises != "never":
         treatments = TREATMENTS["both"]
-    options = PlanOptions(**{one.name: getattr(settings, one.name) for one in fields(PlanSettings)})
+    options = PlanOptions(
+        **{one.name: getattr(settings, one.name) for one in fields(PlanSettings)},
+        simpler_within=SIMPLER_WITHIN if settings.cluster is None else 0.0,
+    )
     if settings.schedule is not None or not chooses(options):
         options = replace(
             options, schedule=with_chunks(settings.named_schedule, settings.chunks), chunks=None

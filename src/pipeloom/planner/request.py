@@ -131,12 +131,16 @@ class PlanOptions(PlanSettings):
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
+    simpler_within: of plans that are slower than the fastest by no larger share, the joint search takes that
+        with the fewest stages, in the order of a schedule. What waits for messages is predicted worst, and
+        worst of all where ranks share cores.
     """
 
     overlap: bool = True
     fastest: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
+    simpler_within: float = 0.0
 
 
 class MakesPlan(Protocol):

@@ -371,8 +371,20 @@ class JointSearch:
             self.ledger.ended = INTERRUPTED
         if self.best is None:
             raise self._refusal()
-        best = min([plan_of(self.best), *self.ordered], key=lambda plan: plan.predicted_step_s)
+        best = self._simplest() or min(
+            [plan_of(self.best), *self.ordered], key=lambda plan: plan.predicted_step_s
+        )
         return replace(best, notes={**best.notes, **self.ledger.notes()})
+
+    def _simplest(self) -> Plan | None:
+        """See `PlanOptions.simpler_within`; None where nothing is nearly as fast as the best."""
+        assert self.best is not None
+        within = self.request.options.simpler_within
+        best_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
+        near = [j for j in self.best_of.values() if j.fits and j.step_s <= best_s * (1 + within)]
+        if not within or not near:
+            return None
+        return plan_of(min(near, key=lambda j: (j.point.request.layout.stages, j.step_s)))
 
     def _begin(self) -> None:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
