@@ -84,6 +84,8 @@ def test_a_simpler_plan_may_be_a_little_slower() -> None:
         assert made is not None
         assert not stages or step_s(made) <= (1 + within) * stages[0][1]
         stages.append((len(made.stages), step_s(made), made.schedule))
+        told = searched_for(made)
+        assert told is not None and set(told["passed_over"]) == ({"zb_v"} if within else set())
     assert [count for count, *_ in stages] == [4, 2] and stages[1][2] == "1f1b"
     assert make_request(PlanSettings(ranks=2)).options.simpler_within > 0
     assert make_request(PlanSettings(ranks=2, cluster="2 x a100-40")).options.simpler_within == 0

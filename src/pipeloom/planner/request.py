@@ -132,8 +132,8 @@ class PlanOptions(PlanSettings):
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
     simpler_within: of plans that are slower than the fastest by no larger share, the joint search takes that
-        with the fewest stages, in the order of a schedule. What waits for messages is predicted worst, and
-        worst of all where ranks share cores.
+        with the fewest stages, each counted as often as ranks hold it, and looks for no faster order. What
+        waits for messages is predicted worst, and worst of all where ranks share cores.
     """
 
     overlap: bool = True

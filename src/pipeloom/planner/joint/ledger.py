@@ -13,6 +13,9 @@ from ...ir.text import show_time
 
 PREFIX = "search."
 
+KINDS = "planners", "schedules", "gained", "tried", "died", "passed_over"
+"""The tables of a ledger."""
+
 SPENT, INTERRUPTED = "budget spent", "interrupted"
 
 
@@ -21,8 +24,9 @@ class SearchLedger:
     """planners: seconds of the best step of what each found, or why it has nothing.  schedules: seconds of
     the best step in each, or why there is none.  tried: candidates of each axis.  gained: seconds by which
     each shortened the best step.  died: candidates that were not simulated, by the tier that judged them.
-    bound_s: no step is shorter.  ended: converged, `SPENT` on other candidates, time limit, or
-    `INTERRUPTED` by Ctrl-C.
+    passed_over: seconds of the best step in schedules for which a simpler plan was taken, see
+    `PlanOptions.simpler_within`.  bound_s: no step is shorter.  ended: converged, `SPENT` on other
+    candidates, time limit, or `INTERRUPTED` by Ctrl-C.
     """
 
     planners: dict[str, float | str] = field(default_factory=dict)
@@ -30,6 +34,7 @@ class SearchLedger:
     tried: Counter[str] = field(default_factory=Counter)
     gained: dict[str, float] = field(default_factory=dict)
     died: Counter[str] = field(default_factory=Counter)
+    passed_over: dict[str, float | str] = field(default_factory=dict)
     bound_s: float = 0.0
     ended: str = "converged"
 
@@ -43,7 +48,7 @@ class SearchLedger:
 
     def notes(self) -> dict[str, str]:
         told = {"bound_s": repr(self.bound_s), "ended": self.ended}
-        for kind in ("planners", "schedules", "gained", "tried", "died"):
+        for kind in KINDS:
             told |= {f"{kind}.{name}": _text(value) for name, value in getattr(self, kind).items()}
         return {f"{PREFIX}{key}": text for key, text in told.items()}
 
@@ -60,7 +65,7 @@ def searched_for(plan: Plan) -> dict[str, Any] | None:
     bound_s = float(told["bound_s"])
     found: dict[str, Any] = {"bound_s": bound_s, "ended": told["ended"]}
     found["gap"] = plan.predicted_step_s / bound_s - 1 if bound_s else None
-    for kind in ("planners", "schedules", "gained", "tried", "died"):
+    for kind in KINDS:
         own = {k.removeprefix(f"{kind}."): t for k, t in told.items() if k.startswith(f"{kind}.")}
         found[kind] = {name: _value(text) for name, text in own.items()}
     return found
@@ -82,6 +87,11 @@ def sentences(told: Mapping[str, Any]) -> list[str]:
     said = [f"planners: {_steps(told['planners'])}"] if told["planners"] else []
     if told["schedules"]:
         said.append(f"schedules: {_steps(told['schedules'])}")
+    if told["passed_over"]:
+        said.append(
+            f"not taken: {_steps(told['passed_over'])}: too little faster for more stages, as predictions "
+            "for ranks on a machine's own cores are off by as much"
+        )
     gained = {name: s for name, s in told["gained"].items() if s > 0}
     if gained:
         each = ", ".join(f"{name} {show_time(s)}" for name, s in gained.items())

@@ -361,7 +361,7 @@ class JointSearch:
                 self._make_room()
             if self.best is not None:
                 self._improve()
-            if self.orders:
+            if self.orders and not self.request.options.simpler_within:
                 self._put_in_faster_orders()
         except TimeIsUp:
             self.ledger.ended = "time limit"
@@ -371,20 +371,20 @@ class JointSearch:
             self.ledger.ended = INTERRUPTED
         if self.best is None:
             raise self._refusal()
-        best = self._simplest() or min(
-            [plan_of(self.best), *self.ordered], key=lambda plan: plan.predicted_step_s
-        )
-        return replace(best, notes={**best.notes, **self.ledger.notes()})
+        plans = [plan_of(self._simplest(self.best)), *self.ordered]
+        taken = min(plans, key=lambda plan: plan.predicted_step_s)
+        return replace(taken, notes={**taken.notes, **self.ledger.notes()})
 
-    def _simplest(self) -> Plan | None:
-        """See `PlanOptions.simpler_within`; None where nothing is nearly as fast as the best."""
-        assert self.best is not None
-        within = self.request.options.simpler_within
-        best_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
-        near = [j for j in self.best_of.values() if j.fits and j.step_s <= best_s * (1 + within)]
-        if not within or not near:
-            return None
-        return plan_of(min(near, key=lambda j: (j.point.request.layout.stages, j.step_s)))
+    def _simplest(self, best: Judged) -> Judged:
+        """See `PlanOptions.simpler_within`."""
+        if not (within := self.request.options.simpler_within):
+            return best
+        near = [j for j in self.best_of.values() if j.fits and j.step_s <= best.step_s * (1 + within)]
+        taken = min(near, key=lambda j: (len(j.point.request.layout.placement), j.step_s))
+        for other in near:
+            if other.step_s < taken.step_s:
+                self.ledger.note(self.ledger.passed_over, other.point.request.schedule, other.step_s)
+        return taken
 
     def _begin(self) -> None:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
