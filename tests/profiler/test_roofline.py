@@ -192,6 +192,17 @@ def test_a_profile_is_read_back_as_it_was(tmp_path):
     assert load_noun(tmp_path / "profile.json", Profile) == made
 
 
+def test_recurrent_layers_count_as_products_and_keep_their_gates() -> None:
+    """8 rows of 32 steps pass both matrices of an LSTM."""
+    a, y, h = value("a", 8, 32, 128), value("y", 8, 32, 256), value("h", 1, 8, 256)
+    weights = {"w": (1024, 128), "u": (1024, 256), "b": (1024,), "c": (1024,)}
+    estimated = cost("aten.lstm.input", [a, h], y, params=weights)
+    product_s = 2 * 8 * 32 * 1024 * (128 + 256) / 0.5e9 + 1e-3
+    for seconds in (estimated.forward_s, estimated.input_grad_s, estimated.weight_grad_s):
+        assert seconds == pytest.approx(product_s)
+    assert estimated.saves == ("a", "h") and estimated.extra_saved_bytes == 8 * 32 * 2 * 1024 * 4
+
+
 def test_a_bias_has_a_kernel_of_its_own_and_a_cast_is_cast_back() -> None:
     """Its gradient sums over rows, at 0.27 of a normalisation's rate, and takes a launch."""
     a, y = value("a", 64, 128), value("y", 64, 32)

@@ -8,9 +8,10 @@ Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009. Peaks and e
 cluster file, FLOPs and what the backward keeps from rules.py. The backward's input part makes the
 gradients of values, its weight part those of parameters (and of views of parameters): a product has one
 product of the same size per gradient; attention 2.5 times the forward's (five products for two:
-FlashAttention, 2205.14135, appendix B); the rest moves what it keeps, the gradient that comes and the one
-that it makes. Views cost nothing, but the gradient of a slice, of parts or of an expanded tensor is
-written whole.
+FlashAttention, 2205.14135, appendix B); recurrent layers have one for all values and one for all parameters,
+as if the steps of a sequence were one product: a GPU takes longer where batches are small; the rest moves
+what it keeps, the gradient that comes and the one that it makes. Views cost nothing, but the gradient of a
+slice, of parts or of an expanded tensor is written whole.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .rules import (
     convolution_flops,
     einsum_flops,
     matmul_flops,
+    recurrent_flops,
     rule_of,
 )
 
@@ -94,7 +96,7 @@ def product_flops(graph: OpGraph) -> float:
     is made twice."""
     estimate = _Estimate(graph, Device(name="any", memory_bytes=1))
     products = [_Operands(estimate, op, rule_of(op.target)) for op in graph.ops]
-    products = [each for each in products if each.rule.kind in ("matmul", "convolution", "attention")]
+    products = [each for each in products if each.rule.kind in PRODUCTS]
     kernels = ([_Work(each.flops)] + each.backward()[0] + each.backward()[1] for each in products)
     return sum((kernel.flops for works in kernels for kernel in works), 0.0)
 
@@ -102,6 +104,9 @@ def product_flops(graph: OpGraph) -> float:
 UNALIGNED = 0.18
 """Share of a product's rate that is left to GPUs in 16 bits if rows do not begin at multiples of 16 bytes, as
 those of GPT-2's 50,257 words: 120 TFLOP/s of 660 measured on an H200, with PyTorch 2.11."""
+
+PRODUCTS = ("matmul", "recurrent", "convolution", "attention")
+"""Kinds of ops whose floating-point operations count for how well a device is used."""
 
 WORTH_PADDING = 1000
 """Shorter rows than that are not told of, such as those of a few classes."""
@@ -137,11 +142,11 @@ class _Estimate:
         input_grad, weight_grad = operands.backward() if grads else ([], [])
         forward = [] if rule.kind == "free" else [operands.forward()]
         order = gradient_order(op, self.graph, self.base, saves) if grads else AT_ONCE
-        dtype = op.outputs[0].dtype
+        dtype, kind = op.outputs[0].dtype, "matmul" if rule.kind == "recurrent" else rule.kind
         return OpCost(
-            forward_s=self.seconds(forward, rule.kind, dtype),
-            input_grad_s=self.seconds(input_grad, rule.kind, dtype),
-            weight_grad_s=self.seconds(weight_grad, rule.kind, dtype),
+            forward_s=self.seconds(forward, kind, dtype),
+            input_grad_s=self.seconds(input_grad, kind, dtype),
+            weight_grad_s=self.seconds(weight_grad, kind, dtype),
             saves=saves,
             extra_saved_bytes=extra,
             transient_bytes=operands.scratch(),
@@ -191,6 +196,8 @@ class _Operands:
             return einsum_flops(shapes, self.op.attributes)
         if self.rule.kind == "matmul":
             return matmul_flops(name, shapes, out)
+        if self.rule.kind == "recurrent":
+            return recurrent_flops(shapes, [p.shape for p in self.params])
         if self.rule.kind == "convolution":
             return convolution_flops(name, shapes, out)
         if self.rule.kind == "attention":
@@ -216,7 +223,10 @@ class _Operands:
                 found[learns].append(work)
         if self.rule.kind == "attention" and found[False]:
             found[False][:] = [_Work(2.5 * self.flops, 2 * self.forward().bytes)]
-        if self.rule.kind not in ("matmul", "convolution"):
+        if self.rule.kind == "recurrent":
+            for works in found:
+                works[:] = [_Work(self.flops, sum(w.bytes for w in works))] if works else []
+        elif self.rule.kind not in ("matmul", "convolution"):
             for works in found:
                 works[:] = [_Work(sum(w.flops for w in works), sum(w.bytes for w in works))] if works else []
         return found
@@ -311,6 +321,7 @@ class _Operands:
         first = self._first
         rows = prod(first.shape[:-1])
         channels = first.shape[1] if len(first.shape) > 1 else 1
+        gates = sum(p.shape[0] for p in self.params if len(p.shape) > 1)
         return {
             "nothing": 0,
             "mask": prod(out.shape),
@@ -320,6 +331,7 @@ class _Operands:
             "positions": tensor_bytes(out.shape, "int64"),
             "places": tensor_bytes(out.shape, "int64") if all(map(_is_floating, self.op.outputs)) else 0,
             "probabilities": first.bytes + DTYPE_BYTES["float32"],
+            "gates": tensor_bytes((rows, gates), out.dtype),
             "attention": self._attention_bytes() if self.rule.kind == "attention" else 0,
         }[self.rule.extra]
 
