@@ -421,6 +421,8 @@ class PlanRequest:
         wider = one_more(self.cluster, ranks)
         if not self.local and self.options.replicas == 1:
             clusters["one more device"] = wider
+        if (limit_s := self.options.time_limit) is not None:  # for all of them together
+            same = same.changed(time_limit=max(1, limit_s // len(clusters)))
 
         def again(cluster: Cluster) -> Plan:
             way = same.changed(ranks=ranks + 1) if cluster is wider else same
