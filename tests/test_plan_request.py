@@ -94,6 +94,18 @@ def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:
     assert more.step_s == pytest.approx(planned(round(1.1 * CAP)).predicted_step_s, rel=0.02)
 
 
+def test_changes_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, limits = planned(CAP), []
+
+    def again(request: PlanRequest, *_: object, **how: object) -> Plan:
+        limits.append(request.options.time_limit)
+        return plan
+
+    monkeypatch.setattr(PlanRequest, "plan", again)
+    request_for(CAP, planner="auto", time_limit=9).changes(plan, captured())
+    assert len(limits) > 1 and sum(limits) <= 9
+
+
 @pytest.mark.slow
 def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
     with pytest.raises(InfeasibleError, match="rank 0 holds 218.4 KiB when its stage is traced") as caught:
