@@ -358,6 +358,14 @@ def test_a_model_that_is_equal_is_remembered(cache: Path, schedule: str, compare
     assert len(compared.rows) == 2
 
 
+def test_another_reduction_of_the_same_loss_is_compared(compared: Comparisons) -> None:
+    for reduction in ("mean", "sum"):
+        loss = nn.L1Loss(reduction=reduction)
+        job = replace(JOB, loss=lambda output, batch, loss=loss: loss(output["loss"], batch["x"].mean()))
+        train(job, even_plan(job, 2, microbatches=4))
+    assert len(compared.rows) == 2
+
+
 def test_a_loss_that_is_no_mean_is_warned_of_before_every_run(
     cache: Path, compared: Comparisons, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -636,11 +636,15 @@ def _warn(job: Job, why: str) -> None:
 
 
 def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
-    """What a comparison holds for: the graph, how many stages, the user's files, and the versions."""
+    """What a comparison holds for: the graph, how many stages, the user's files, and the versions.
+
+    With what ops are called with besides tensors: a loss that is a sum differs by that alone from a mean.
+    """
     model = captured.blueprint.model
     written = [*(type(module) for module in model.modules()), job.loss, job.model]
     files = {_file_of(thing) for thing in written if thing is not None}
-    run = (captured.graph.fingerprint, len(plan.stages), captured.autocast, options.seed)
+    graph = (captured.graph.fingerprint, *(op.attributes for op in captured.graph.ops))
+    run = (*graph, len(plan.stages), captured.autocast, options.seed)
     return cache_key(*run, __version__, torch.__version__, *map(_digest, sorted(files)))
 
 
