@@ -158,7 +158,8 @@ class Run(ABC):
         self._buffers = dict(self.worker.weights.buffers)
         self._overwriting = False
         try:
-            with out_of_memory_told(self.worker.ledger, lambda: what):
+            # A caller that evaluates in inference mode would leave tensors that cannot be trained with.
+            with torch.inference_mode(False), out_of_memory_told(self.worker.ledger, lambda: what):
                 yield
         except BaseException as error:
             if isinstance(error, refuses) and not self._overwriting:
