@@ -171,6 +171,24 @@ def test_training_goes_on_after_an_evaluation_that_cannot_be(monkeypatch: pytest
     assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 1)[0])
 
 
+def test_an_evaluation_in_inference_mode_is_one_and_training_goes_on() -> None:
+    def work(pipe: pipeloom.Pipeline) -> float:
+        with torch.inference_mode():
+            before = pipe.evaluate(named())
+        assert pipe.step(named()) == pytest.approx(before)
+        return pipe.step(named())
+
+    assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 2)[1])
+
+
+def test_weights_that_are_kept_stay_as_they_are() -> None:
+    with pipeloom.Pipeline(net(), example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
+        kept = pipe.state_dict()
+        pipe.step(named())
+        pipe.load_state_dict(kept)
+        torch.testing.assert_close(pipe.state_dict(), dict(net().state_dict()), rtol=0, atol=0)
+
+
 def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:
     def work(pipe: pipeloom.Pipeline) -> dict[str, Tensor]:
         before = pipe.state_dict()
@@ -299,6 +317,7 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
         ({"microbatch_size": 0}, "microbatch_size"),
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "compare": False}, "Plateau"),
+        ({"scheduler": lambda optimizer: None, "compare": False}, "scheduler"),
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"accumulate": 0}, "accumulate"),
         ({"timeout_s": 0.0}, "timeout_s"),

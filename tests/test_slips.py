@@ -2,6 +2,7 @@
 as if nothing were wrong."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pipeloom import (
 )
 from pipeloom.clusters.files import save_cluster
 from pipeloom.clusters.names import find_cluster
-from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError
+from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, InfeasibleError, PlanError
 from pipeloom.plan_request import PlanRequest
 from pipeloom.tracer.job import load_job
 
@@ -55,6 +56,11 @@ def batch_without_tensors() -> object:
         return pipeline.step({})
 
 
+def slip_in_job(**how: object) -> Pipeline:
+    job = replace(two_linears(), **how)  # type: ignore[arg-type]
+    return Pipeline(job, microbatches=2, microbatch_size=ROWS, compare=False)
+
+
 @pytest.mark.parametrize(
     ("slip", "error", "word"),
     [
@@ -68,6 +74,10 @@ def batch_without_tensors() -> object:
         (lambda: pipeline_of("cuda:99"), ConfigError, "'cuda:99'"),
         (batch_without_names, CaptureError, "Tensor, not a dictionary"),
         (batch_without_tensors, BatchError, "no tensors"),
+        (lambda: slip_in_job(model=two_linears().model()), CaptureError, "a function"),
+        (lambda: slip_in_job(model=lambda: None), CaptureError, "None"),
+        (lambda: slip_in_job(optimizer="adam"), PlanError, "str"),
+        (lambda: slip_in_job(optimizer=lambda parameters: None), PlanError, "None"),
     ],
 )
 def test_slips_in_calls(slip: Callable[[], object], error: type[PipeloomError], word: str) -> None:

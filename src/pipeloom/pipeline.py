@@ -28,6 +28,7 @@ from .ir.errors import (
     CutError,
     PipeloomError,
     PlanError,
+    of_type,
 )
 from .ir.plan import Plan, load_plan
 from .ir.text import format_bytes
@@ -250,6 +251,10 @@ class Pipeline:
             # PyTorch's schedulers take no optimizer but its own: one that holds several gets one for each.
             inner = (optimizer,) if isinstance(optimizer, Optimizer) else optimizers_of(optimizer)
             self.schedulers = [self.options.scheduler(each) for each in inner]
+            if odd := [each for each in self.schedulers if not hasattr(each, "step")]:
+                raise ConfigError(
+                    f"Options.scheduler returned {of_type(odd[0])}", hint="return a scheduler of torch.optim"
+                )
             if any(isinstance(each, ReduceLROnPlateau) for each in self.schedulers):
                 raise ConfigError(
                     "ReduceLROnPlateau is stepped with a loss, and Options.scheduler without one",
@@ -550,7 +555,7 @@ class Pipeline:
         left_out = {p.name for p in self.captured.graph.parameters if not (frozen or p.trainable)}
         with self._call("gathering the weights"):
             everyone = self.channel.all_gather_object(
-                {n: t.cpu() for n, t in state.model.items() if n not in left_out}
+                {n: t.to("cpu", copy=True) for n, t in state.model.items() if n not in left_out}
             )
         whole: dict[str, Tensor] = {}
         for theirs in everyone:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..ir.errors import PlanError
+from ..ir.errors import PlanError, of_type
 from ..ir.graph import LOWER_PRECISION, OpGraph, Parameter, PartRows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
@@ -47,21 +47,19 @@ def default_optimizer(accelerated: bool) -> MakeOptimizer:
     return partial(torch.optim.AdamW, lr=1e-3, fused=accelerated or None)
 
 
-def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
+def optimizers_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers that hold the state: those that this one holds in its attributes, or itself.
 
     Raises: PlanError if there is none.
     """
-    if optimizer is None:
-        return ()
-    values = [leaf for value in vars(optimizer).values() for leaf in tree_leaves(value)]
+    values = [leaf for value in getattr(optimizer, "__dict__", {}).values() for leaf in tree_leaves(value)]
     held = {id(v): v for v in values if isinstance(v, Optimizer) and v is not optimizer}
     inner = tuple(each for one in held.values() for each in optimizers_of(one))
     if inner or isinstance(optimizer, Optimizer):
         return inner or (optimizer,)
     raise PlanError(
-        f"Job.optimizer returned {type(optimizer).__name__}, which is no torch optimizer and holds none",
-        hint="derive it from torch.optim.Optimizer, or keep the optimizers that it steps in its attributes",
+        f"Job.optimizer returned {of_type(optimizer)}, which is no torch optimizer and holds none",
+        hint="return a torch.optim.Optimizer, or what keeps the optimizers that it steps in its attributes",
     )
 
 
@@ -82,6 +80,11 @@ def make_checked(
     #     1           A[1]                 B           A[1] joins the group of A[0]; B is known
     #     2           A[2]                 B           likewise
     #
+    if not callable(make):
+        raise PlanError(
+            f"Job.optimizer is {of_type(make)}, which cannot be called",
+            hint="give a function of parameters, as lambda parameters: torch.optim.AdamW(parameters)",
+        )
     numbers = _numbers(params, rows)
     try:
         optimizer, *others = (

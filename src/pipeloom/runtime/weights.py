@@ -151,7 +151,7 @@ class Weights:
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
         self.rows = rows
         self.optimizer = make_checked(self._make_optimizer, here, rows) if here else None
-        self.optimizers = optimizers_of(self.optimizer)
+        self.optimizers = () if self.optimizer is None else optimizers_of(self.optimizer)
         if self.optimizer is not None:
             refuse_kept_beside(self.optimizer)
         for each in self.optimizers:

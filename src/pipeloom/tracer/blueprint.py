@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from ..ir.errors import CaptureError
+from ..ir.errors import CaptureError, of_type
 from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
 from .tensors import StorageView, written_by
@@ -371,6 +371,11 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
     A constructor that reads values of tensors (`.item()`, `.tolist()`), or loads them from a file, is run for
     real instead, and its result turned into fake tensors.
     """
+    if isinstance(build, nn.Module):
+        raise CaptureError(
+            f"Job.model is {of_type(build)}, and should be a function that makes one",
+            hint="give its class, or lambda: Net(config); Pipeline takes a module itself",
+        )
     recorder = ConstructorRecorder(fake)
     try:
         with (
@@ -388,6 +393,10 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
     except Exception as error:  # fake tensors break code in every way; an error of the user's own comes again
         with torch.random.fork_rng(devices=[]), constructor_draws():
             model = build()
+        if not isinstance(model, nn.Module):
+            raise CaptureError(
+                f"the function that makes the model returned {of_type(model)}", hint="return an nn.Module"
+            ) from None
         _refuse_lazy(model)
         why = f"{type(error).__name__}: {error}"
     hooks = parameter_hooks(model)  # imitations have none
