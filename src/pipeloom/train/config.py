@@ -81,7 +81,7 @@ class OptimizerConfig:
     name: see `train.muon`. A file may say only this: `optimizer = "muon+adamw"` in the place of the table.
     final_rate_share: share of `learning_rate` that it falls to by the end, after the last step.
     clip_norm: largest global norm of the gradients; 0 does not clip.
-    A job that brings its own optimizer uses only the schedule of these.
+    A job that brings its own optimizer uses only the schedule and clip_norm of these.
     """
 
     name: str = "adamw"
