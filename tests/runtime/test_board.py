@@ -178,6 +178,17 @@ def test_a_broken_wait_that_nobody_explains_says_so(boards: list[Board]) -> None
     assert boards[2].wait_for_failure(300) is not None, "the others are told"
 
 
+def test_a_rank_that_ended_early_is_named(boards: list[Board]) -> None:
+    def block() -> None:
+        raise ConnectionError("closed by peer")
+
+    with Watch(boards[1]):
+        pass
+    with pytest.raises(CommunicationError) as found:
+        Watch(boards[0], cause_timeout_s=0.1).wait("a sum over all ranks", (1, 2), block)
+    assert found.value.hint is not None and "rank 1 has closed" in found.value.hint
+
+
 @pytest.mark.parametrize("waits_for", [{1: 0}, {1: 0, 2: 1}, {1: 2, 2: 3, 3: 0}])
 def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, waits_for: dict[int, int]

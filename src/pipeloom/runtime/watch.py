@@ -233,13 +233,10 @@ class Watch:
             summary = f"no sign of life since {lost}: it was killed, or its machine is down"
             found = Failure(rank=silent[0], summary=summary, found_by=self.rank, table=who_waits(statuses))
             raise peer_error(self._board.announce(found), self.rank)
-        self._raise_first(
-            CommunicationError(
-                f"{lost}, and no rank said why: {reason}",
-                hint=f"see whether {_listed(silent or waiting.ranks)} was killed, "
-                "for instance for want of memory",
-            )
-        )
+        hint = f"see whether {_listed(silent or waiting.ranks)} was killed, for instance for want of memory"
+        if done := [r for r in waiting.ranks if (status := statuses[r]) and status.doing == FINISHED]:
+            hint = f"rank {done[0]} has closed its pipeline already: let all ranks make the same calls"
+        self._raise_first(CommunicationError(f"{lost}, and no rank said why: {reason}", hint=hint))
 
     def _raise_first(self, error: CommunicationError) -> NoReturn:
         """Several ranks often notice the same trouble: the first one's words count."""
