@@ -457,6 +457,13 @@ def test_smaller_micro_batches_with_dropout_are_compared(caplog: pytest.LogCaptu
     assert not [record for record in caplog.records if record.name == "pipeloom"]
 
 
+def test_where_python_draws_a_smaller_model_is_no_advice(caplog: pytest.LogCaptureFixture) -> None:
+    job = job_of(LeavesOutByPython)
+    plan = even_plan(job, 2, microbatches=4)
+    verification.verify_once(job, plan, capture(job, plan.microbatch_size), Options(compare=True))
+    assert "own captured graph" in caplog.text and "smaller" not in caplog.text
+
+
 @pytest.mark.own_captures
 def test_what_the_comparison_has_traced_is_not_traced_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -525,7 +525,7 @@ def verify_once(job: Job, plan: Plan, captured: Captured, options: Options) -> N
     start = time.perf_counter()
     result = compare_what_fits(job, plan, captured, options)
     if isinstance(result, str):
-        _warn(job, result)
+        _warn(job, f"{result}; `pipeloom verify` compares a smaller one of its kind")
         return
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
@@ -627,12 +627,7 @@ def limit_bytes(plan: Plan) -> int:
 
 
 def _warn(job: Job, why: str) -> None:
-    _log.warning(
-        "%s was not compared with plain PyTorch before its first step: %s; `pipeloom verify` compares a "
-        "smaller one of its kind",
-        job.name,
-        why,
-    )
+    _log.warning("%s was not compared with plain PyTorch before its first step: %s", job.name, why)
 
 
 def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
