@@ -248,6 +248,12 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
     assert "to spare" not in limits(found)[-1], "memory may bind all the same: cuts that just do not fit"
 
 
+def test_a_stage_alone_on_its_rank_peaks_as_in_the_simulated_step() -> None:
+    peaks = (10**9, 7)
+    rows = plan_rows(replace(planned("1f1b"), peaks=peaks))
+    assert tuple(row.peak_bytes for row in rows) == peaks
+
+
 def test_a_plan_for_several_lengths_has_the_mean_step_and_room_for_the_longest() -> None:
     """The head takes most of a short sequence, attention most of a long one: the cut is between."""
     how = {"ranks": 2, "microbatches": 4, "planner": "exact", "cluster": "2 x a100-40", "microbatch_size": 2}

@@ -82,6 +82,13 @@ def test_stages_that_are_placed_otherwise_or_lack_an_op_are_refused() -> None:
         cut(GRAPH, {"op0": 0})
 
 
+@pytest.mark.parametrize(("op", "words"), [("op1", "2 times"), ("op7", "not in the model")])
+def test_an_op_in_two_stages_or_of_no_model_is_refused(op: str, words: str) -> None:
+    stages = (PLAN.stages[0], replace(PLAN.stages[1], ops=(op, "op2")))
+    with pytest.raises(PlanError, match=words):
+        replace(PLAN, stages=stages).stage_graph(GRAPH)
+
+
 # Memory policies: what a slip of the pen would otherwise have done without a word.
 
 

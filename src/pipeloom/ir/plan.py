@@ -12,6 +12,7 @@ node, or a faster link. What a replica sends to the next stage goes W ranks furt
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -238,7 +239,8 @@ class Plan:
     def stage_graph(self, graph: OpGraph) -> StageGraph:
         """Cut `graph` as planned.
 
-        Raises: PlanError if the plan was made for another model; CutError if its stages are no cut of it.
+        Raises: PlanError if the plan was made for another model, or has an op twice or one that the model
+            has not; CutError if its stages are no cut of it.
         """
         if graph.fingerprint != self.graph:
             raise PlanError(
@@ -246,6 +248,11 @@ class Plan:
                 f"({graph.fingerprint})",
                 hint="plan again for this model, or pass the model the plan was made for",
             )
+        known = {op.name for op in graph.ops}
+        for op, times in Counter(op for stage in self.stages for op in stage.ops).items():
+            if times > 1 or op not in known:
+                wrong = f"{times} times" if times > 1 else "and not in the model"
+                raise PlanError(f"op {shown(op)} is in the plan {wrong}", hint="give each op one stage")
         return cut(graph, self.stage_of)
 
     def save(self, path: Path | str) -> None:

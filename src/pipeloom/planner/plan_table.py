@@ -184,7 +184,7 @@ class PlannedStage:
 
     layers: as "h.0 .. 3".  reads: the stages that it reads.  depth: ranks of its longest path to the end.
     Bytes by kind are at the peak; kept, recomputed and offloaded bytes are of one micro-batch's residuals.
-    peak_bytes: their sum, or less if its rank has no other stage and holds less in the simulated step.
+    peak_bytes: their sum; of a stage alone on its rank, what that holds in the simulated step if known.
     filled: share of its rank's cap, by all that the rank holds in the simulated step where that is known.
     What offloading all residuals that are not made again would ask of the device's link, None without one:
     offload_ratio: k.  link_use: share of the time in which the busier direction copies, with those that share
@@ -261,7 +261,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
                 depth=depths[stage] if depths else None,
                 **{name: getattr(part, name) for name in OF_STAGES},
                 **{f"{kind}_bytes": size for kind, size in asdict(part.memory).items()},
-                peak_bytes=min(part.memory.total, peak) if alone else part.memory.total,
+                peak_bytes=peak if alone else part.memory.total,
                 cap_bytes=cap,
                 filled=peak / cap if cap else None,
                 offload_ratio=ratio,
