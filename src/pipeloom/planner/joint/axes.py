@@ -18,7 +18,7 @@ from ..search.problem import Cuts
 from ..stage_cost.tensors import Indices
 from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, Estimate, climb, neighbours
-from .search import FAR, TINY, Axis, JointSearch, Judged, Point
+from .search import FAR, Axis, JointSearch, Judged, Point
 
 SIMULATED, BESIDE, EVERY = 3, 5, 130
 """Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all
@@ -41,20 +41,23 @@ def moved_cuts(search: JointSearch, line: Judged) -> Iterator[Point]:
     """Cuts moved as long as an estimate by the candidate's own order falls, or so that the fullest rank holds
     less; again from what was found."""
     while True:
-        found = line.found
-        near = _better(search, line) if line.fits else list(_relieved(line))
-        if search.places <= TINY:
-            # With what may be freed: what was freed for this cut, or how much it may take, keeps others from
-            # their caps.
-            others = search.estimate(line.point.request, line.point.search)
-            if others.cuts.possible_cuts <= EVERY:
-                near += [others.cuts.cut(row) for row in climb(others, others.cuts.places(found.cuts))]
+        if search.cut_times(line.point.request, line.point.search).possible_cuts <= EVERY:
+            near = _every(search.estimate_of(line))
+        else:
+            near = _better(search, line) if line.fits else list(_relieved(line))
         for cuts in near:
             yield replace(line.point, cuts=cuts)
         best = search.best_of[line.point.way]
         if best.key >= line.key:
             return
         line = best
+
+
+def _every(estimate: Estimate) -> list[Cuts]:
+    """All cuts, the fastest by an estimate first. Those of which it says that a stage does not fit, too: with
+    less freed elsewhere, or later in the step, it may."""
+    cuts = estimate.cuts.every_cut()
+    return [estimate.cuts.cut(cuts[index]) for index in np.argsort(estimate.steps(cuts), kind="stable")]
 
 
 def _better(search: JointSearch, line: Judged) -> list[Cuts]:
@@ -66,11 +69,8 @@ def _better(search: JointSearch, line: Judged) -> list[Cuts]:
 
 def _promising(search: JointSearch, line: Judged, estimate: Estimate, here: Indices) -> list[Indices]:
     """Places of the cuts that are best by an estimate, and where it weighs what is freed, which is often less
-    in the end, also by one that does not; all cuts where there are few."""
-    climbed = climb(estimate, here)
-    if estimate.cuts.possible_cuts <= EVERY:
-        return climbed
-    places = [*climbed[:SIMULATED], *neighbours(estimate, here, BESIDE)]
+    in the end, also by one that does not."""
+    places = [*climb(estimate, here)[:SIMULATED], *neighbours(estimate, here, BESIDE)]
     limit_s = (line if search.best is None else search.best).step_s * (1 + NEAR)
     if isinstance(estimate, ClosedForm):  # of another scale
         limit_s = float(estimate.steps(here[None])[0])

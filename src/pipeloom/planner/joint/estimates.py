@@ -124,6 +124,10 @@ class CutTimes:
         """How many there are."""
         return comb(len(self.points) - 2, self.stages - 1)
 
+    def every_cut(self) -> Indices:
+        last = len(self.points) - 1
+        return np.array([(0, *some, last) for some in combinations(range(1, last), self.stages - 1)])
+
     @cached_property
     def middle(self) -> Array:
         """Seconds in front of each place, the mean of the ranks'."""
@@ -353,9 +357,8 @@ def climb(estimate: Estimate, places: Indices) -> list[Indices]:
     """What becomes of cuts that are moved while that makes the step shorter, the best first; of few places
     the best of all cuts."""
     cuts = estimate.cuts
-    inner, wanted = len(cuts.points) - 2, cuts.stages - 1
     if cuts.possible_cuts <= ALL_CUTS:
-        every = np.array([(0, *some, inner + 1) for some in combinations(range(1, inner + 1), wanted)])
+        every = cuts.every_cut()
         steps = estimate.steps(every)
         order = np.argsort(steps, kind="stable")
         return [every[index] for index in order if steps[index] < np.inf]
