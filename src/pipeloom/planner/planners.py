@@ -34,7 +34,7 @@ from .branches import BranchOrdered
 from .candidate import Candidate, step_s
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
-from .joint.search import HOLD_LITTLE, JointSearch
+from .joint.search import HOLD_LITTLE, JointSearch, Point
 from .notes import faster_of
 from .refine import (
     FEW_OPS,
@@ -469,12 +469,12 @@ class JointPlanner:
         room = partial(make_room, explained=explained)
         return JointSearch(request, axes, self.seeds, room, orders=self.orders).run()
 
-    def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Search, Cuts]]:
+    def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Point]]:
         """What the own searches of all planners find, for one stage on each rank; `exact` for several."""
         if not request.layout.in_line:
             with suppress(PlanError, ScheduleError):
-                found = finder_of("exact").find(request, request.search(), SearchLog())
-                yield from (("exact", candidate.search, candidate.cuts) for candidate in found)
+                found = _in_full("exact", request)
+                yield from (("exact", Point(one.request, one.search, one.cuts)) for one in found)
             return
         for name in self.planners or PLANNERS:
             by = planner(name)
@@ -490,11 +490,12 @@ class JointPlanner:
                     yield from _side_by_side_seeds(name, request)
                 elif isinstance(finder.own, ByOrder):
                     if (arranged := finder.own.arrange(search)) is not None:
-                        yield name, request.search(BranchOrdered(arranged.ops, (0,))), arranged.cuts
+                        own = request.search(BranchOrdered(arranged.ops, (0,)))
+                        yield name, Point(request, own, arranged.cuts)
                 else:
                     few = search.large and name == "exact"
                     if cuts := search.fastest_of_few() if few else finder.own.find(search):
-                        yield name, search, cuts
+                        yield name, Point(request, search, cuts)
                     else:
                         ledger.note(ledger.planners, name, "no cut fits")
             except PlanError as error:
@@ -518,12 +519,10 @@ class JointPlanner:
         raise first or PlanError("no schedule to choose from", hint="name at least one")
 
 
-def make_room(
-    request: Request, ledger: SearchLedger, *, explained: bool
-) -> Iterator[tuple[str, Search, Cuts]]:
+def make_room(request: Request, ledger: SearchLedger, *, explained: bool) -> Iterator[tuple[str, Point]]:
     """Cuts that keep the caps: of ranks that take equally long, by filling stage after stage, or with stages
     side by side. Raises: as `make_plan`."""
-    request = replace(request, options=replace(request.options, fastest=False))
+    asked, request = request, replace(request, options=replace(request.options, fastest=False))
     search, log = request.search(), SearchLog()
     fill = ByCuts(lambda search: search.problem.positions(filled(search.problem)))
     finder = finder_of(FREEING[0]) if request.copies else evened(searched(fill))
@@ -532,7 +531,7 @@ def make_room(
         kept = shallow_candidates(request, shallow_cuts, LOWERED)
     if not kept:
         raise _refusal(request, search, log, explained=explained)
-    yield from (("filled", candidate.search, candidate.cuts) for candidate in kept)
+    yield from (("filled", Point(asked, found.search, found.cuts)) for found in kept)
 
 
 FREEING = ("dawnpiper", "graphpipe")
@@ -561,13 +560,26 @@ MANY_STAGES = 100
 """Stages from which on only quick planners are asked."""
 
 
-def _side_by_side_seeds(name: str, request: Request) -> Iterator[tuple[str, Search, Cuts]]:
+def _in_full(name: str, request: Request) -> list[Candidate]:
+    """What a planner finds; where it finds nothing, with fewer micro-batches on the device at once.
+
+    Raises: PlanError, ScheduleError.
+    """
+    found = finder_of(name).find(request, request.search(), SearchLog())
+    if not found and "offload" in request.treatments:
+        options = replace(request.options, offloaded_at_once=LEAST_AT_ONCE)
+        request = replace(request, options=options, only_offloading=True)
+        found = finder_of(name).find(request, request.search(), SearchLog())
+    return found
+
+
+def _side_by_side_seeds(name: str, request: Request) -> Iterator[tuple[str, Point]]:
     orders = request.branch_orders(request.layout.stages)
     if not request.side_by_side or (len(orders) == 1 and not orders[0].borders):
         return
     for order in orders[:2]:
         search = replace(request.search(order), by_depth=True, treatments=())
-        yield from ((name, search, cuts) for cuts in islice(shallow_cuts(search), 2))
+        yield from ((name, Point(request, search, cuts)) for cuts in islice(shallow_cuts(search), 2))
 
 
 def make_plan(

@@ -118,7 +118,8 @@ class Point:
     def key(self) -> tuple[object, ...]:
         search, options = self.search, self.request.options
         how = search.treatments, search.caps, bool(search.layers), search.by_depth
-        return (*self.way, self.request.slack, options.branches, search.model.readers.order, *how, self.cuts)
+        held = self.request.slack, options.branches, options.offloaded_at_once
+        return (*self.way, *held, search.model.readers.order, *how, self.cuts)
 
     @property
     def way(self) -> tuple[str, tuple[int, ...]]:
@@ -141,10 +142,8 @@ class Judged(NamedTuple):
         return self.key[1]
 
 
-Seed: TypeAlias = tuple[str, Search, Cuts]
-"""The planner that found it, or why it found nothing, the search, and the cuts."""
-
-Seeds: TypeAlias = Callable[[Request, SearchLedger], Iterator[Seed]]
+Seeds: TypeAlias = Callable[[Request, SearchLedger], Iterator[tuple[str, Point]]]
+"""What planners find, by their names."""
 
 Axis: TypeAlias = "Callable[[JointSearch, Judged], Iterator[Point]]"
 """A candidate -> what it becomes by moves of one kind, the most promising first. Told between two of them
@@ -389,7 +388,7 @@ class JointSearch:
     def _begin(self) -> None:
         """Seeds of each place that schedules put stages in, and the schedules that are best with them."""
         starts: list[tuple[float, Point]] = []
-        inline: list[Seed] = []
+        inline: list[tuple[str, Point]] = []
         cuts_of: dict[Layout, list[Cuts]] = {}
         for name in self.names:
             try:
@@ -406,15 +405,15 @@ class JointSearch:
             layout = request.layout
             if layout.in_line and not inline:
                 inline = list(self.seeds(request, self.ledger))
-                level = [(LEVEL, search, cuts) for cuts in self.level_cuts(ClosedForm(estimate.cuts))[:1]]
-                for planner, own, cuts in sorted([*inline, *level], key=self._closely(request)):
-                    judged = self.judge(Point(request, own, cuts), planner)
-                    self._note_planner(planner, Point(request, own, cuts), judged)
+                level = self.level_cuts(ClosedForm(estimate.cuts))[:1]
+                begin = [*inline, *((LEVEL, Point(request, search, cuts)) for cuts in level)]
+                for planner, point in sorted(begin, key=lambda seed: self._closely(seed[1])):
+                    self._note_planner(planner, point, self.judge(point, planner))
             seeds = cuts_of.get(layout)
             if seeds is None:
                 seeds = cuts_of[layout] = self.level_cuts(ClosedForm(estimate.cuts))
                 if layout.in_line:
-                    seeds += [cuts for _, own, cuts in inline if not own.model.readers.order]
+                    seeds += [point.cuts for _, point in inline if not point.search.model.readers.order]
             starts_at = np.array([estimate.cuts.places(cuts) for cuts in seeds], dtype=np.int64)
             if not len(starts_at):
                 continue
@@ -426,14 +425,14 @@ class JointSearch:
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
             layout = point.request.layout
-            if number >= FEW and seen[layout] >= EACH and seconds > limit:
+            if self.places > TINY and number >= FEW and seen[layout] >= EACH and seconds > limit:
                 self.ledger.died["short step"] += 1
                 continue
             judged = self.judge(point, "schedules")
             seen[layout] += judged is None or judged.fits
             if self.places <= TINY and not layout.in_line and not self._near(CLOSEST):
-                for planner, own, cuts in self.seeds(point.request, self.ledger):
-                    self.judge(Point(point.request, own, cuts), planner)
+                for planner, found in self.seeds(point.request, self.ledger):
+                    self.judge(found, planner)
 
     def _make_room(self) -> None:
         """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
@@ -444,21 +443,17 @@ class JointSearch:
             if name in self.copying and self.best is not None:
                 return
             try:
-                for planner, search, cuts in self.room(self.way(name), self.ledger):
-                    self.judge(Point(self.way(name), search, cuts), planner)
+                for planner, point in self.room(self.way(name), self.ledger):
+                    self.judge(point, planner)
             except InfeasibleError as error:
                 self.refused = self.refused or error
             except (PlanError, ScheduleError) as error:
                 self.errors.append(error)
 
-    def _closely(self, request: Request) -> Callable[[Seed], float]:
-        """Seconds of a seed's step, by the closed form."""
-
-        def seconds(seed: Seed) -> float:
-            cuts = CutTimes(seed[1], request.layout, request.microbatches)
-            return float(ClosedForm(cuts).steps(cuts.places(seed[2])[None])[0])
-
-        return seconds
+    def _closely(self, point: Point) -> float:
+        """Seconds of a step, by the closed form."""
+        cuts = CutTimes(point.search, point.request.layout, point.request.microbatches)
+        return float(ClosedForm(cuts).steps(cuts.places(point.cuts)[None])[0])
 
     def level_cuts(self, estimate: ClosedForm) -> list[Cuts]:
         """Cuts whose ranks take equally long, from several starts."""
