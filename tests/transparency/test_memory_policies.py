@@ -91,9 +91,11 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
     def work(pipeline: Pipeline) -> None:
         for seed in range(2):
             pipeline.step(job.batch(seed, 8))
-        host, expected = pipeline.measured().peak_bytes(pipeline.rank, "host"), pipeline.expected
-        assert expected.peak_bytes(pipeline.rank, "host") == host == pipeline.ledger.host_peak
-        assert sum(expected.peaks[pipeline.rank].values()) == pytest.approx(pipeline.ledger.peak, rel=0.03)
+        rank, measured, expected, ledger = pipeline.rank, pipeline.measured(), pipeline.expected, pipeline.ledger
+        assert expected.peak_bytes(rank, "host") == measured.peak_bytes(rank, "host") == ledger.host_peak
+        assert measured.peak_bytes(rank) == ledger.peak
+        on_its_way = 0.05 * ledger.peak  # an output, which here is through at once
+        assert 0.97 * ledger.peak <= expected.peak_bytes(rank) <= 1.03 * ledger.peak + on_its_way
 
     monkeypatch.setattr(FileTier, "offload", leave_at_once)
     monkeypatch.setattr(FileCopy, "reload", come_at_once)
