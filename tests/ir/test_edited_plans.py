@@ -29,6 +29,7 @@ SLIPS: list[tuple[Edit, str]] = [
     (lambda p: p["stages"][0].update(forward_s=-0.5), r"stages\[0\].forward_s is -0.5"),
     (lambda p: p["stages"][0]["memory"].update(residuals=-1), r"stages\[0\].memory.residuals is -1"),
     (lambda p: p.update(caps=[5, -5]), r"caps\[1\] is -5"),
+    (lambda p: p.update(peaks=[5, 5, 5]), "peaks are of 3 ranks"),
     (lambda p: p.update(predicted_step_s=-1.0), "predicted_step_s is -1.0"),
     (lambda p: p.update(microbatch_size=0), "microbatch_size is 0"),
 ]

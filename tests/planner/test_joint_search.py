@@ -26,7 +26,7 @@ pytestmark = pytest.mark.whole_search
 
 
 @pytest.mark.parametrize(
-    "seed", [19, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(8), 23, 40, 118))]
+    "seed", [19, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(8), 23, 40, 118, 156, 182))]
 )
 def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int) -> None:
     graph, profile, cluster = random_case(seed)

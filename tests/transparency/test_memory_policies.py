@@ -91,7 +91,12 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
     def work(pipeline: Pipeline) -> None:
         for seed in range(2):
             pipeline.step(job.batch(seed, 8))
-        rank, measured, expected, ledger = pipeline.rank, pipeline.measured(), pipeline.expected, pipeline.ledger
+        rank, measured, expected, ledger = (
+            pipeline.rank,
+            pipeline.measured(),
+            pipeline.expected,
+            pipeline.ledger,
+        )
         assert expected.peak_bytes(rank, "host") == measured.peak_bytes(rank, "host") == ledger.host_peak
         assert measured.peak_bytes(rank) == ledger.peak
         on_its_way = 0.05 * ledger.peak  # an output, which here is through at once

@@ -264,7 +264,7 @@ class Plan:
 
 
 def _impossible(plan: Plan) -> str | None:
-    """The first number of a plan that no plan can have."""
+    """The first number of a plan that no plan can have, or numbers of ranks that it is not for."""
     numbers: dict[str, float] = {"predicted_step_s": plan.predicted_step_s}
     numbers |= {f"caps[{rank}]": cap for rank, cap in enumerate(plan.caps)}
     numbers |= {f"peaks[{rank}]": peak for rank, peak in enumerate(plan.peaks)}
@@ -279,6 +279,9 @@ def _impossible(plan: Plan) -> str | None:
         if not 0 <= number < math.inf:
             shift = name in ("microbatches", "microbatch_size", "width")
             return f"{name} is {shown(number + shift)}"
+    for name, each in (("caps", plan.caps), ("peaks", plan.peaks)):
+        if len(each) not in (0, plan.ranks):
+            return f"{name} are of {len(each)} ranks, the plan is for {plan.ranks}"
     return None
 
 
