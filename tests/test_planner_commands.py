@@ -43,9 +43,10 @@ def steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "kept_profile", estimated)
 
 
-def has_its_order(file: Path, name: str) -> bool:
+def is_of(file: Path, name: str, *, searched: bool = False) -> bool:
+    """searched: its order is no schedule of the library, which is not looked for on a machine's own cores."""
     plan = load_plan(file)
-    return plan.planner == name and (plan.schedule == "searched") == (name in SEARCHED)
+    return plan.planner == name and (plan.schedule == "searched") == searched
 
 
 @pytest.mark.sampled(6)
@@ -53,7 +54,7 @@ def has_its_order(file: Path, name: str) -> bool:
 def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
     words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json")
     planned = figures("plan", MODEL, *words)
-    assert has_its_order(folder / "plan.json", name)
+    assert is_of(folder / "plan.json", name, searched=name in SEARCHED)
     changes = {change["what"]: change for change in planned["what_if"]}
     more = {"10 % more memory", "10 % more bandwidth between devices", "one more device"}
     assert set(changes) == more
@@ -78,10 +79,10 @@ def test_a_plan_for_this_machine_is_planned_again_and_rehearsed_and_a_plan_is_ti
     folder: Path, name: str, steady_times: None
 ) -> None:
     planned = figures("plan", MODEL, "--planner", name, *SMALL, "-o", "plan.json")
-    assert has_its_order(folder / "plan.json", name)
+    assert is_of(folder / "plan.json", name)
     assert planned["predicted_by"] == "rehearsal" and len(planned["what_if"]) >= 2
     timed = figures("bench", MODEL, "--planner", name, *SMALL, "--steps", "1", "--warmup", "1")
-    assert (timed["schedule"] == "searched") == (name in SEARCHED) and timed["step_s"] > 0
+    assert timed["schedule"] != "searched" and timed["step_s"] > 0
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_a_run_is_planned_resumed_and_planned_again(folder: Path, name: str, ste
     words = ("train", "--out", "run", "--set", "steps=2", "--set", "pipeline.microbatches=4")
     assert figures(*words, "--job", MODEL, "--planner", name)["steps"] == 2
     file = folder / "run" / "plan.json"
-    assert has_its_order(file, name)
+    assert is_of(file, name)
     (folder / "plan.json").write_bytes(file.read_bytes())
     (folder / "run").rename("first")
     good(*words, "--job", MODEL, "--set", "pipeline.plan=plan.json")

@@ -16,6 +16,7 @@ CHILD = textwrap.dedent(
     from pathlib import Path
     import deep, runs
     import torch
+    from batches import normal
     from pipeloom import Options, Pipeline
 
     deep.DEPTH, deep.WIDTH, ROWS, MICROBATCHES = 24, 32, 1 << 13, 12
@@ -26,7 +27,7 @@ CHILD = textwrap.dedent(
 
     treatment, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    job = deep.TANH
+    job = replace(deep.TANH, batch=normal(x=(deep.WIDTH,), y=(deep.WIDTH,)))
     plan = runs.even_plan(job, 1, microbatches=MICROBATCHES, microbatch_size=ROWS, schedule="gpipe")
     residuals = runs.residuals_of(job, plan)
     if treatment != "keep":

@@ -11,10 +11,11 @@ SETUP = gpu_check.Setup(standin.NAME, gpu_check.job_of(gpu_check.SMALL), gpu_che
 
 def test_numbers_are_those_of_torchs_autocast_on_the_device() -> None:
     findings = gpu_check.check(SETUP, ["numbers"])
-    assert [(f.what, f.found) for f in findings] == [
-        ("float32: losses against plain PyTorch", 0.0),
-        ("bfloat16: losses against plain PyTorch", 0.0),
+    assert [f.what for f in findings] == [
+        "float32: losses against plain PyTorch",
+        "bfloat16: losses against plain PyTorch",
     ]
+    assert all(f.found < 1e-6 for f in findings)  # stage functions may round a product in another order
 
 
 def test_peaks_are_the_devices() -> None:
