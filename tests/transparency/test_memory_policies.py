@@ -99,8 +99,9 @@ def test_the_peak_is_as_simulated(name: str, schedule: str, monkeypatch: pytest.
         )
         assert expected.peak_bytes(rank, "host") == measured.peak_bytes(rank, "host") == ledger.host_peak
         assert measured.peak_bytes(rank) == ledger.peak
-        on_its_way = 0.05 * ledger.peak  # an output, which here is through at once
-        assert 0.97 * ledger.peak <= expected.peak_bytes(rank) <= 1.03 * ledger.peak + on_its_way
+        # The convnet's outputs are large beside its peak, and one is simulated to be on its way still.
+        above = 0.08 if (name, schedule) == ("convnet", "1f1b") else 0.03
+        assert 0.97 * ledger.peak <= expected.peak_bytes(rank) <= (1 + above) * ledger.peak
 
     monkeypatch.setattr(FileTier, "offload", leave_at_once)
     monkeypatch.setattr(FileCopy, "reload", come_at_once)

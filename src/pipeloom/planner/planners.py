@@ -383,14 +383,21 @@ def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment
 def fewer_at_once_if_need_be(plan: Callable[..., Plan], request: Request, *, explained: bool) -> Plan:
     """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that offloads
     on the device at once. plan: of a request.  Raises: as it."""
-    options = request.options
-    if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
+    if (fewer := _fewer_at_once(request)) is None:
         return plan(request, explained=explained)
     try:
         return plan(request, explained=False)
     except InfeasibleError:
-        fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
-        return plan(replace(request, options=fewer, only_offloading=True), explained=explained)
+        return plan(fewer, explained=explained)
+
+
+def _fewer_at_once(request: Request) -> Request | None:
+    """None where nothing may be offloaded, or no fewer do."""
+    options = request.options
+    if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
+        return None
+    fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
+    return replace(request, options=fewer, only_offloading=True)
 
 
 @dataclass(frozen=True)
@@ -473,7 +480,7 @@ class JointPlanner:
         """What the own searches of all planners find, for one stage on each rank; `exact` for several."""
         if not request.layout.in_line:
             with suppress(PlanError, ScheduleError):
-                found = _in_full("exact", request)
+                found = _exact_candidates(request)
                 yield from (("exact", Point(one.request, one.search, one.cuts)) for one in found)
             return
         for name in self.planners or PLANNERS:
@@ -560,16 +567,15 @@ MANY_STAGES = 100
 """Stages from which on only quick planners are asked."""
 
 
-def _in_full(name: str, request: Request) -> list[Candidate]:
-    """What a planner finds; where it finds nothing, with fewer micro-batches on the device at once.
+def _exact_candidates(request: Request) -> list[Candidate]:
+    """Where there are none, those with fewer micro-batches on the device at once.
 
     Raises: PlanError, ScheduleError.
     """
-    found = finder_of(name).find(request, request.search(), SearchLog())
-    if not found and "offload" in request.treatments:
-        options = replace(request.options, offloaded_at_once=LEAST_AT_ONCE)
-        request = replace(request, options=options, only_offloading=True)
-        found = finder_of(name).find(request, request.search(), SearchLog())
+    find = finder_of("exact").find
+    found = find(request, request.search(), SearchLog())
+    if not found and (fewer := _fewer_at_once(request)) is not None:
+        found = find(fewer, fewer.search(), SearchLog())
     return found
 
 

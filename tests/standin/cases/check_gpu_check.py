@@ -15,7 +15,8 @@ def test_numbers_are_those_of_torchs_autocast_on_the_device() -> None:
         "float32: losses against plain PyTorch",
         "bfloat16: losses against plain PyTorch",
     ]
-    assert all(f.found < 1e-6 for f in findings)  # stage functions may round a product in another order
+    float32, bfloat16 = (f.found for f in findings)
+    assert float32 < 1e-6 and bfloat16 == 0  # 0 or 4e-8, by the machine's kernels
 
 
 def test_peaks_are_the_devices() -> None:
