@@ -305,7 +305,7 @@ def load_plan(path: Path | str) -> Plan:
     """
     plan = load_noun(Path(path), Plan, strict=True)
     if wrong := _impossible(plan):
-        raise ConfigError(f"{path}: {wrong}", hint="times, sizes and counts are 0 or more")
+        raise ConfigError(f"{path}: {wrong}", hint="numbers are 0 or more, caps and peaks one for each rank")
     if plan.schema != SCHEMA:
         raise PlanError(
             f"{path} has plan schema {plan.schema}, this pipeloom reads {SCHEMA}",
