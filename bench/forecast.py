@@ -69,7 +69,11 @@ def one_round(name: str, steps: int) -> dict[str, Any]:
 def main(runs: int, steps: int, names: list[str]) -> int:
     """Each round asks all jobs in turn."""
     print_stamp()
-    rounds = [one_round(name, steps) for _ in range(runs) for name in names]
+    rounds = []
+    for _ in range(runs):
+        for name in names:
+            rounds.append(one_round(name, steps))
+            print(json.dumps(rounds[-1]), flush=True)
     print_table(rounds, "Rounds")
     keys = ("plan_error", "ops_alone", "train_error", "rehearsal_error", "bench_error")
     middle = [

@@ -41,8 +41,8 @@ LEAST_WALKS, MOST_WALKS = 3, 101
 
 LONG_S, FEW_MICROBATCHES = 1.0, 3
 """Where a walk takes longer than this, it does the actions of so many micro-batches of each stage only, and
-those walks make the forecast that fit into `ENOUGH_S`, at least one: no rank computes for several steps
-before its first."""
+those walks make the forecast that fit into `ENOUGH_S`, at least one, after one that warms up: no rank computes
+for several steps before its first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,8 +209,7 @@ class Rehearsals:
         few, least = None, LEAST_WALKS
         if self._mean_s(self._walk(1)) > LONG_S:
             few, least = FEW_MICROBATCHES, 1
-        else:
-            self._walk()
+        self._walk(few)  # in memory that nothing has used yet, which may take half as long again
         walks = [self._walk(few)]
         walk_s = self._mean_s(walks[0])
         if few is not None:
@@ -237,8 +236,7 @@ class Rehearsals:
 
 
 def number_of_walks(walk_s: float, least: int) -> int:
-    """How many walks a forecast is made of: an odd number, or the slower one would be the middle of two. The
-    first is slow, in memory that nothing has used yet; where there is time for one only, it stays alone.
+    """How many walks a forecast is made of: an odd number, or the slower one would be the middle of two.
 
     walk_s: seconds of one.  least: of them, odd.
 
