@@ -49,7 +49,7 @@ def test_rows_of_intervals_agree_with_stages(data):
     stages = data.draw(st.integers(1, ops))
     inner = sorted(data.draw(st.permutations(range(1, ops)))[: stages - 1])
     cuts = [0, *inner, ops]
-    options = CostOptions(microbatches=4, overlap=data.draw(st.booleans()))
+    options = CostOptions(microbatches=4)
     kinds = [profiles[s % 2] for s in range(stages)]
     cluster = cluster_of([1] * stages, bandwidth=20.0, latency_s=1.0, nodes=2)
     model = CostModel(graph, kinds, cluster, options)
@@ -222,12 +222,11 @@ def test_the_optimizer_needs_scratch_for_its_step():
     assert estimate_stage(model, cut(small, TOGETHER), 0).plan(1).memory.transient == 400
 
 
-@pytest.mark.parametrize(("overlap", "turns"), [(True, [3, 40]), (False, [3 + 80, 9 + 80])])
-def test_transfers_are_hidden_behind_compute_or_added_to_it(overlap, turns):
+def test_transfers_are_hidden_behind_compute():
     graph, profile = two_linears()
     cluster = cluster_of([1, 1], bandwidth=1.0)  # 40 bytes take 40 s
-    model = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=overlap))
-    assert [estimate_stage(model, cut(graph, APART), s).turn_s for s in (0, 1)] == turns
+    model = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4))
+    assert [estimate_stage(model, cut(graph, APART), s).turn_s for s in (0, 1)] == [3, 40]
 
 
 def test_a_part_of_a_storage_is_sent_as_a_copy():

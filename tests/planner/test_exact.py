@@ -68,7 +68,7 @@ def test_exact_is_the_best_of_all_cuts(data):
     profiles = [profile_of(data.draw, graph) for _ in range(data.draw(st.integers(1, 2)))]
     caps = [data.draw(st.integers(500, 6000)) for _ in range(stages)]
     cluster = cluster_of(caps, bandwidth=data.draw(st.sampled_from([5.0, 1e9])), nodes=2)
-    options = CostOptions(microbatches=4, overlap=data.draw(st.booleans()))
+    options = CostOptions(microbatches=4)
     model = CostModel(graph, [profiles[s % len(profiles)] for s in range(stages)], cluster, options)
     coarse = data.draw(st.sampled_from([2, 4, 400]))
     search = Search(model=model, caps=tuple(caps), in_flight=tuple(range(stages, 0, -1)), coarse=coarse)

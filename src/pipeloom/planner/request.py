@@ -127,7 +127,6 @@ class PlanOptions(PlanSettings):
     """The settings, and what only callers of a planner say.
 
     Planners plan one pipeline: `microbatches` are those of one, and `replicas` only says how many there are.
-    overlap: transfers run while stages compute.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
@@ -136,7 +135,6 @@ class PlanOptions(PlanSettings):
         waits for messages is predicted worst, and worst of all where ranks share cores.
     """
 
-    overlap: bool = True
     fastest: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
@@ -344,7 +342,6 @@ class Request:
         ordered = ordered or self.first_order
         options = CostOptions(
             microbatches=self.microbatches // layout.replicas * layout.most_replicas,
-            overlap=self.options.overlap,
             weights=self.weights,
             clips=self.options.clips,
             width=self.options.replicas,

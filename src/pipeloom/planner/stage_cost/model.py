@@ -2,7 +2,7 @@
 
 Time of a stage for one micro-batch: forward plus backward of its ops. Transfers overlap with compute, so the
 stage's turn lasts as long as the longest of compute, receiving its inputs, and returning their gradients
-(links carry both directions at once); without overlap, the sum of all, on the left and on the right edge.
+(links carry both directions at once).
 
 Memory of a stage: its `Footprint`, from which `peak_memory.py` predicts the peak.
 
@@ -334,30 +334,26 @@ class CostModel:
 
     def edges(self, footprint: Footprint[Array], ranks: Indices) -> Array:
         """Seconds in transfers over the left edge of each interval on each rank: (ranks, intervals)."""
-        f = footprint
-        return self._edge_s(f.received, ranks, -1, 0) + self._edge_s(f.received_grads, ranks, 0, -1)
+        received, returned = self._edge_s(footprint, ranks)
+        return received + returned
 
-    def _turn_s(self, f: Footprint[Any], compute: Array, ranks: Indices) -> Array:
-        forward = self._edge_s(f.received, ranks, -1, 0)
-        backward = self._edge_s(f.received_grads, ranks, 0, -1)
-        if self.options.overlap:
-            return np.maximum(compute, np.maximum(forward, backward))
-        right = self._edge_s(f.sent, ranks, 0, 1) + self._edge_s(f.sent_grads, ranks, 1, 0)
-        return compute + forward + backward + right
+    def _turn_s(self, footprint: Footprint[Any], compute: Array, ranks: Indices) -> Array:
+        return np.maximum(compute, np.maximum(*self._edge_s(footprint, ranks)))
 
-    def _edge_s(self, size: float | Array, ranks: Indices, source: int, target: int) -> Array:
-        """Seconds to move `size` between neighbours, given as offsets to the rank: (ranks, intervals)."""
-        latency, per_byte = self._links[source, target][:, ranks, None]
-        return np.where(np.asarray(size) > 0, latency + size * per_byte, 0.0)
+    def _edge_s(self, f: Footprint[Any], ranks: Indices) -> list[Array]:
+        """Seconds of what comes over the left edge, and of its gradients: each (ranks, intervals)."""
+        both = zip((f.received, f.received_grads), self._links[:, :, ranks, None], strict=True)
+        return [
+            np.where(np.asarray(size) > 0, latency + size * per_byte, 0.0)
+            for size, (latency, per_byte) in both
+        ]
 
     @cached_property
-    def _links(self) -> dict[tuple[int, int], Array]:
-        """(source, target) offset -> latency and seconds per byte of each rank; 0 at the ends."""
-        count = len(self.cluster.devices)
-        links = {offsets: np.zeros((2, count)) for offsets in ((-1, 0), (0, -1), (0, 1), (1, 0))}
-        for (source, target), costs in links.items():
-            for rank in range(count):
-                if 0 <= min(rank + source, rank + target) and max(rank + source, rank + target) < count:
-                    link = self.cluster.link(rank + source, rank + target)
-                    costs[:, rank] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+    def _links(self) -> Array:
+        """From the rank in front and back to it, latency and seconds per byte: (2, 2, ranks)."""
+        links = np.zeros((2, 2, len(self.cluster.devices)))
+        for rank in range(1, len(self.cluster.devices)):
+            for way, ends in enumerate(((rank - 1, rank), (rank, rank - 1))):
+                link = self.cluster.link(*ends)
+                links[way, :, rank] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         return links

@@ -54,7 +54,6 @@ class CostOptions:
 
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
         the next one is made; 0 where each is through at once.
-    overlap: transfers run while the stage computes.
     microbatches: per step, of those that the device runs.
     weights: the weight policy, see `ir.weights`.  clips: gradients, by their norm over all ranks.
     width: replicas of the stage, which sum their gradients.  sharing: of those that share out the optimizer's
@@ -65,7 +64,6 @@ class CostOptions:
     microbatches: int
     receive_ahead: int = 2
     sends_in_flight: int = 1
-    overlap: bool = True
     weights: str = FLUSH
     clips: bool = False
     width: int = 1

@@ -99,8 +99,6 @@ class TreatedStage:
     def turn_s(self, model: CostModel, rank: int, compute_s: float, forward_s: float) -> float:
         """Time that one micro-batch occupies the stage. compute_s: without treatments."""
         busy = compute_s + self.recompute_s
-        if not model.options.overlap:
-            return model.turn_of(self.footprint, busy + self.offload_s + self.reload_s, rank)
         longest = max(self.offload_s, self.reload_s)
         return max(model.turn_of(self.footprint, busy + max(0.0, longest - forward_s), rank), longest)
 

@@ -153,7 +153,7 @@ class IntervalTimes:
         rough, seconds = model.row(0, np.array([len(model)]), exact=False)
         values = (v for v in model.graph.value.values() if model.readers.produced_at(v.name) >= 0)
         most = np.array([float(sum(value.bytes for value in values))])
-        footprint = replace(rough, received=most, received_grads=most, sent=most, sent_grads=most)
+        footprint = replace(rough, received=most, received_grads=most)
         whole = model.turns(footprint, seconds, stages).max()
         return float(whole + model.edges(footprint, stages).max())
 
