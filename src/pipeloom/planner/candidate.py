@@ -47,10 +47,6 @@ class _StageChoice(NamedTuple):
     plan: StagePlan
     ahead: bool
 
-    @property
-    def recomputes(self) -> bool:
-        return "recompute" in self.evaluation.treatments.values()
-
 
 class _SimulatedStages(NamedTuple):
     """Stages with treatments, and their simulated step.
@@ -151,11 +147,6 @@ class Candidate:
         return self.tighter() is None and self.host_shortage is None
 
     @property
-    def copies_nothing(self) -> bool:
-        """Whether it copies nothing."""
-        return not self.leaving
-
-    @property
     def treated(self) -> frozenset[int]:
         """Stages of which something may leave where the schedule fits the caps."""
         asked = self._asked.treated
@@ -210,7 +201,7 @@ class Candidate:
         for that, but what it does while its gradient is on the way costs no time."""
         chosen = list(stages)
         for index, stage in enumerate(stages):
-            if stage.recomputes:
+            if "recompute" in stage.evaluation.treatments.values():
                 start, end = self.cuts[index : index + 2]
                 better = self.search.ahead(start, end, index)
                 if better.fits and (other := self._choose_ahead(index, better)).ahead:

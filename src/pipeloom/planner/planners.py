@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import islice, product
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
@@ -39,7 +39,8 @@ from .notes import faster_of
 from .refine import (
     FEW_OPS,
     HUGE,
-    FailedSearches,
+    Propose,
+    fails_again,
     faster_under_less,
     fastest_of_few,
     fit_caps,
@@ -164,7 +165,7 @@ def each(by: ByCuts | ByOrder, request: Request, search: Search, log: SearchLog)
     """The first candidate; of a schedule that fits the caps those for all that a stage may be taken to hold,
     the fastest first."""
     found = by.first(request, search, log)
-    if request.fits_caps and not any(candidate.copies_nothing for candidate in found):
+    if request.fits_caps and all(candidate.leaving for candidate in found):
         for other in more_held(request, search):
             found += by.first(request, other, SearchLog())
     return sorted(found, key=step_s)
@@ -183,10 +184,6 @@ class Finder:
     own: ByCuts | ByOrder
     beside: tuple[str, ...] = ()
     of_dags: bool = False
-
-
-Propose: TypeAlias = Callable[[Search], Iterator[Cuts]]
-"""Several cuts of a search, for stages of a DAG, which are worth a simulation."""
 
 
 def searched(own: ByCuts | ByOrder) -> Finder:
@@ -326,14 +323,14 @@ def _attempts(first: Candidate, by: ByCuts) -> Iterator[Candidate]:
     found; then with fewer ways to free memory, whose estimates are simpler. No more of those with which a
     step takes longer than it may."""
     request, search = first.request, first.search
-    failed = FailedSearches()
+    failed: list[Search] = []
 
     def attempt(search: Search) -> Candidate | None:
-        if failed.covers(search):
+        if fails_again(search, failed):
             return None
         cuts = by.find(search)
         if not by.fit(search, cuts):
-            failed.searches.append(search)
+            failed.append(search)
             return None
         return fit_caps(request, search, cuts)
 

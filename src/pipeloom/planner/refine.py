@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice, pairwise
 from math import ceil, floor, inf, log2
 from operator import add, ge, le
@@ -203,21 +203,15 @@ def _moves(found: Candidate, places: Sequence[int]) -> Iterator[Cuts]:
                     yield (*cuts[:k], places[to], *cuts[k + 1 :])
 
 
-@dataclass
-class FailedSearches:
-    """The searches of one planner, in one model, that found no cut: one with no more memory, no fewer
-    micro-batches in flight and no other ways to free memory need not be made."""
-
-    searches: list[Search] = field(default_factory=list)
-
-    def covers(self, search: Search) -> bool:
-        """Whether another that failed had at least what this one has."""
-        return any(
-            set(search.treatments) <= set(other.treatments)
-            and all(map(le, search.caps, other.caps))
-            and all(map(ge, search.in_flight, other.in_flight))
-            for other in self.searches
-        )
+def fails_again(search: Search, failed: Sequence[Search]) -> bool:
+    """Whether a search need not be made, as others, in the same model, found no cut: one of them had no less
+    memory, no more micro-batches in flight and all its ways to free memory."""
+    return any(
+        set(search.treatments) <= set(other.treatments)
+        and all(map(le, search.caps, other.caps))
+        and all(map(ge, search.in_flight, other.in_flight))
+        for other in failed
+    )
 
 
 PER_DOUBLING = 4
@@ -257,6 +251,7 @@ def _keeps(found: Candidate | None, cluster: Cluster) -> bool:
 
 
 Propose = Callable[[Search], Iterator[Cuts]]
+"""Several cuts of a search, for stages of a DAG, which are worth a simulation."""
 
 
 NEARLY_FULL = 0.8

@@ -27,7 +27,7 @@ from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..schedules import registry
 from ..schedules.language.names import LIMIT, parse_name
 from ..settings import PlanSettings
-from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, deepen, graph_edges
+from .branches import BranchOrdered, Edge, branch_orders, decompose, deepen, graph_edges
 from .placement import Layout, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .search.cut_search import Search
 from .search.layer_groups import layers
@@ -109,10 +109,6 @@ class SharedCosts:
         key = order, tuple(map(id, distinct))
         forward = self.tables_of(graph, profiles, ()) if order else None
         return remembered(self.tables, key, lambda: GraphTables(graph, distinct, order, forward))
-
-    def known_of(self, model: CostModel) -> Known:
-        """What is known of the stages of a model; to be filled."""
-        return self.known.setdefault(model, {})
 
 
 MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 32
@@ -301,11 +297,6 @@ class Request:
             begins[after] = max(begins[after], begins[before] + took[before])
         return begins
 
-    @cached_property
-    def tree(self) -> Term:
-        """The ops in series and branches."""
-        return decompose(sum(not op.cheap for op in self.graph.ops), self.edges)
-
     def branch_orders(self, stages: int) -> list[BranchOrdered]:
         """The ops in orders in which stages may be cut from them: branches stand together where all but the
         heaviest of them would fill `HALF_A_STAGE`. The first is the one that planners of chains see."""
@@ -316,7 +307,8 @@ class Request:
         seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
         most = MANY_ORDERS if len(seconds) <= SMALL else FEW_ORDERS
         least_s = HALF_A_STAGE * float(seconds.sum()) / stages
-        found = branch_orders(self.tree, seconds, least_s, most, self.edges)
+        tree = decompose(len(seconds), self.edges)
+        found = branch_orders(tree, seconds, least_s, most, self.edges)
         self.shared.orders[stages] = found
         return found
 
@@ -377,7 +369,7 @@ class Request:
         model = self.models[0] if ordered is None else self._model(0, ordered)
         return Search(
             model=model,
-            known=self.shared.known_of(model),
+            known=self.shared.known.setdefault(model, {}),
             caps=tuple(min(devices[rank].memory_bytes for rank in ranks) for ranks in homes),
             in_flight=tuple(max(held[stage::count]) for stage in range(count)),
             treatments=self.treatments,

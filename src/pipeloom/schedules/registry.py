@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -46,11 +46,8 @@ from .list_scheduler.choose import fastest
 Rows: TypeAlias = Iterable[Iterable[Action]]
 
 
-class Family(Protocol):
-    """Makes one row of compute actions per rank, from placement[stage] = rank."""
-
-    def __call__(self, stages: StageGraph, placement: tuple[int, ...], microbatches: int, /) -> Rows: ...
-
+Family: TypeAlias = Callable[[StageGraph, tuple[int, ...], int], Rows]
+"""Makes one row of compute actions per rank, from stages, placement[stage] = rank, and micro-batches."""
 
 PLACES = ("line", "loop", "wave", "both ways", "table")
 MEANT = {

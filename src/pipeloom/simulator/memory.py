@@ -84,9 +84,6 @@ class MemoryChanges(NamedTuple):
     first_out: Ints
     channels_out: Longs
 
-    def outgoing(self, rank: int) -> Longs:
-        return self.channels_out[self.first_out[rank] : self.first_out[rank + 1]]
-
 
 class Step(NamedTuple):
     """A simulated step: what ran, when, and what that changes.
@@ -317,8 +314,8 @@ class Memory:
         """Bytes over time of one rank."""
         p = self.layout
         most = 2 * int(p.offsets[rank + 1] - p.offsets[rank]) + 1
-        first = p.first_message
-        most += sum(int(first[c + 1] - first[c]) for c in self.changes.outgoing(rank))
+        out = self.changes.channels_out[slice(*self.changes.first_out[rank : rank + 2])]
+        most += int(np.diff(p.first_message)[out].sum())
         times, sizes = np.zeros(most), np.zeros(most, np.int64)
         at_peak = np.zeros((len(self.static), MOST_RESIDUALS + 1), np.int64)
         count = replay(self.step, (rank, rank + 1), ReplayOutput(at_peak, times, sizes))

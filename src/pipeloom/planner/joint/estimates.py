@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from math import comb
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -47,15 +47,9 @@ ENTRIES = 4_000_000
 """Numbers that are kept at once."""
 
 
-class Estimate(Protocol):
-    """What is searched by: of cuts.  passes: moves that are made at most."""
-
-    cuts: CutTimes
-    passes: int
-
-    def steps(self, places: Indices) -> Array:
-        """Seconds of each, of (cuts, stages + 1) places."""
-        ...
+Estimate: TypeAlias = "ClosedForm | InOrder"
+"""What is searched by. steps: the seconds of cuts, given as (cuts, stages + 1) places.  passes: moves that
+are made at most."""
 
 
 class CutTimes:

@@ -39,7 +39,7 @@ from ..plan_costs import PlanCosts
 from ..refine import fit_caps, least_step_s
 from ..refusals import fits, too_many_stages
 from ..request import Request, profile_of
-from ..schedule_names import schedule_names
+from ..schedule_names import CHUNKS, schedule_names
 from ..search.cut_search import Search
 from ..search.problem import Cuts
 from ..searched_order import with_searched_order
@@ -88,8 +88,6 @@ LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
 
 SAME = 1e-9
-CHUNKS = (2, 4)
-"""Stages per rank that are tried."""
 
 PROMISING = ("1f1b", "zb_v", "zb_h2", "zb_h1", "gis", "interleaved_1f1b", "dualpipe", "chimera", "hanayo")
 """Schedules that are tried first, which matters where the budget ends before all were."""

@@ -47,11 +47,6 @@ RELAXED = (1.0, 1.02, 1.05, 1.1, 1.25)
 """Bottlenecks, as shares of the least, under which the shallowest pipeline is looked for."""
 
 
-def graphpipe(search: Search) -> Cuts:
-    """The cuts of the least bottleneck, 0 and the number of ops included; () if nothing fits."""
-    return next(shallow_cuts(search), ())
-
-
 def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
     """Cuts worth a simulation, none twice: the shallowest pipeline for each relaxed bottleneck. Nothing if no
     cut keeps the caps by estimate.

@@ -404,9 +404,7 @@ def search_schedule(
         result = search_orders(problem(stages=asked.stages), options, report)
     else:
         result = search_placed(problem, asked.stages, asked.ranks, options, report)
-    return prove_search(
-        result, asked.unit, declared_in="" if operations is None else str(operations.resolve())
-    )
+    return prove_search(result, declared_in="" if operations is None else str(operations.resolve()))
 
 
 def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
@@ -422,7 +420,7 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     return stages_of(parse_toml(text, str(path)), str(path), ranks)
 
 
-def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
+def prove_search(result: SearchResult, *, declared_in: str = "") -> FoundSchedule:
     problem = result.problem
     graph, placement = problem.placed
     schedule = Schedule(
@@ -444,7 +442,7 @@ def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = 
         timeline=timeline,
         result=result,
         declared_in=declared_in,
-        peaks=tuple(peak / unit for peak in result.best.peaks),
+        peaks=tuple(peak / problem.unit for peak in result.best.peaks),
     )
 
 
