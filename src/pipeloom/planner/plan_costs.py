@@ -20,7 +20,7 @@ from ..lowering.passes import lower
 from ..schedules import registry
 from ..simulator.all_reduce import all_gather_s
 from ..simulator.simulate import simulate
-from .request import are_alike, profile_of
+from .request import profile_of, ranks_that_cost
 from .stage_cost.model import CostModel
 from .stage_cost.peak_memory import CostOptions
 from .stage_cost.stage_estimate import cost_stage, estimate_stage
@@ -93,11 +93,8 @@ class PlanCosts:
                 f"the plan is for {ranks} devices, the cluster has {len(self.cluster.devices)}",
                 hint="name a cluster of as many devices, or plan for this one",
             )
-        count = len(plan.stages)
-        first, placement = plan.placement[:count], plan.placement[replica * count : (replica + 1) * count]
         devices = self.cluster.devices
-        if all(are_alike(devices[a], devices[b]) for a, b in zip(first, placement, strict=True)):
-            placement = first
+        placement = ranks_that_cost(plan.placement, len(plan.stages), replica, devices)
         options = CostOptions(
             microbatches=max(map(plan.microbatches_on, placement)),
             weights=plan.weights,

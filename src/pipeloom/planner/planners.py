@@ -544,11 +544,8 @@ FREEING = ("dawnpiper", "graphpipe")
 
 def offloading_schedules(request: Request) -> tuple[str, ...]:
     """Those that PipeOffload leaves to its user, see schedule_names.py."""
-    options, devices = request.options, request.cluster.devices
-    linked = all(device.host_link is not None for device in devices)
-    allowed = options.allowed is None or "offload" in options.allowed
     places = len(Readers(request.graph).cut_points) - 1
-    return schedule_names(len(devices), places, copies=linked and allowed)
+    return schedule_names(len(request.cluster.devices), places, copies=request.may_offload)
 
 
 SMALL = 200

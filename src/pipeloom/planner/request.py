@@ -241,8 +241,13 @@ class Request:
             return tuple(t for t in asked if t != "keep")
         if self.planner.optimises != "always":
             return ()
+        return ("recompute", "offload") if self.may_offload else ("recompute",)
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether all devices have a link to the host, and offloading is allowed."""
         linked = all(device.host_link is not None for device in self.cluster.devices)
-        return ("recompute", "offload") if linked else ("recompute",)
+        return linked and (self.options.allowed is None or "offload" in self.options.allowed)
 
     @property
     def makes_again(self) -> bool:
@@ -315,23 +320,13 @@ class Request:
     @cached_property
     def models(self) -> tuple[CostModel, ...]:
         """The costs of the stages of each replica, on the devices of their ranks."""
-        first = self._model(0)
-        models = [first]
-        for replica in range(1, self.layout.replicas):
-            own = self._devices_of(replica)
-            alike = all(map(are_alike, own, first.cluster.devices))
-            models.append(first if alike else self._model(replica))
-        return tuple(models)
-
-    def _devices_of(self, replica: int) -> list[Device]:
-        count = self.layout.stages
-        ranks = self.layout.placement[replica * count :][:count]
-        return [self.cluster.devices[rank] for rank in ranks]
+        return tuple(self._model(replica) for replica in range(self.layout.replicas))
 
     def _model(self, replica: int, ordered: BranchOrdered | None = None) -> CostModel:
         """The costs of one replica's stages.  ordered: see `search`."""
-        layout, devices = self.layout, self._devices_of(replica)
-        ordered = ordered or self.first_order
+        layout, ordered = self.layout, ordered or self.first_order
+        ranks = ranks_that_cost(layout.placement, layout.stages, replica, self.cluster.devices)
+        devices = tuple(self.cluster.devices[rank] for rank in ranks)
         options = CostOptions(
             microbatches=self.microbatches // layout.replicas * layout.most_replicas,
             weights=self.weights,
@@ -341,11 +336,10 @@ class Request:
             offloaded_at_once=self.options.offloaded_at_once,
         )
         order = ordered.ops if ordered.borders else ()
-        ranks = layout.placement[replica * layout.stages :][: layout.stages]
 
         def make() -> CostModel:
             profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
-            cluster = replace(self.cluster, devices=tuple(devices))
+            cluster = replace(self.cluster, devices=devices)
             tables = self.shared.tables_of(self.graph, profiles, order)
             return CostModel(self.graph, profiles, cluster, options, order, ranks=ranks, tables=tables)
 
@@ -443,6 +437,15 @@ def unrolled(rows: Schedule | SteadyStep) -> Schedule:
 def are_alike(one: Device, two: Device) -> bool:
     """Whether stages cost the same on two devices, which may be in different places."""
     return one == replace(two, node=one.node, group=one.group, switch=one.switch)
+
+
+def ranks_that_cost(
+    placement: tuple[int, ...], stages: int, replica: int, devices: Sequence[Device]
+) -> tuple[int, ...]:
+    """The ranks of a replica's stages; where all devices are like those of the first replica, its ranks."""
+    first, own = placement[:stages], placement[replica * stages :][:stages]
+    alike = all(are_alike(devices[a], devices[b]) for a, b in zip(first, own, strict=True))
+    return first if alike else own
 
 
 def profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:

@@ -209,13 +209,11 @@ class JointSearch:
     @cached_property
     def copying(self) -> tuple[str, ...]:
         """Schedules that offload, by name; none if others were named."""
-        options, devices = self.request.options, self.request.cluster.devices
-        named = options.schedule or options.schedules or self.request.updates is not None
-        linked = all(device.host_link is not None for device in devices)
-        if named or not linked or not (options.allowed is None or "offload" in options.allowed):
+        options, ranks = self.request.options, len(self.request.cluster.devices)
+        if options.schedule or options.schedules or self.request.updates or not self.request.may_offload:
             return ()
-        plain = set(schedule_names(len(devices), self.places, copies=False))
-        return tuple(name for name in schedule_names(len(devices), self.places) if name not in plain)
+        plain = set(schedule_names(ranks, self.places, copies=False))
+        return tuple(name for name in schedule_names(ranks, self.places) if name not in plain)
 
     def way(self, name: str, order: tuple[int, ...] = ()) -> Request:
         """The request for a schedule, on devices in some order. Raises: PlanError, ScheduleError."""
