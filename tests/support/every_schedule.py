@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from runs import capture_of, even, plan_for
 from zoo import sgd
 
 from pipeloom import Job
 from pipeloom.ir.plan import Plan
-from pipeloom.planner.placement import place, stages_for
+from pipeloom.planner.placement import layout_of, stages_for
 from pipeloom.schedules import registry
 from pipeloom.train.model import GPT
 
@@ -40,4 +42,8 @@ def plan_of(job: Job, name: str, ranks: int, *, microbatches: int, microbatch_si
     flat = plan_for(
         captured, even(captured.graph, count), microbatches=microbatches, microbatch_size=microbatch_size
     )
-    return place(flat, captured.graph, name, ranks)
+    layout = layout_of(name, ranks)
+    placed = replace(flat, placement=layout.placement, caps=())
+    stages = placed.replicated(placed.stage_graph(captured.graph))
+    rows = registry.build(name, stages, layout.placement, microbatches // layout.replicas)
+    return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from ..ir.action import B, F, I, W
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError, ScheduleError
-from ..ir.graph import OpGraph
-from ..ir.plan import Plan
-from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
-from ..ir.steady import SteadyStep
 from ..schedules import registry
 from ..schedules.language import uplinks
 from ..simulator.shared_links import transfer_s
@@ -97,37 +92,6 @@ def refuse_microbatches(schedule: str, microbatches: int, replicas: int) -> None
         )
 
 
-def place(
-    plan: Plan,
-    graph: OpGraph,
-    schedule: str,
-    ranks: int,
-    **given: Any,
-) -> Plan:
-    """The same stages on `ranks` ranks, in the usual placement of another schedule.
-
-    given: see `registry.build`.
-    Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
-    """
-    layout = layout_of(schedule, ranks)
-    if len(plan.stages) != layout.stages:
-        raise PlanError(
-            f"{schedule} on {ranks} ranks is for {layout.stages} stages, the plan has {len(plan.stages)}",
-            hint=f"plan {layout.stages} stages",
-        )
-    refuse_microbatches(schedule, plan.microbatches, layout.replicas)
-    placed = replace(plan, placement=layout.placement, caps=())
-    stages = placed.replicated(placed.stage_graph(graph))
-    count = plan.microbatches // layout.replicas
-    rows: Schedule | SteadyStep
-    if plan.updates is not None:
-        updates = replace(plan.updates, every=count)
-        rows = registry.build_steady(schedule, stages, layout.placement, updates, **given)
-    else:
-        rows = registry.build(schedule, stages, layout.placement, count, **given)
-    return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))
-
-
 def message_seconds(
     stages: StageGraph, placement: tuple[int, ...], cluster: Cluster
 ) -> Callable[[int, int], float]:
@@ -167,6 +131,7 @@ def residual_room(
     """Bytes that the cap of each rank leaves for residuals beside parameters, gradients, optimizer state,
     buffers and the most scratch of any action; messages are not known yet.
 
+    >>> from dataclasses import replace
     >>> from pipeloom.ir.cluster import Device, Link
     >>> from pipeloom.ir.costs import equal_costs
     >>> (cost,) = equal_costs(1)
