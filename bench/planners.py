@@ -178,7 +178,7 @@ def found_by(planner: str, search: Search) -> tuple[tuple[int, ...], tuple[int, 
         raise PlanError("no cut fits")
     order = search.model.readers.order or tuple(range(len(search.model)))
     place = {op: index for index, op in enumerate(order)}
-    return tuple(place[op] for op in arranged.ops), arranged.cuts
+    return tuple(place[op] for op in arranged[0].ops), arranged[1]
 
 
 def searched(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from .branches import BranchOrdered
 from .candidate import Candidate, step_s
 from .joint.axes import AXES
 from .joint.ledger import SearchLedger
@@ -152,11 +151,11 @@ class ByOrder:
         log.search, log.no_chain = search, arranged is None
         if arranged is None:
             return []
-        log.search = search = request.search(BranchOrdered(arranged.ops, (0,)))
-        log.first_cuts = arranged.cuts
-        if not ByCuts(lambda search: arranged.cuts, self.keeps_caps).fit(search, arranged.cuts):
+        order, cuts = arranged
+        log.search, log.first_cuts = request.search(order), cuts
+        if not ByCuts(lambda search: cuts, self.keeps_caps).fit(log.search, cuts):
             return []
-        candidate = fit_caps(request, search, arranged.cuts)
+        candidate = fit_caps(request, log.search, cuts)
         log.candidates.append(candidate)
         return [candidate] if candidate.keeps_caps else []
 
@@ -494,8 +493,7 @@ class JointPlanner:
                     yield from _side_by_side_seeds(name, request)
                 elif isinstance(finder.own, ByOrder):
                     if (arranged := finder.own.arrange(search)) is not None:
-                        own = request.search(BranchOrdered(arranged.ops, (0,)))
-                        yield name, Point(request, own, arranged.cuts)
+                        yield name, Point(request, request.search(arranged[0]), arranged[1])
                 else:
                     few = search.large and name == "exact"
                     if cuts := search.fastest_of_few() if few else finder.own.find(search):

@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from ...ir.errors import PlanError
+from ..branches import BranchOrdered
 from ..search.cut_search import Search, growing_part
 from ..search.down_sets import DownSets, PieceGraph, best_chain, count_down_sets
 from ..search.layer_groups import borders, layers
@@ -42,14 +43,8 @@ MOST_ANTICHAINS = 100_000
 Pieces: TypeAlias = Literal["layer", "op"]
 
 
-class Arranged(NamedTuple):
-    """Stages as intervals of an op order of their own.
-
-    ops: positions in the forward, stage by stage.  cuts: where stages begin in that row, both ends included.
-    """
-
-    ops: tuple[int, ...]
-    cuts: Cuts
+Arranged: TypeAlias = tuple[BranchOrdered, Cuts]
+"""Stages as intervals of an op order of their own, and where they begin in that row, both ends included."""
 
 
 class Machine(NamedTuple):
@@ -152,7 +147,7 @@ def arranged_by(partition: Partitioner, granularity: Pieces) -> Callable[[Search
             own = [op for piece in pieces for op in ops[starts[piece] : starts[piece + 1]]]
             order += [forward[op.name] for op in own]
             cuts.append(len(order))
-        return Arranged(tuple(order), tuple(cuts))
+        return BranchOrdered(tuple(order), (0,)), tuple(cuts)
 
     return arrange
 
