@@ -186,7 +186,6 @@ class Finder:
 
 
 def searched(own: ByCuts | ByOrder) -> Finder:
-    """What one search finds."""
     return Finder(partial(each, own), own)
 
 
@@ -398,8 +397,6 @@ def _fewer_at_once(request: Request) -> Request | None:
 
 @dataclass(frozen=True)
 class OneSchedule:
-    """The fastest candidate of a finder."""
-
     finder: Finder
 
     def __call__(self, request: Request, *, explained: bool) -> Plan:
@@ -763,7 +760,6 @@ def planner(name: str) -> Planner:
 
 
 def finder_of(name: str) -> Finder:
-    """That of a planner for one schedule."""
     plan = planner(name).plan
     assert isinstance(plan, OneSchedule), f"{name} asks several planners, or tries several schedules"
     return plan.finder

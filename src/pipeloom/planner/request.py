@@ -189,7 +189,6 @@ class Request:
 
     @cached_property
     def entry(self) -> registry.Entry:
-        """What the library knows of the schedule."""
         return registry.entry(self.schedule)
 
     @property
@@ -204,7 +203,6 @@ class Request:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the stages go."""
         return layout_of(self.schedule, len(self.cluster.devices))
 
     @cached_property
@@ -214,7 +212,6 @@ class Request:
 
     @cached_property
     def usual(self) -> Schedule:
-        """The schedule of `usual_rows`."""
         return unrolled(self.usual_rows)
 
     @cached_property

@@ -256,14 +256,12 @@ def _new_requests(shared: SharedLinks, channels: int) -> LinkRequests:
 
 @kernel
 def wake(s: SimulatorState, rank: int) -> None:
-    """Let a rank go on."""
     s.runnable[s.runnable_count[0]] = rank
     s.runnable_count[0] += 1
 
 
 @kernel
 def wake_all_reduce(s: SimulatorState, number: int) -> None:
-    """Wake all that wait for a sum."""
     waiter = s.sum_waiter[number]
     while waiter >= 0:
         wake(s, waiter)

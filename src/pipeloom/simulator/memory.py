@@ -353,7 +353,6 @@ def memory_of(
     *,
     begin_s: Floats,
 ) -> Memory:
-    """What every rank held in a simulation that has run."""
     columns = program.columns
     flow = flow_of(stages)
     begin, finish = byte_changes(columns.kinds, stages, flow, costs, columns.trains)

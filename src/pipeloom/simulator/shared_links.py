@@ -204,7 +204,6 @@ def with_uplinks(
 
 @kernel
 def request(s: SimulatorState, time: float, entry: int) -> None:
-    """Add a request to the heap."""
     push(s.requests.time, s.requests.entry, s.requests.size, time, entry)
 
 
@@ -240,7 +239,6 @@ def copy_known(p: ProgramLayout, s: SimulatorState, rank: int, entry: int) -> bo
 
 @kernel
 def all_copies_known(s: SimulatorState, rank: int) -> bool:
-    """Whether all copies of a rank have their times."""
     if s.requests.head[rank, COPY_OUT] < 0 and s.requests.head[rank, COPY_IN] < 0:
         return True
     s.requests.awaited[rank] = -2

@@ -156,7 +156,6 @@ def all_bands(problem: Problem) -> Bands:
 
 
 def bands_around(problem: Problem, cuts: Cuts, width: int) -> Bands:
-    """Places within `width` of the cuts."""
     bands = all_bands(problem)
     return [
         [place for place in band if abs(place - cut) <= width] for band, cut in zip(bands, cuts, strict=True)

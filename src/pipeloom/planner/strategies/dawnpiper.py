@@ -52,7 +52,6 @@ def dawnpiper(search: Search) -> Cuts:
 
 
 def binary_partition(problem: Problem) -> Partition:
-    """The best partition that binary partitioning finds."""
     if problem.last < problem.stages:
         return Partition()
     halving = _Halving(problem)

@@ -59,7 +59,6 @@ def explain_idle_time(
 
 
 def _idle(causes: Causes, rank: int, step_s: float, last: TimedSpan | None) -> Iterator[Idle]:
-    """All idle time of one rank, in order."""
     budget_s = max(causes.busy_s) - causes.busy_s[rank]
     now_s = 0.0
     for item in causes.rows[rank]:

@@ -85,8 +85,6 @@ def closes_update(text: str) -> bool:
 
 
 class SpansByEnd:
-    """Spans to be found by their end."""
-
     def __init__(self, spans: Iterable[TimedSpan]) -> None:
         self._spans = sorted(spans, key=lambda i: i.end_s)
         self._ends = [i.end_s for i in self._spans]
@@ -448,7 +446,6 @@ class Causes:
         return TimedSpan("transfer", made.rank, text, repeat, start_s, end_s, user.place, user.rank)
 
     def maker(self, message: TimedSpan) -> TimedSpan:
-        """The action that made a message."""
         return self._made[self._maker[message.action], message.repeat]
 
     def _held_up(self, message: TimedSpan) -> Iterator[TimedSpan]:
