@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 from ..checks.schedules import check, check_program
 from ..ir.columns import Rows
@@ -15,14 +13,6 @@ from ..ir.weights import Updates
 from .memory import add_memory
 from .optimizer import add_optimizer
 from .transfers import add_transfers, join_pairs
-
-Pass: TypeAlias = Callable[[Program, StageGraph], Program]
-
-
-def passes(policy: MemoryPolicy, optimizer: Pass) -> tuple[Pass, ...]:
-    """In order. Memory actions stand around whole pairs, so they come once those are closed up."""
-    memory = partial(add_memory, policy=policy)
-    return (add_transfers, join_pairs, memory, optimizer)
 
 
 def lower(
@@ -59,7 +49,9 @@ def lower(
         every=None if updates is None else updates.every,
         clips=clips and updates is not None,
     )
-    for make in passes(policy, partial(add_optimizer, updates=updates)):
+    # Memory actions stand around whole pairs, so they come once those are closed up.
+    memory, optimizer = partial(add_memory, policy=policy), partial(add_optimizer, updates=updates)
+    for make in (add_transfers, join_pairs, memory, optimizer):
         program = make(program, stages)
     check_program(program, stages)
     return program

@@ -52,24 +52,18 @@ MOST_TRIED = 64
 def recipe_text(
     turn: Sequence[str],
     *,
-    title: str,
-    figures: str,
-    file: str,
-    name: str,
-    about: str,
     placement: Sequence[object],
-    microbatches: int,
-    ranks: int,
     edges: Sequence[tuple[int, int]],
     kinds: Sequence[str],
     shards: str = "",
     imports: str = IMPORTS,
     insert: str = "",
+    **words: object,
 ) -> str:
     """The text of a file that runs `turn` again and again (`patterns.repeating`).
 
-    title, figures: what its docstring begins with.  name: of the schedule in it.  placement: of each stage.
-    kinds: "FB" or "FIW", of each stage.  shards, imports, insert: pieces of Python, where they differ.
+    placement: of each stage.  kinds: "FB" or "FIW", of each stage.
+    shards, imports, insert: pieces of Python, where they differ.  words: all others of `_TEXT`.
     """
     return _TEXT.format(
         turn="\n".join(f'    "{line}",' for line in turn),
@@ -77,8 +71,10 @@ def recipe_text(
         stages=len(placement),
         edges=", ".join(map(str, edges)),
         kinds=f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__",
-        **dict(title=title, figures=figures, file=file, name=name, about=about, ranks=ranks),
-        **dict(microbatches=microbatches, shards=shards, imports=imports, insert=insert),
+        shards=shards,
+        imports=imports,
+        insert=insert,
+        **words,
     )
 
 
