@@ -25,18 +25,28 @@ from pipeloom.settings import PlanSettings
 pytestmark = pytest.mark.whole_search
 
 
-@pytest.mark.parametrize(
-    "seed", [19, *(pytest.param(n, marks=pytest.mark.slow) for n in (*range(8), 23, 40, 118, 156, 182))]
-)
-def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int) -> None:
+FEW = ("1f1b", "zb_v", "gis_h")
+"""Schedules of quick cases: in a line and in a V, with much in flight and with little."""
+
+
+def cases(quick: int, *seeds: int) -> pytest.MarkDecorator:
+    """A seed with few schedules, and it and others with all, which is slow."""
+    whole = (pytest.param(seed, (), marks=pytest.mark.slow) for seed in (quick, *seeds))
+    return pytest.mark.parametrize(("seed", "schedules"), [(quick, FEW), *whole])
+
+
+@cases(19, *range(8), 23, 40, 118, 156, 182)
+def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(
+    seed: int, schedules: tuple[str, ...]
+) -> None:
     graph, profile, cluster = random_case(seed)
     free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
     assert free is not None
     share = random.Random(seed).choice((0.7, 0.9, 1.3))
     cluster = with_memory(cluster, int(share * max(free.peaks)))
-    made = planned(graph, profile, cluster, "auto")
-    dice = random.Random(seed)
-    for planner, schedule in dice.sample([*product(PLANNERS_OF_ONE, SCHEDULES)], 3 if seed == 19 else 60):
+    made = planned(graph, profile, cluster, "auto", schedules=schedules)
+    ways = [*product(PLANNERS_OF_ONE, schedules or SCHEDULES)]
+    for planner, schedule in random.Random(seed).sample(ways, 8 if schedules else 60):
         theirs = planned(graph, profile, cluster, planner, schedule)
         assert step_s(made) <= step_s(theirs) * (1 + 1e-9), (planner, schedule)
     if made is not None:
@@ -47,14 +57,14 @@ def test_no_planner_with_any_schedule_is_faster_or_finds_a_plan_alone(seed: int)
         assert told is not None and told["bound_s"] <= step_s(made) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [18, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 7))])
-def test_a_larger_cap_gives_no_slower_step(seed: int) -> None:
+@cases(18, 1, 2, 5, 7)
+def test_a_larger_cap_gives_no_slower_step(seed: int, schedules: tuple[str, ...]) -> None:
     graph, profile, cluster = random_case(seed)
     free = planned(graph, profile, cluster, "exact", "1f1b", treatments=())
     assert free is not None
-    sizes = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if seed == 18 else (0.7, 0.8, 0.95, 1.2))]
-    steps = [step_s(planned(graph, profile, with_memory(cluster, size), "auto")) for size in sizes]
-    assert all(after <= 1.001 * before for before, after in pairwise(steps)), steps
+    caps = [int(share * max(free.peaks)) for share in ((0.8, 1.2) if schedules else (0.7, 0.8, 0.95, 1.2))]
+    plans = [planned(graph, profile, with_memory(cluster, cap), "auto", schedules=schedules) for cap in caps]
+    assert all(step_s(after) <= 1.001 * step_s(before) for before, after in pairwise(plans))
 
 
 def test_one_seed_gives_one_plan_and_unlike_devices_get_the_best_order() -> None:
@@ -97,7 +107,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
     graph, profile, cluster = random_case(0)
     monkeypatch.setitem(planners.AXES, "cuts", stop)  # type: ignore[arg-type]
-    made = planned(graph, profile, cluster, "auto")
+    made = planned(graph, profile, cluster, "auto", schedules=FEW)
     assert made is not None and searched_for(made)["ended"] == "interrupted"  # type: ignore[index]
 
 
