@@ -133,7 +133,7 @@ def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() ->
 
 
 def test_what_if_of_a_schedule_whose_groups_are_its_own(folder: Path) -> None:
-    words = ("plan", "mine.py:job", "-m", "8", "-s", "gis_g", "--cluster", "2 x cpu")
+    words = ("plan", "mine.py:job", "-m", "4", "-s", "gis_g", "--planner", "exact", "--cluster", "2 x cpu")
     assert figures(*words)["what_if"]
 
 
