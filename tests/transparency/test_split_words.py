@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from optimizers import MuonAndAdamW
 from runs import assert_same, capture_of, each_rank, even_plan, pipelined, plain
 from torch import nn
 
-from pipeloom import Pipeline, planning
+from pipeloom import Job, Pipeline, planning
 from pipeloom.integrations.as_one_process import load_optimizer_states, optimizer_states
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.plan import Plan
 from pipeloom.tracer.split_words import heads, split_words
 
 SIZES = {"microbatches": 4, "microbatch_size": 2}
+GPT = zoo.in_double(Job(model=partial(zoo.GPT, 8, 1), batch=zoo.token_batch, name="gpt"))
 
 
 @pytest.mark.sampled("bert-float32")
@@ -79,7 +81,7 @@ def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim
 
 def test_checkpoints_exports_and_groups_have_whole_names(tmp_path: Path) -> None:
     """A tied head, trained whole, is trained in 3 parts, then in 2, then whole again."""
-    job = replace(zoo.job("gpt", double=True), optimizer=by_name)
+    job = replace(GPT, optimizer=by_name)
     batches = [job.batch(seed, 4) for seed in range(3)]
     whole, *parts = (even_plan(job, 2, words=words, microbatches=2) for words in (1, 3, 2))
     model = job.model()
@@ -109,7 +111,7 @@ def test_checkpoints_exports_and_groups_have_whole_names(tmp_path: Path) -> None
 
 def test_a_trainer_made_for_one_process_saves_whole_states(tmp_path: Path) -> None:
     """Optimizer states of a head in 3 parts, loaded into one that is whole, and back."""
-    job = replace(zoo.job("gpt", double=True), optimizer=torch.optim.AdamW)
+    job = replace(GPT, optimizer=torch.optim.AdamW)
     batches = [job.batch(seed, 4) for seed in range(3)]
     whole, parts = (even_plan(job, 2, words=words, microbatches=2) for words in (1, 3))
     between: dict[str, Any] = {}
