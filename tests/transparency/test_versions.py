@@ -72,7 +72,7 @@ def test_corrections_are_those_of_one_process(how: str, optimizer: str) -> None:
     assert found.copied_bytes == STEPS * size, "an update copies the parameters once"
 
 
-@pytest.mark.parametrize("how", ["", *CORRECTIONS])
+@pytest.mark.parametrize("how", ["", "both"])
 def test_drains_change_nothing(how: str) -> None:
     job, changes = job_of(), CORRECTIONS.get(how, {})
     plan = softened(steady_plan(job, 3, 3), **changes)
@@ -148,7 +148,7 @@ def test_too_few_micro_batches_are_refused_with_the_number_that_suffices() -> No
         steady_plan(job_of(), 4, 2)
 
 
-@pytest.mark.parametrize("how", ["", *CORRECTIONS])
+@pytest.mark.parametrize("how", ["", "both"])
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path: Path, how: str) -> None:
     """Saved after three batches, loaded by a pipeline of another depth: the same numbers."""
     job, changes = job_of(), CORRECTIONS.get(how, {})
