@@ -1,4 +1,4 @@
-"""Every planner through the commands: plan with what-if and rehearsal, verify --plan, train, bench."""
+"""Planners of every kind in commands: plan with what-if and rehearsal, verify --plan, train, bench."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ SMALL = ("--ranks", "2", "--microbatches", "4")
 SEARCHED = ("auto",)
 """Planners whose plan of this model has a searched order, which is no schedule of the library."""
 
-every_planner = pytest.mark.parametrize("name", PLANNERS)
+KINDS = ("auto", "exact", "dawnpiper", "pipeoffload", "graphpipe", "vpipe", "pipedream", "piper")
+"""Planners that commands may treat otherwise: searches without and with copies; one cut, the best of
+several, and stages side by side; cuts between layers, without a look at caps, and of the whole graph."""
+
+each_kind = pytest.mark.parametrize("name", KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,7 @@ def is_of(file: Path, name: str, *, searched: bool = False) -> bool:
 
 
 @pytest.mark.sampled(6)
-@every_planner
+@each_kind
 def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
     words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json")
     planned = figures("plan", MODEL, *words)
@@ -66,27 +70,20 @@ def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*PLANNERS} - {*SEARCHED}))
-def test_a_plan_is_verified(name: str) -> None:
-    words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json", "--no-what-if")
-    good("plan", MODEL, *words)
-    assert figures("verify", MODEL, "--plan", "plan.json")["passed"]
-
-
-@pytest.mark.slow
-@every_planner
-def test_a_plan_for_this_machine_is_planned_again_and_rehearsed_and_a_plan_is_timed(
+@each_kind
+def test_a_plan_for_this_machine_is_planned_again_rehearsed_verified_and_timed(
     folder: Path, name: str, steady_times: None
 ) -> None:
     planned = figures("plan", MODEL, "--planner", name, *SMALL, "-o", "plan.json")
     assert is_of(folder / "plan.json", name)
     assert planned["predicted_by"] == "rehearsal" and len(planned["what_if"]) >= 2
+    assert figures("verify", MODEL, "--plan", "plan.json")["passed"]
     timed = figures("bench", MODEL, "--planner", name, *SMALL, "--steps", "1", "--warmup", "1")
     assert timed["schedule"] != "searched" and timed["step_s"] > 0
 
 
 @pytest.mark.slow
-@every_planner
+@each_kind
 def test_a_run_is_planned_resumed_and_planned_again(folder: Path, name: str, steady_times: None) -> None:
     words = ("train", "--out", "run", "--set", "steps=2", "--set", "pipeline.microbatches=4")
     assert figures(*words, "--job", MODEL, "--planner", name)["steps"] == 2
