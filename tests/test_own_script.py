@@ -1,6 +1,7 @@
 """A pipeline as a training script makes one: from a model, a batch of its loader, a loss and an optimizer."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ def net(kind: type[nn.Module] = Net) -> nn.Module:
     return kind()
 
 
+NET = net()
+"""What pipelines have copies of: it is captured once."""
+
+
+@cache
 def named() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, 6, generator=generator)
@@ -104,7 +110,7 @@ def plain_losses(model: nn.Module, steps: int) -> list[float]:
 
 def test_a_module_with_its_weights_trains_as_in_one_process() -> None:
     """The optimizer groups parameters by name; `y` is the loss's, as the forward has no such argument."""
-    pipes = on_two_ranks(lambda pipe: [pipe.step(named()) for _ in range(3)], net(), named())
+    pipes = on_two_ranks(lambda pipe: [pipe.step(named()) for _ in range(3)], NET, named())
     assert pipes[0] == pipes[1] == pytest.approx(plain_losses(net(), 3), rel=1e-5)
 
 
@@ -123,14 +129,14 @@ def test_rank_0_alone_has_the_batches() -> None:
         losses += [report.loss for report in pipe.steps([named(), named()] if first else [])]
         return [*losses, pipe.evaluate(named() if first else None)]
 
-    mine, others = on_two_ranks(work, net(), named(), data="first")
+    mine, others = on_two_ranks(work, NET, named(), data="first")
     assert mine == others == pytest.approx(plain_losses(net(), 4), rel=1e-5)
 
 
 def test_rank_0_alone_has_batches_of_another_size() -> None:
     fewer = {name: named()[name][: ROWS // 2] for name in ("x", "y")}
-    alone = on_two_ranks(lambda pipe: pipe.step(None if pipe.rank else fewer), net(), named(), data="first")
-    assert alone == on_two_ranks(lambda pipe: pipe.step(fewer), net(), named())
+    alone = on_two_ranks(lambda pipe: pipe.step(None if pipe.rank else fewer), NET, named(), data="first")
+    assert alone == on_two_ranks(lambda pipe: pipe.step(fewer), NET, named())
 
 
 def test_a_batch_of_rank_0_that_is_none_is_refused_by_all_and_can_be_replaced() -> None:
@@ -141,13 +147,13 @@ def test_a_batch_of_rank_0_that_is_none_is_refused_by_all_and_can_be_replaced() 
             pipe.step()
         return pipe.step(named() if pipe.rank == 0 else None)
 
-    assert on_two_ranks(work, net(), named(), data="first")[1] == pytest.approx(plain_losses(net(), 1)[0])
+    assert on_two_ranks(work, NET, named(), data="first")[1] == pytest.approx(plain_losses(net(), 1)[0])
 
 
 def test_outputs_are_those_of_the_model_for_the_whole_batch() -> None:
     module = net().eval()
     expected = module(named()["x"])
-    for loss, outputs in on_two_ranks(lambda pipe: pipe.outputs(named()), net(), named()):
+    for loss, outputs in on_two_ranks(lambda pipe: pipe.outputs(named()), NET, named()):
         assert outputs.keys() == {"logits", "hidden"}  # the norm has no rows
         torch.testing.assert_close(outputs["logits"], expected["logits"].detach())
         torch.testing.assert_close(outputs["hidden"], expected["hidden"].detach())
@@ -168,7 +174,7 @@ def test_training_goes_on_after_an_evaluation_that_cannot_be(monkeypatch: pytest
         return pipe.step(named())
 
     monkeypatch.setattr("pipeloom.rank_stages.capture_evaluation", no_outputs)
-    assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 1)[0])
+    assert on_two_ranks(work, NET, named())[0] == pytest.approx(plain_losses(net(), 1)[0])
 
 
 def test_an_evaluation_in_inference_mode_is_one_and_training_goes_on() -> None:
@@ -178,11 +184,11 @@ def test_an_evaluation_in_inference_mode_is_one_and_training_goes_on() -> None:
         assert pipe.step(named()) == pytest.approx(before)
         return pipe.step(named())
 
-    assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 2)[1])
+    assert on_two_ranks(work, NET, named())[0] == pytest.approx(plain_losses(net(), 2)[1])
 
 
 def test_weights_that_are_kept_stay_as_they_are() -> None:
-    with pipeloom.Pipeline(net(), example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
+    with pipeloom.Pipeline(NET, example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
         kept = pipe.state_dict()
         pipe.step(named())
         pipe.load_state_dict(kept)
@@ -208,7 +214,7 @@ def test_weights_go_in_and_out_by_the_models_own_names(tmp_path: Path) -> None:
 
     module = net()
     plain_losses(module, 1)
-    for trained in on_two_ranks(work, net(), named()):
+    for trained in on_two_ranks(work, NET, named()):
         assert list(trained) == list(module.state_dict())
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(trained[name], tensor)
@@ -290,7 +296,7 @@ def test_the_first_number_that_is_not_finite_is_found_with_its_op() -> None:
 def test_a_hook_sees_what_each_action_makes() -> None:
     seen: list[tuple[str, set[str]]] = []
     note = {"on_action": lambda text, made: seen.append((text, set(made)))}
-    on_two_ranks(lambda pipe: pipe.step(named()), net(), named(), **note)
+    on_two_ranks(lambda pipe: pipe.step(named()), NET, named(), **note)
     assert sorted({text for text, _ in seen}) == sorted(
         f"{stage}{kind}{number}" for stage in (0, 1) for kind in "FB" for number in range(4)
     )
@@ -299,7 +305,7 @@ def test_a_hook_sees_what_each_action_makes() -> None:
 
 def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="pipeloom")
-    with pipeloom.Pipeline(net(), example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
+    with pipeloom.Pipeline(NET, example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
         assert (pipe.plan.microbatches, pipe.plan.microbatch_size, pipe.ranks) == (2, 4, 1)
         assert pipe.lr == 1e-3 and pipe.grad_norm is None
     assert sum("planning" in record.message for record in caplog.records) == 1
@@ -326,7 +332,7 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:
-    assert word in refused(ConfigError, pipeloom.Pipeline, net(), example=named(), loss=of_named, **how)
+    assert word in refused(ConfigError, pipeloom.Pipeline, NET, example=named(), loss=of_named, **how)
 
 
 def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:
@@ -342,12 +348,12 @@ def test_replicas_share_micro_batches_evenly(given: dict[str, int], rows: int, c
 
 
 def test_micro_batches_have_no_more_rows_than_asked_for() -> None:
-    with pipeloom.Pipeline(net(), example=named(), loss=of_named, microbatch_size=3, compare=False) as pipe:
+    with pipeloom.Pipeline(NET, example=named(), loss=of_named, microbatch_size=3, compare=False) as pipe:
         assert (pipe.plan.microbatches, pipe.plan.microbatch_size) == (3, 3)
 
 
 def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:
-    job, _ = job_of(net(), named(), loss=of_named)
+    job, _ = job_of(NET, named(), loss=of_named)
     plan = pipeloom.plan(job, ranks=1, microbatches=2, microbatch_size=4, cluster="a100-40")
     with pytest.raises(ConfigError, match="loss"):
         pipeloom.Pipeline(job, plan, loss=of_named)
@@ -356,9 +362,9 @@ def test_a_job_has_no_second_loss_and_a_plan_no_second_size() -> None:
 
 
 def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
-    job, _ = job_of(net(), named(), loss=of_named)
+    job, _ = job_of(NET, named(), loss=of_named)
     plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
-    modules = [net(), Net()]
+    modules = [NET, Net()]
 
     def rank(number: int, channel: Any) -> None:
         pipeloom.Pipeline(modules[number], plan, example=named(), loss=of_named, channel=channel)
@@ -370,7 +376,7 @@ def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
 @pytest.mark.parametrize("example", [None, "text", {"x": torch.ones(4), "a": "b"}, (), torch.tensor(1.0)])
 def test_an_example_that_is_no_batch_is_refused(example: Any) -> None:
     with pytest.raises(BatchError):
-        pipeloom.Pipeline(net(), example=example, loss=of_named)
+        pipeloom.Pipeline(NET, example=example, loss=of_named)
 
 
 def test_what_only_counts_batches_is_no_stage_of_its_own() -> None:
@@ -389,4 +395,4 @@ def test_a_batch_that_one_rank_alone_cannot_use_is_refused_by_all() -> None:
             pipe.step(named() if pipe.rank == 0 else [1, 2])
         return pipe.step(named())
 
-    assert on_two_ranks(work, net(), named())[0] == pytest.approx(plain_losses(net(), 1)[0])
+    assert on_two_ranks(work, NET, named())[0] == pytest.approx(plain_losses(net(), 1)[0])

@@ -80,6 +80,7 @@ def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: A
         *map(_what, (job.model, job.batch, job.loss, job.weight, job.modules)),
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),
+        kwargs.get("with_outputs"),
         tuple((kwargs.get("split") or {}).items()),
     )
     return _kept(_CAPTURES, key, lambda: (job, real(job, *args, **kwargs)))
@@ -95,6 +96,8 @@ def _what(value: Any) -> Any:
         return value.__code__, where, *map(_what, (*held, *given))
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), *(_what(getattr(value, one.name)) for one in fields(value))
+    if isinstance(value, dict):
+        return tuple((name, _what(held)) for name, held in value.items())
     plain = isinstance(value, str | int | float | bytes | tuple | None) and _hashable(value)
     return (type(value), value) if plain else id(value)
 
