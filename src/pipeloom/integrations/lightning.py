@@ -30,6 +30,7 @@ from ..pipeline import Pipeline
 from ..ranks import rank_device, result_of_rank_0
 from ..runtime.batches import off_mean
 from ..runtime.connect import connect
+from ..tracer.job_calls import evaluation_mode
 from .as_one_process import load_optimizer_states, mapped, optimizer_states, random_kept, repeated
 
 T = TypeVar("T")
@@ -421,50 +422,44 @@ def _look_at_steps(model: Any, batch: Any, *, weighted: bool) -> _Steps:
     """
     rows = _rows(batch)
     halves = [_sliced(batch, 0, rows // 2), _sliced(batch, rows // 2, rows)] if rows > 1 else []
-    modes = [(each, each.training) for each in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            loss, logged = _step_of(model, "training_step", batch)
-            if loss is None:
-                raise ConfigError(
-                    "training_step returns no loss of one number",
-                    hint='let it return the loss, or {"loss": loss}',
-                )
-            steps = _Steps()
-            for name, (value, how) in logged.items():
-                if value.data_ptr() == loss.data_ptr():
-                    steps.training[name] = _checked_rows(name, how, rows)
-                else:
-                    steps.dropped.append(name)
-            parts = [_step_of(model, "training_step", half)[0] for half in halves]
-            if not weighted and not _is_mean(loss, parts, halves):
-                warnings.warn(
-                    "the loss of training_step is no mean over rows, by which micro-batches are weighted. "
-                    "Give PipelineStrategy weight=, as `Pipeline` takes it.",
-                    stacklevel=2,
-                )
-            if type(model).validation_step is LightningModule.validation_step:
-                return steps
-            loss, logged = _step_of(model, "validation_step", batch)
-            others = [_step_of(model, "validation_step", half)[1] for half in halves]
-            steps.returns_loss = loss is not None
-            if loss is None and not logged:
-                return steps
-            steps.validation = {}
-            for name, (value, how) in logged.items():
-                if any(name not in other for other in others) or not _is_mean(
-                    value, [other[name][0] for other in others], halves
-                ):
-                    raise ConfigError(
-                        f"validation_step logs {name}, which is no mean over the rows of a batch",
-                        hint="log a mean, as of correct rows, and not their sum",
-                    )
-                steps.validation[name] = _checked_rows(name, how, rows)
+    with evaluation_mode(model), torch.no_grad():
+        loss, logged = _step_of(model, "training_step", batch)
+        if loss is None:
+            raise ConfigError(
+                "training_step returns no loss of one number",
+                hint='let it return the loss, or {"loss": loss}',
+            )
+        steps = _Steps()
+        for name, (value, how) in logged.items():
+            if value.data_ptr() == loss.data_ptr():
+                steps.training[name] = _checked_rows(name, how, rows)
+            else:
+                steps.dropped.append(name)
+        parts = [_step_of(model, "training_step", half)[0] for half in halves]
+        if not weighted and not _is_mean(loss, parts, halves):
+            warnings.warn(
+                "the loss of training_step is no mean over rows, by which micro-batches are weighted. "
+                "Give PipelineStrategy weight=, as `Pipeline` takes it.",
+                stacklevel=2,
+            )
+        if type(model).validation_step is LightningModule.validation_step:
             return steps
-    finally:
-        for each, training in modes:
-            each.training = training
+        loss, logged = _step_of(model, "validation_step", batch)
+        others = [_step_of(model, "validation_step", half)[1] for half in halves]
+        steps.returns_loss = loss is not None
+        if loss is None and not logged:
+            return steps
+        steps.validation = {}
+        for name, (value, how) in logged.items():
+            if any(name not in other for other in others) or not _is_mean(
+                value, [other[name][0] for other in others], halves
+            ):
+                raise ConfigError(
+                    f"validation_step logs {name}, which is no mean over the rows of a batch",
+                    hint="log a mean, as of correct rows, and not their sum",
+                )
+            steps.validation[name] = _checked_rows(name, how, rows)
+        return steps
 
 
 def _step_of(model: Any, hook: str, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -149,11 +150,8 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             return tensor
 
-        nn.init._no_grad_trunc_normal_ = recorded
-        try:
+        with patch.object(nn.init, "_no_grad_trunc_normal_", recorded):
             yield
-        finally:
-            nn.init._no_grad_trunc_normal_ = original
 
     def _describe(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):

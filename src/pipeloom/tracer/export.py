@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from traceback import clear_frames
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,11 +53,7 @@ def what_export_loses_refused(name: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, key, value in (*_gradients(refuse), *_autocast(refuse), *_hooks(refuse), *_state(refuse)):
-            if key in vars(owner):
-                stack.callback(setattr, owner, key, vars(owner)[key])
-            else:
-                stack.callback(delattr, owner, key)  # what it inherits shows again
-            setattr(owner, key, value)
+            stack.enter_context(patch.object(owner, key, value))
         yield
 
 
@@ -388,13 +385,11 @@ def without_export_output() -> Iterator[None]:
     """Graphs that this thread writes to stderr in the block are not shown, nor warnings of shape logic."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
-    before = sys.stderr
-    sys.stderr = _StreamWithoutGraphs(before)
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with patch.object(sys, "stderr", _StreamWithoutGraphs(sys.stderr)):
+            yield
     finally:
-        sys.stderr = before
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -22,6 +22,7 @@ from numbers import Number
 from threading import local
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -138,7 +139,6 @@ class AttributeWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Other threads must not call modules meanwhile."""
-        set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
 
         def watched_getattribute(module: nn.Module, name: str) -> Any:
             if name == _ALL_ATTRIBUTES:  # as torch's own code often does
@@ -156,15 +156,13 @@ class AttributeWatch:
 
             return changes
 
-        type.__setattr__(nn.Module, "__getattribute__", watched_getattribute)
-        type.__setattr__(nn.Module, "__setattr__", watched(set_attribute))
-        type.__setattr__(nn.Module, "__delattr__", watched(delete_attribute))
-        try:
+        with patch.multiple(
+            nn.Module,
+            __getattribute__=watched_getattribute,
+            __setattr__=watched(nn.Module.__setattr__),
+            __delattr__=watched(nn.Module.__delattr__),
+        ):
             yield
-        finally:
-            type.__setattr__(nn.Module, "__setattr__", set_attribute)
-            type.__setattr__(nn.Module, "__delattr__", delete_attribute)
-            type.__delattr__(nn.Module, "__getattribute__")
 
     def _used(self, module: nn.Module, name: str) -> _Uses:
         return self._uses.setdefault((id(module), name), _Uses())
@@ -704,10 +702,8 @@ def statistics_in_checkpoints_refused(name: str) -> Iterator[None]:
         with inside_checkpoint():
             yield from generator(*args, **kwargs)
 
-    functional.batch_norm = checked_batch_norm
-    checkpoint._checkpoint_without_reentrant_generator = watched_generator
-    try:
+    with (
+        patch.object(functional, "batch_norm", checked_batch_norm),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", watched_generator),
+    ):
         yield
-    finally:
-        functional.batch_norm = batch_norm
-        checkpoint._checkpoint_without_reentrant_generator = generator
