@@ -13,6 +13,8 @@ from .schedule import Pair
 STATIC_KINDS = ("parameters", "gradients", "optimizer", "buffers", "batch")
 """Kinds of memory that a stage holds from the first action of a step to the last."""
 
+MEMORY_KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:

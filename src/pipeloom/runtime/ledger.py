@@ -14,20 +14,10 @@ from typing import NoReturn
 
 import torch
 
+from ..ir.costs import MEMORY_KINDS
 from ..ir.errors import MemoryCapError
 from ..ir.stages import StageGraph
 from ..ir.text import format_bytes
-
-KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "buffers",
-    "batch",
-    "residuals",
-    "boundary",
-    "transient",
-)
 
 
 class Ledger:
@@ -41,7 +31,7 @@ class Ledger:
     def __init__(self, rank: int, cap_bytes: int | None = None) -> None:
         self.rank = rank
         self.cap_bytes = cap_bytes
-        self.levels: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.levels: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
         self.total = 0
         self.peak = 0
         self.at_peak: dict[str, int] = dict(self.levels)

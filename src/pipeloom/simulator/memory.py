@@ -49,7 +49,7 @@ from ..ir.columns import (
     Longs,
     starts_of,
 )
-from ..ir.costs import STATIC_KINDS, StageCost
+from ..ir.costs import MEMORY_KINDS, STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import kernel
 from ..ir.operation import OPERATIONS
@@ -262,10 +262,6 @@ def _add_up(step: Step, rank: int, own: tuple[Floats, Longs, Longs], gone: Longs
     return count
 
 
-KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
-"""The last three in the order of `replay`."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Memory:
     """What every rank held in a simulation that has run. Curves are made when they are asked for."""
@@ -293,7 +289,7 @@ class Memory:
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
         return tuple(
-            dict(zip(KINDS, (*static, *own), strict=True))
+            dict(zip(MEMORY_KINDS, (*static, *own), strict=True))
             for static, own in zip(self.static, self._highest[:, :MOST_RESIDUALS].tolist(), strict=True)
         )
 
