@@ -24,7 +24,7 @@ from ..ir.errors import PlanError, of_type
 from ..ir.graph import LOWER_PRECISION, OpGraph, Parameter, PartRows, UpdateBytes
 from ..tracer.job_calls import make_optimizer
 from ..tracer.random import one_thread_at_a_time
-from ..tracer.tensors import LiveBytes, tensors_of
+from ..tracer.tensors import LiveBytes, storage_bytes, tensors_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -400,12 +400,3 @@ def _one(dtype: torch.dtype) -> float | int | bool:
     if dtype is torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of what some tensors lie in, each piece once."""
-    sizes = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..ir.graph import PartRows, UpdateBytes, step_bytes
 from ..ir.weights import OptimizerShares, Updates
 from ..tracer.stage.functions import Sink
-from ..tracer.tensors import tensors_of
+from ..tracer.tensors import storage_bytes, tensors_of
 from .optimizer_bytes import (
     NO_ROWS,
     MakeOptimizer,
@@ -37,7 +37,6 @@ from .optimizer_bytes import (
     optimizers_of,
     refuse_kept_beside,
     stand_in,
-    storage_bytes,
     update_bytes,
 )
 

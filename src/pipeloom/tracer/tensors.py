@@ -45,6 +45,12 @@ def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
 
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what some tensors lie in, each storage once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 class StorageView(NamedTuple):
     """How a tensor looks at its storage now: `.data = ...` changes it later.
 

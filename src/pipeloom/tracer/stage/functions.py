@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..tensors import storage_bytes
+
 
 class Sink(Protocol):
     """Sums gradients by FQN; it must not keep the tensor it is given."""
@@ -168,9 +170,4 @@ class StageFunctions(ABC):
 
 def activation_bytes(tensors: Tensors) -> int:
     """Bytes of the residuals or carried tensors that a stage made itself, each storage once."""
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for slot, t in tensors.items()
-        if slot.kind in ("residual", "carried")
-    }
-    return sum(storages.values())
+    return storage_bytes(t for slot, t in tensors.items() if slot.kind in ("residual", "carried"))
