@@ -267,7 +267,6 @@ class Pipeline:
         if self.tier is not None:
             self.watch.on_exit(self.tier.close)
         self.worker = Rank(
-            rank=self.rank,
             program=self.program,
             weights=self.weights,
             channel=self.channel,
@@ -312,7 +311,7 @@ class Pipeline:
                 clips=options.clip_norm is not None,
             )
             kind = partial(SteadyRun, rows=rows)
-        run = kind(batches=self.batches, worker=self.worker, record=self.record, watch=self.watch)
+        run = kind(batches=self.batches, worker=self.worker, record=self.record)
         self.channel.open_groups(run.groups(stages, plan.placement))
         return run
 

@@ -20,7 +20,6 @@ from .runtime.batches import agree_on_shapes, loss_shares, signature_of, split_b
 from .runtime.ledger import out_of_memory_told
 from .runtime.rank import Microbatch, Rank
 from .runtime.transport import SumGroup
-from .runtime.watch import Watch
 from .step_reports import StepRecord, StepReport
 from .tracer.job import Job
 from .tracer.random import microbatch_seed
@@ -119,7 +118,6 @@ class Run(ABC):
     batches: StepBatches
     worker: Rank
     record: StepRecord
-    watch: Watch
     reports: list[StepReport] = field(default_factory=list)
     _broken: str = ""
     _torn: bool = False
@@ -154,7 +152,7 @@ class Run(ABC):
             break nothing off: the next call starts from where this one did.
         """
         self._recover(heals)
-        self.watch.check()
+        self.worker.watch.check()
         self._buffers = dict(self.worker.weights.buffers)
         self._overwriting = False
         try:
@@ -168,8 +166,8 @@ class Run(ABC):
             by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
             self._broken = f"{what} was broken off ({by})"
             self._torn = self._abandon() or self._overwriting or self._torn
-            if self.watch.ranks > 1:
-                self.watch.fail(error)
+            if self.worker.watch.ranks > 1:
+                self.worker.watch.fail(error)
             raise
         self.worker.reduce_and_step.updating = False
         self._broken, self._torn = "", False
@@ -183,9 +181,9 @@ class Run(ABC):
         """Clear away what a broken call has left, or refuse to go on."""
         if not self._broken:
             return
-        if self.watch.ranks > 1:
+        if self.worker.watch.ranks > 1:
             raise PipeloomError(
-                f"rank {self.watch.rank} cannot go on: {self._broken}, and messages to and from it are lost",
+                f"rank {self.worker.rank} cannot go on: {self._broken}, and messages to and from it are lost",
                 hint="start all ranks again, and load the newest checkpoint",
             )
         if self._torn and not heals:

@@ -160,7 +160,6 @@ class PacedRank:
         self.channel = channel
         self.recorder = Recorder(channel.rank, HostClock())
         self.worker = Rank(
-            rank=channel.rank,
             program=program,
             weights=Weights({}, {}, None),
             channel=channel,
@@ -233,7 +232,6 @@ class PacedSteadyRank:
             together=[r.names for r in shared_by(stages, step.placement, channel.rank, ())],
         )
         self.worker = Rank(
-            rank=channel.rank,
             program=rows.row(0, 0).program,
             weights=weights,
             channel=channel,
@@ -249,7 +247,6 @@ class PacedSteadyRank:
             batches=None,  # its micro-batches are made here
             worker=self.worker,
             record=record,
-            watch=watch,
             rows=rows,
         )
         channel.open_groups(self.run.groups(stages, step.placement))

@@ -232,7 +232,6 @@ class Rank:
     def __init__(
         self,
         *,
-        rank: int,
         program: Program,
         weights: Weights,
         channel: Channel,
@@ -243,7 +242,7 @@ class Rank:
         tier: Tier | None = None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.weights = rank, weights
+        self.rank, self.weights = channel.rank, weights
         self.program = self.running = program
         self.channel, self.ledger, self.recorder, self.watch = channel, ledger, recorder, watch
         self.tier = tier

@@ -127,7 +127,6 @@ class Rehearsal:
         self.ledger = Ledger(rank, cap_bytes)
         self.ledger.set("batch", sum(t.nbytes for t in sample.values()))
         self.worker = Rank(
-            rank=rank,
             program=program,
             weights=weights,
             ledger=self.ledger,
