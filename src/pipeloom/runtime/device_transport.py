@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from ..ir.errors import ConfigError
 from .connect import BACKEND_PATIENCE
-from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, PendingTransfer, SumGroup, open_groups
+from .transport import FailedTransfer, GlooTransport, Group, MakeGroup, PendingTransfer, SumGroup, Transport
 from .watch import Waiting, Watch
 
 UNREACHED_PATIENCE = BACKEND_PATIENCE / 2
@@ -133,7 +133,7 @@ def connecting_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
 
 
-class DeviceTransport:
+class DeviceTransport(Transport):
     """Point-to-point on a group per edge, sums on the given group, control data on a gloo group.
 
     make: makes further groups of the device's backend.  make_control: makes gloo's.
@@ -150,19 +150,15 @@ class DeviceTransport:
         timeout_s: float,
         pairs: Iterable[tuple[int, int]] | None = None,
     ) -> None:
-        self.rank = group.rank()
-        self.ranks = group.size()
+        super().__init__(group, make)
         if group.bound_device_id not in (None, device):
             raise ConfigError(
                 f"the process group was made with device_id {group.bound_device_id}, and rank {self.rank} "
                 f"computes on {device}",
                 hint=f"give the pipeline that device, or the group {device}",
             )
-        self._group = group
         self._device = device
         self._aborted = False
-        self._make = make
-        self._open: dict[SumGroup, Group] = {}
         self._control = GlooTransport(make_control("control data", self.rank, self.ranks), make_control)
         self._edges: dict[tuple[int, int], Group] = {}
         # Make all communicators now, in one order on all ranks. A communicator is made by the first transfer
@@ -180,40 +176,26 @@ class DeviceTransport:
 
     def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer:
         try:
-            work = self._edges[self.rank, target].send([buffer], 1, 0)
+            return self._begun(self._edges[self.rank, target].send([buffer], 1, 0))
         except RuntimeError as error:
             return FailedTransfer(error)
-        return _Enqueued(self._lookout, work)
 
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer:
         try:
-            work = self._edges[source, self.rank].recv([buffer], 0, 0)
+            return self._begun(self._edges[source, self.rank].recv([buffer], 0, 0))
         except RuntimeError as error:
             return FailedTransfer(error)
-        return _Enqueued(self._lookout, work)
-
-    def watched(self, send: PendingTransfer, target: int) -> PendingTransfer:
-        return send
-
-    def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        open_groups(self._open, groups, self.rank, self._make)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if tensor.device.type != self._device.type:
             assert group is None or len(group.ranks) == self.ranks, "control data goes to all ranks"
             return self._control.all_reduce(tensor)
-        over = self._group if group is None else self._open[group]
-        return _Enqueued(self._lookout, over.allreduce([tensor]))
+        return super().all_reduce(tensor, group)
 
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         options = dist.ReduceOptions()
         options.rootRank = group.ranks.index(owner)
-        return _Enqueued(self._lookout, self._open[group].reduce([tensor], options))
-
-    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
-        options = dist.BroadcastOptions()
-        options.rootRank = group.ranks.index(source)
-        return _Enqueued(self._lookout, self._open[group].broadcast([tensor], options))
+        return self._begun(self._open[group].reduce([tensor], options))
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._control.all_gather_object(value, timeout_s)
@@ -234,6 +216,9 @@ class DeviceTransport:
                 group.shutdown()
         self._edges.clear()
         self._open.clear()
+
+    def _begun(self, work: dist.Work) -> PendingTransfer:
+        return _Enqueued(self._lookout, work)
 
 
 @dataclass

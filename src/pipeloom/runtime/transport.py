@@ -22,6 +22,7 @@ import pickle
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -72,9 +73,10 @@ class SumGroup(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves flat byte buffers between ranks.
 
+    group: of the ranks; None for a rank alone.  make: makes those that it sums in beside it.
     buffer: uint8, one dimension.
     index: counts the messages from one rank to another since the start; a receive gets the message of its
         index.
@@ -83,42 +85,63 @@ class Transport(Protocol):
     `wait`. A rank that blocked here while its peer does the same would never post what the peer waits for.
     """
 
-    @property
-    def rank(self) -> int: ...
+    def __init__(self, group: Group | None, make: MakeGroup) -> None:
+        self.rank: int = 0 if group is None else group.rank()
+        self.ranks: int = 1 if group is None else group.size()
+        self._group: Group = group
+        self._make = make
+        self._open: dict[SumGroup, Group] = {}
 
-    @property
-    def ranks(self) -> int: ...
-
+    @abstractmethod
     def send(self, buffer: Tensor, target: int, index: int) -> PendingTransfer: ...
 
+    @abstractmethod
     def receive(self, buffer: Tensor, source: int, index: int) -> PendingTransfer: ...
 
     def watched(self, send: PendingTransfer, target: int) -> PendingTransfer:
         """The same send, that says when it has ended though nobody waits for it."""
+        return send
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        """Make groups for sums. All ranks call it with the same groups, also those that are in none."""
+        """Make groups for sums, each without other ranks. All ranks call it with the same groups, also those
+        that are in none, and come to a group after those before it, so none waits for ever."""
+        for group in groups:
+            ranks = group.ranks
+            if self.rank in ranks and len(ranks) > 1 and group not in self._open:
+                self._open[group] = self._make(f"{group.name} {ranks}", ranks.index(self.rank), len(ranks))
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits.
 
         tensor: on the ranks' device; or on the host, for control data of all ranks, without a device's part.
         """
+        over = self._group if group is None else self._open[group]
+        return self._begun(over.allreduce([tensor]))
 
+    @abstractmethod
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         """Begin a sum in place for one rank of an open group; those of the others may hold anything then."""
 
     def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
         """Begin to copy the tensor of `source`, a rank of an open group, into those of its other ranks."""
+        options = dist.BroadcastOptions()
+        options.rootRank = group.ranks.index(source)
+        return self._begun(self._open[group].broadcast([tensor], options))
 
+    @abstractmethod
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Raises: as `PendingTransfer.wait`."""
 
+    @abstractmethod
     def interrupt(self) -> None:
         """Called from another thread: end all waits of this rank with ConnectionError, for good."""
 
+    @abstractmethod
     def close(self) -> None:
         """Called once, when the last wait is over."""
+
+    @abstractmethod
+    def _begun(self, work: dist.Work) -> PendingTransfer: ...
 
 
 class CompletedTransfer:
@@ -165,26 +188,11 @@ def gloo_group(
     return group
 
 
-def open_groups(known: dict[SumGroup, Group], groups: Sequence[SumGroup], rank: int, make: MakeGroup) -> None:
-    """Add to those that a rank knows the groups that it sums in, each without other ranks. All ranks
-    of a group come to it after those before it, so none waits for ever."""
-    for group in groups:
-        if rank in group.ranks and len(group.ranks) > 1 and group not in known:
-            known[group] = make(f"{group.name} {group.ranks}", group.ranks.index(rank), len(group.ranks))
-
-
-class GlooTransport:
-    """Point-to-point by tag on the given group, and sums beside it on groups that it opens.
-
-    group: of the ranks; None for a rank alone.
-    """
+class GlooTransport(Transport):
+    """Point-to-point by tag on the given group, and sums beside it on groups that it opens."""
 
     def __init__(self, group: Group | None, make: MakeGroup) -> None:
-        self.rank: int = 0 if group is None else group.rank()
-        self.ranks: int = 1 if group is None else group.size()
-        self._group: Group = group
-        self._make = make
-        self._open: dict[SumGroup, Group] = {}
+        super().__init__(group, make)
         self._send_waiters: dict[int, _SendWaiter] = {}
         # gloo's thread is not to be the last to let go of it.
         self._last_collective: dist.Work | None = None
@@ -211,13 +219,6 @@ class GlooTransport:
         except RuntimeError as error:
             return FailedTransfer(error)
 
-    def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        open_groups(self._open, groups, self.rank, self._make)
-
-    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
-        over = self._group if group is None else self._open[group]
-        return self._collective(over.allreduce([tensor]))
-
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         """The owner gathers all and adds, in rank order: gloo's own reduce sends up to twice the bytes. It
         takes room for as many tensors as there are ranks."""
@@ -231,12 +232,7 @@ class GlooTransport:
                 tensor.add_(part) if index else tensor.copy_(part)
             parts.clear()
 
-        return self._collective(work, add)
-
-    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
-        options = dist.BroadcastOptions()
-        options.rootRank = group.ranks.index(source)
-        return self._collective(self._open[group].broadcast([tensor], options))
+        return self._begun(work, add)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -265,13 +261,13 @@ class GlooTransport:
         self._open.clear()
         self._group = None
 
-    def _collective(self, work: dist.Work, then: Callable[[], None] = lambda: None) -> PendingTransfer:
+    def _begun(self, work: dist.Work, then: Callable[[], None] = lambda: None) -> PendingTransfer:
         self._last_collective = work
         return GlooTransfer(work, then)
 
     def _all_gather(self, tensor: Tensor, timeout_s: float) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        self._collective(self._group.allgather([gathered], [tensor])).wait(timeout_s)
+        self._begun(self._group.allgather([gathered], [tensor])).wait(timeout_s)
         return gathered
 
 
