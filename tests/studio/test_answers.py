@@ -25,7 +25,7 @@ from pipeloom.schedules.registry import names
 from pipeloom.schedules.scenario import Scenario, load_work, simulate_rows
 from pipeloom.studio.opened import opened
 from pipeloom.studio.plans import PlanDesk, PlanModel
-from pipeloom.studio.runs import RunDesk
+from pipeloom.studio.runs import run_shown
 from pipeloom.studio.schedules import ScheduleDesk
 
 CARDS = find_cluster("4 x a100-40")
@@ -237,9 +237,8 @@ def test_a_setting_that_suits_some_schedules_is_drawn_for_these() -> None:
 
 
 def test_a_lock_that_was_left_behind_is_none(tmp_path: Path) -> None:
-    desk = RunDesk(tmp_path)
-    assert not desk.run({})["going"]
+    assert not run_shown(tmp_path, {})["going"]
     with FileLock(tmp_path / "lock"):
-        assert desk.run({})["going"]
+        assert run_shown(tmp_path, {})["going"]
     (tmp_path / "lock").touch()
-    assert not desk.run({})["going"]
+    assert not run_shown(tmp_path, {})["going"]

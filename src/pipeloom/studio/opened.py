@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ..schedules.formats import read_schedule
 from ..schedules.language.names import parse_name
 from ..schedules.scenario import library
 from .plans import PlanDesk, PlanModel
-from .runs import RunDesk
+from .runs import run_shown
 from .schedules import Reader, ScheduleDesk
 from .server import Answer
 
@@ -44,7 +45,7 @@ def opened(
     if file is not None and not file.exists():
         raise ConfigError(f"there is no {file}", hint="name a plan, a run's directory, or a schedule's file")
     if file is not None and file.is_dir():
-        answers["run"], start["run"] = RunDesk(file).run, str(file)
+        answers["run"], start["run"] = partial(run_shown, file), str(file)
         file = file / "plan.json" if (file / "plan.json").is_file() else None
     if file is not None and file.suffix == ".json":
         plan, times = load_plan(file), file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,29 @@ from ..viewer.chrome import read_trace
 from ..viewer.picture import memory_panels, pictures
 
 
-@dataclass(frozen=True)
-class RunDesk:
-    folder: Path
-
-    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What is there by now. going: a process trains in the directory."""
-        lines = read_metrics(self.folder / METRICS)
-        losses = {
-            "train": [(line.step, line.loss) for line in lines if line.loss is not None],
-            "validation": [
-                (line.step, line.validation_loss) for line in lines if line.validation_loss is not None
-            ],
-        }
-        steps_s = [line.step_s for line in lines if line.step_s is not None]
-        trace = self.folder / "trace.json"
-        timelines = read_trace(trace) if trace.is_file() else []
-        going = is_locked(self.folder)
-        last = max((line.step for line in lines), default=0)
-        said = f"{'training, step' if going else 'ended at step'} {last}"
-        if steps_s:
-            said += f"; the last step took {show_time(steps_s[-1])}"
-        for timeline in timelines:
-            said += f"; {timeline.source} {show_time(timeline.step_s)}, bubble {show_share(timeline.bubble)}"
-        return {
-            "going": going,
-            "said": said,
-            "losses": [{"name": name, "points": points} for name, points in losses.items() if points],
-            "pictures": pictures(timelines),
-            "memory": memory_panels(timelines),
-        }
+def run_shown(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """What is there by now. going: a process trains in the directory."""
+    lines = read_metrics(folder / METRICS)
+    losses = {
+        "train": [(line.step, line.loss) for line in lines if line.loss is not None],
+        "validation": [
+            (line.step, line.validation_loss) for line in lines if line.validation_loss is not None
+        ],
+    }
+    steps_s = [line.step_s for line in lines if line.step_s is not None]
+    trace = folder / "trace.json"
+    timelines = read_trace(trace) if trace.is_file() else []
+    going = is_locked(folder)
+    last = max((line.step for line in lines), default=0)
+    said = f"{'training, step' if going else 'ended at step'} {last}"
+    if steps_s:
+        said += f"; the last step took {show_time(steps_s[-1])}"
+    for timeline in timelines:
+        said += f"; {timeline.source} {show_time(timeline.step_s)}, bubble {show_share(timeline.bubble)}"
+    return {
+        "going": going,
+        "said": said,
+        "losses": [{"name": name, "points": points} for name, points in losses.items() if points],
+        "pictures": pictures(timelines),
+        "memory": memory_panels(timelines),
+    }
