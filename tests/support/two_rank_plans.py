@@ -126,7 +126,7 @@ def trained(
     with pipeloom.Pipeline(case.job, plan, options=options, data=case.data) as pipeline:
         losses = [report.loss for report in pipeline.steps(batches[:3])]
         torch.accelerator.reset_peak_memory_stats()
-        pipeline.ledger.restart_peak()
+        pipeline.ledger.peak = pipeline.ledger.total
         with waits or nullcontext([]) as found:
             losses.append(pipeline.step(batches[3]))
         held = [taken(what, "peak") - less for what, less in before.items()]

@@ -67,12 +67,6 @@ class Ledger:
             levels["transient"] += max(0, size - left)
             self._new_peak(peak, levels, doing)
 
-    def restart_peak(self) -> None:
-        """Forget the peak so far, as after start-up."""
-        self.peak = self.total
-        self.at_peak = dict(self.levels)
-        self.residual_peak = self.levels["residuals"]
-
     def refuse(self, size: int, doing: str) -> NoReturn:
         assert self.cap_bytes is not None, "only a cap can be passed"
         raise MemoryCapError(
