@@ -122,7 +122,6 @@ def _way_of(error: BaseException) -> list[str]:
 
 
 def line_of(frame: FrameType) -> str:
-    """A frame's file and line."""
     return f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 

@@ -120,7 +120,6 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer that `take` gave."""
         size = buffer.numel()
         self.used_bytes -= size
         if self._device.type == "cpu":

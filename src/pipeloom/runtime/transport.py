@@ -53,8 +53,6 @@ MakeGroup: TypeAlias = Callable[[str, int, int], Group]
 
 
 class PendingTransfer(Protocol):
-    """A transfer under way."""
-
     def done(self) -> bool:
         """Whether the buffer is free again; never blocks, and may say False too long."""
 

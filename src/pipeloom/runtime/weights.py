@@ -65,7 +65,6 @@ class Gradients(Sink):
         self.touched: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add one micro-batch's gradient of a parameter."""
         # The first one overwrites, so that nobody has to write zeros: a step's sums go by emptying `touched`.
         if name in self.touched:
             self.sums[name].add_(grad)
@@ -74,7 +73,6 @@ class Gradients(Sink):
             self.touched.add(name)
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        """Add one micro-batch's gradient of a matrix as the product that it is."""
         if self.sums[name].dtype != left.dtype:
             self.add(name, left @ right)
         elif name in self.touched:

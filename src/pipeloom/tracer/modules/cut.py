@@ -108,7 +108,6 @@ def cut_modules(
 
 
 def _assemble(cut: ModuleCut) -> OpGraph:
-    """Make ops of the recorded run."""
     skeleton, recording = cut.skeleton, cut.recording
     builder = build_ops(recording, skeleton, cut.groups, cut.together)
     ops = builder.ops()

@@ -129,7 +129,6 @@ class StageTask:
         return RANDOM | self.recording.random
 
     def place(self, unit: str, number: int) -> CallPlace:
-        """Where a unit call belongs."""
         key = unit, number
         if key not in self._places:
             self._places[key] = self._locate(unit, number)

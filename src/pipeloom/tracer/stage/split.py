@@ -251,7 +251,6 @@ class Splitter:
         return in_i, in_w - in_i
 
     def _residual_nodes(self) -> list[fx.Node]:
-        """The residuals."""
         backward = self._backward_nodes(self.joint.grads.values())
         return [n for n in self._read(backward, self._grad_slots()) if n in self.forward_nodes]
 
