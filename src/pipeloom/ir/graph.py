@@ -298,11 +298,6 @@ class OpGraph:
         return h.hexdigest()[:16]
 
 
-def viewed(op: Op) -> str | None:
-    """The value that an op's outputs are views of; None if it makes tensors, or views of a parameter."""
-    return op.inputs[0] if op.view and op.inputs else None
-
-
 CAST = "aten._to_copy.default"
 """`Op.target` of a change of dtype."""
 
@@ -311,7 +306,7 @@ def storages(graph: OpGraph) -> dict[str, str]:
     """Value -> the value whose storage it shares in the end: itself, unless a view made it."""
     base = {value.name: value.name for value in graph.inputs}
     for op in graph.ops:  # in order, so what an op reads is there already
-        parent = viewed(op)
+        parent = op.inputs[0] if op.view and op.inputs else None  # views of a parameter have none
         for value in op.outputs:
             base[value.name] = value.name if parent is None else base[parent]
     return base

@@ -269,7 +269,8 @@ class Channel:
                 hint="receive every message that begin() names",
             )
         for sent in [*self._sends, *self._small_sends] if wait_for_sends else []:
-            self._wait_for(sent)
+            target = sent.message.target
+            self._wait(f"rank {target} to receive {sent.message.key}", target, sent.transfer)
         self._free_finished_sends()
         self._small_sends = self._unfinished(self._small_sends)
         # Without a flush steps follow each other, and no wait tells of the end of small ones.
@@ -372,10 +373,6 @@ class Channel:
         named = ", ".join(f"rank {rank}" for rank in others[:3]) + (", ..." if len(others) > 3 else "")
         what = f"a sum of {group.name} with {named}"
         self.watch.wait(what, others, lambda: transfer.wait(self._timeout_s))
-
-    def _wait_for(self, sent: PostedSend) -> None:
-        target = sent.message.target
-        self._wait(f"rank {target} to receive {sent.message.key}", target, sent.transfer)
 
     def _wait(self, what: str, rank: int, transfer: PendingTransfer) -> None:
         self.watch.wait(what, (rank,), lambda: transfer.wait(self._timeout_s))

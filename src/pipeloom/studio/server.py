@@ -38,13 +38,6 @@ HEADERS = {
 }
 
 
-def page_text(start: Mapping[str, Any]) -> str:
-    """The page. start: what it begins with, as JSON."""
-    templates = environment(Path(__file__).parent / "templates")
-    page: str = templates.get_template("studio.html").render(start=start)
-    return page
-
-
 def studio_app(page: str, answers: Mapping[str, Answer], *, token: str, port: int) -> Any:
     """The application that answers GET with the page, and a POST to the name of a question with its answer.
     A refusal is a sentence of plain text."""
@@ -130,7 +123,9 @@ class StudioServer:
             raise ConfigError(f"port {port}: {error.strerror}", hint="choose another --port") from None
         self.port, self.token = self._socket.getsockname()[1], secrets.token_urlsafe(24)
         self.address = f"http://{LOOPBACK}:{self.port}/?token={self.token}"
-        app = studio_app(page_text(start), answers, token=self.token, port=self.port)
+        templates = environment(Path(__file__).parent / "templates")
+        page = templates.get_template("studio.html").render(start=start)
+        app = studio_app(page, answers, token=self.token, port=self.port)
         self._server: Any = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
 
     def run(self) -> None:

@@ -30,7 +30,7 @@ _ASSERTIONS = {
     torch.ops.aten._assert_scalar.default,
 }
 
-_OF_LAYOUT = {
+_OF_LAYOUT = {  # which depend on how their input lies in memory
     torch.ops.aten.as_strided.default,
     torch.ops.aten.view.dtype,
     torch.ops.aten.view_as_complex.default,
@@ -250,7 +250,9 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
         parts = [part for part in joined if part.meta["val"].numel()]
         source, *more = parts or [node]
         result, original = node.meta["val"], source.meta["val"]
-        laid_out_alike = original.stride() == result.stride() or not _reads_layout(node.graph)
+        laid_out_alike = original.stride() == result.stride() or not any(
+            other.target in _OF_LAYOUT for other in node.graph.nodes
+        )
         same = not more and original.dtype == result.dtype and laid_out_alike
     elif node.target is torch.ops.aten.clone.default and isinstance(node.args[0], fx.Node):
         source = node.args[0]
@@ -259,11 +261,6 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
     else:
         return None
     return source if same and source is not node and source.op == "call_function" else None
-
-
-def _reads_layout(graph: fx.Graph) -> bool:
-    """Whether an op depends on how its input lies in memory."""
-    return any(node.target in _OF_LAYOUT for node in graph.nodes)
 
 
 def propagate_gradient_flow(

@@ -77,11 +77,6 @@ class MissingValue:
     __lt__ = __le__ = __gt__ = __ge__ = _pass_on
 
 
-def without_data(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides and dtype on the meta device."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 def has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
@@ -136,7 +131,9 @@ def call_without_data(
     def twin(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if id(leaf) not in twins:
-                stand_in = leaf if leaf.is_meta and not isinstance(leaf, FakeTensor) else without_data(leaf)
+                stand_in = leaf
+                if not leaf.is_meta or isinstance(leaf, FakeTensor):
+                    stand_in = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
                 twins[id(leaf)] = leaf, stand_in, stand_in._version
             return twins[id(leaf)][1]
         if isinstance(leaf, torch.device):

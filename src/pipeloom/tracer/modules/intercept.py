@@ -36,20 +36,6 @@ def call_name(fqn: str, number: int) -> str:
     return f"{fqn}#{number}" if number else fqn or "model"
 
 
-def output_name(call: str, index: int) -> str:
-    """Name of the tensor that a unit call returns at a position."""
-    return f"{call}:{index}" if index else call
-
-
-def glue_name(stretch: str, index: int) -> str:
-    """Name of a function called between units: the last unit call, and how many functions ran since.
-
-    >>> glue_name("blocks.0", 2)
-    'blocks.0/2'
-    """
-    return f"{stretch}/{index}"
-
-
 class InterceptedForward(TorchFunctionMode):
     """One run. Subclasses say what happens at units and at functions.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...ir.errors import CutError
 from ...ir.graph import Op, Value
 from .absent import KEEP_TOGETHER
-from .path import PATH_PREFIX, path_capacity
+from .path import PATH_PREFIX, SPARE
 from .record import LOSS, RecordedRun, SameStage, is_source
 from .skeleton import Skeleton
 
@@ -135,7 +135,8 @@ class OpBuilder:
                     hint="put them into the list of a module that is called",
                 )
             idle = [u for u in units if not any(calls[i].unit == u for i in numbers)]
-            module_ops.append(ModuleOp(name="+".join(_short(units)), calls=numbers, idle=idle))
+            named = units if len(units) <= 2 else (units[0], "...", units[-1])
+            module_ops.append(ModuleOp(name="+".join(named), calls=numbers, idle=idle))
         return module_ops
 
     def _place_idle(self, module_ops: list[ModuleOp]) -> None:
@@ -196,20 +197,16 @@ class OpBuilder:
         if is_dynamic(self.recording, self.module_ops):
             return trainable
         reached: set[str] = set()
-        needed = set(self.recording.loss.flows)
+        needed, values = set(self.recording.loss.flows), self.recording.values
         for call in reversed(self.recording.calls):
-            if any(output.name in needed and self._flows(output.name) for output in call.outputs):
+            if any(output.name in needed and values[output.name].needs_grad for output in call.outputs):
                 needed |= call.others.flows | call.made_of.keys()
                 reached.update(self.skeleton.below(call.unit))
             for name, origins in call.made_of.items():
-                if name in needed and self._flows(name):
+                if name in needed and values[name].needs_grad:
                     needed |= origins.flows
         reached |= {name.removeprefix("param:") for name in needed if name.startswith("param:")}
         return reached & trainable
-
-    def _flows(self, name: str) -> bool:
-        """Whether a gradient can flow back through a value."""
-        return self.recording.values[name].needs_grad
 
     # --- the result -------------------------------------------------------------------------------
 
@@ -248,10 +245,6 @@ class OpBuilder:
 
     def _value(self, name: str) -> Value:
         if name.startswith(PATH_PREFIX):
-            size = path_capacity(len(self.recording.decisions), len(self.recording.calls))
+            size = 2 * (len(self.recording.decisions) + len(self.recording.calls)) + SPARE
             return Value(name=name, shape=(size,), dtype="float64")
         return self.recording.values[name]
-
-
-def _short(units: Sequence[str]) -> tuple[str, ...]:
-    return tuple(units) if len(units) <= 2 else (units[0], "...", units[-1])

@@ -20,11 +20,6 @@ SPARE = 64
 """Room for decisions and calls that the recorded run did not take, besides as many again as it took."""
 
 
-def path_capacity(decisions: int, calls: int) -> int:
-    """Numbers in the tensor, given those of the recorded run."""
-    return 2 * (decisions + calls) + SPARE
-
-
 @dataclass(eq=False)
 class ForwardPath:
     """decisions: numbers read, in order.  calls: units called, by their number, in order."""

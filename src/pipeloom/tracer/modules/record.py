@@ -26,7 +26,7 @@ from ..job import Job
 from ..random import call_draws, python_state, seeded
 from ..tensors import LiveBytes, storage_ids, tensors_of
 from .absent import tensors_inside
-from .intercept import START, InterceptedForward, call_name, glue_name, output_name
+from .intercept import START, InterceptedForward, call_name
 from .skeleton import ModuleUnit, Skeleton, TrialParameters
 from .torch_functions import (
     DETACHING,
@@ -253,7 +253,8 @@ class IsolatedCall:
                 outputs.append(UnitOutput(name="", kind="same", index=index, argument=source))
             else:
                 flat.append(_without_graph(leaf))
-                outputs.append(self._output(output_name(call, index), flat[-1], kind="result", index=index))
+                name = f"{call}:{index}" if index else call
+                outputs.append(self._output(name, flat[-1], kind="result", index=index))
         for path, attribute, tensor in self._new_attributes:
             detached = next((f for f, o in zip(flat, self._flat, strict=True) if o is tensor), None)
             detached = _without_graph(tensor) if detached is None else detached
@@ -522,7 +523,7 @@ class ForwardRecorder(InterceptedForward):
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
-        place = glue_name(self.stretch, self.index)
+        place = f"{self.stretch}/{self.index}"
         with CallEffects() as meter, seeded(self.seed, place) if name in RANDOM else nullcontext():
             yield
         if meter.drew:

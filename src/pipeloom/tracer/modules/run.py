@@ -48,7 +48,7 @@ from .absent import (
     refuse_absent_inside,
     sendable_leaf,
 )
-from .intercept import InterceptedForward, call_name, glue_name
+from .intercept import InterceptedForward, call_name
 from .ops import ModuleOp
 from .path import PATH_PREFIX, ForwardPath
 from .record import LOSS, RecordedRun, UnitCall
@@ -333,7 +333,7 @@ class StageRun(InterceptedForward):
     ) -> Any:
         """Run a function whose data is all here."""
         versions = [t._version for t in tensors]
-        place = glue_name(self.stretch, self.index)
+        place = f"{self.stretch}/{self.index}"
         with seeded(self.seed, place) if name in self.random else nullcontext():
             result = function(*args, **kwargs)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
