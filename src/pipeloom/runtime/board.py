@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -429,10 +430,8 @@ class Board:
 
     def _try(self, use: Callable[[Store], object], limit_s: float | None = None) -> None:
         """Call the store if it answers; what can be done without it goes on."""
-        try:
+        with suppress(dist.DistError, TimeoutError):  # the side thread finds it, too, and says so
             self._calls.call(use, self._patience_s if limit_s is None else limit_s)
-        except (dist.DistError, TimeoutError):
-            pass  # the side thread finds it, too, and says so
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"

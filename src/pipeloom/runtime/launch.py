@@ -96,11 +96,9 @@ def _send(rank: _Rank, data: bytes, *, last: bool = False) -> None:
     assert pipe is not None
     if pipe.closed:
         return
-    try:
+    with suppress(BrokenPipeError):  # it ended before it read, and its exit status will say so
         pipe.write(data)
         pipe.flush()
-    except BrokenPipeError:
-        pass  # it ended before it read, and its exit status will say so
     if last:
         with suppress(BrokenPipeError):
             pipe.close()
@@ -208,22 +206,16 @@ class Processes:
         if rank.ended:
             return
         ended = rank.process.poll() is not None
-        try:
+        with suppress(BlockingIOError):
             while text := os.read(rank.report, 1 << 16):
                 rank.report_text += text
-        except BlockingIOError:
-            pass
-        if ended or rank.outcome is not None:
+        if (ended or rank.outcome is not None) and rank.report in self._selector.get_map():
             # It is readable from now on in any case, so it would no longer wait for news.
-            self._unregister(rank)
+            self._selector.unregister(rank.report)
         rank.ended = ended
         peer = rank.outcome is not None and rank.outcome.peer
         if self._cause is None and rank.status and rank.status != PEER_FAILED and not peer:
             self._print_cause(rank)
-
-    def _unregister(self, rank: _Rank) -> None:
-        if rank.report in self._selector.get_map():
-            self._selector.unregister(rank.report)
 
     def _print_cause(self, rank: _Rank) -> None:
         self._cause = rank
@@ -252,10 +244,8 @@ class Processes:
 
     def _signal(self, ranks: Sequence[_Rank], number: signal.Signals) -> None:
         for rank in ranks:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, number)
-            except ProcessLookupError:
-                pass
 
 
 _ESCAPED = "backslashreplace"
@@ -358,7 +348,7 @@ def launch(target: Callable[..., object], ranks: int, *, args: Sequence[object] 
         return started.run(target, args)
 
 
-class StartedRanks:
+class StartedRanks(ExitStack):
     """Processes of all ranks, started before it is known what they will run: importing torch and a model's
     library takes them seconds, in which the launching process plans. A context manager: where nothing is run
     in them, or that fails, they end with it. A rank that ends before it has work ends the launching process,
@@ -369,6 +359,7 @@ class StartedRanks:
     """
 
     def __init__(self, ranks: int, *, needed: bool = True) -> None:
+        super().__init__()
         self.ranks = ranks
         with ExitStack() as stack:
             listener = socket.create_server((HOST, 0), backlog=1024)
@@ -383,7 +374,7 @@ class StartedRanks:
             if needed:
                 look = self._processes.exit_if_one_failed
                 self._without_work.enter_context(_handlers(lambda *_: look(), signal.SIGCHLD))
-            self._stack = stack.pop_all()
+            self.enter_context(stack.pop_all())
 
     def prepare(self, target: Callable[..., object], args: Sequence[object] = ()) -> None:
         """Let each rank call something picklable while it waits for its work. What that raises goes unsaid:
@@ -397,12 +388,6 @@ class StartedRanks:
         work = _main_file(target), sys.path, pickle.dumps((target, tuple(args)))
         self._processes.send(work, last=True)
         return self._processes.wait()
-
-    def __enter__(self) -> StartedRanks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

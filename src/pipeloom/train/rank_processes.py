@@ -53,7 +53,7 @@ class HandedModel:
         return hashlib.sha256(self.training).digest()
 
 
-class RankProcesses:
+class RankProcesses(ExitStack):
     """Runs a function in a process for each rank. A context manager, at whose end all of them have ended.
 
     ranks: as many start at once and get ready. None do by default, in a process that is a rank itself, and if
@@ -63,16 +63,11 @@ class RankProcesses:
     """
 
     def __init__(self, ranks: int = 0, config: Config | None = None, *, needed: bool = True) -> None:
-        self._stack, self._started = ExitStack(), None
+        super().__init__()
+        self._started = None
         if 1 <= ranks <= (os.cpu_count() or 1) and "RANK" not in os.environ:
-            self._started = self._stack.enter_context(StartedRanks(ranks, needed=needed))
+            self._started = self.enter_context(StartedRanks(ranks, needed=needed))
             self._started.prepare(get_ready, (config or Config(),))
-
-    def __enter__(self) -> RankProcesses:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def hand_over(
         self,
@@ -122,7 +117,7 @@ class RankProcesses:
             try:
                 return self._started.run(run_rank, (main, *args))
             finally:
-                self._stack.close()
+                self.close()
         return launch(run_rank, ranks, args=(main, *args))
 
 

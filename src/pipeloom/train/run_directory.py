@@ -16,9 +16,8 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -166,7 +165,7 @@ class StepLine(msgspec.Struct):
     step_s: float | None = None
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """metrics.jsonl: one JSON object per step, on disk as soon as the step is over.
 
         {"step": 12, "loss": 2.9, "learning_rate": 0.0012, "step_s": 0.31, "rows_per_s": 103.2,
@@ -194,12 +193,7 @@ class Metrics:
             self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
             self._file.flush()
 
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with writing(self.path):  # a line that the disk refused is tried once more here
             self._file.close()
 

@@ -21,7 +21,7 @@ what it cannot do is make other values cross: then a unit finds an argument with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from traceback import clear_frames
@@ -239,12 +239,10 @@ class StageRun(InterceptedForward):
 
     def run(self, job: Job, batch: Mapping[str, Tensor]) -> StageRunResult:
         """Run the stage's part. State has been put into the skeleton."""
-        try:
+        with suppress(_Stop):
             loss = self.loss(job, batch)
             if self.task.makes_loss:
                 self.result.loss = self._data(loss, "the loss")
-        except _Stop:
-            pass
         for name, tensor in self.result.bound.items():
             if tensor._version != self.versions[name]:
                 raise CutError(f"{name} is sent, and changed in place later", hint=KEEP_TOGETHER)
