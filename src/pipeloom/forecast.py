@@ -28,7 +28,6 @@ from .runtime.recorder import Clock
 from .runtime.rehearsal import ActionTimes, Rehearsal, with_times
 from .runtime.tier import Tier
 from .runtime.transport import SMALL_BYTES
-from .runtime.watch import Watch
 from .runtime.weights import Weights
 from .simulator.all_reduce import all_gather_s
 from .simulator.simulate import simulate
@@ -41,8 +40,8 @@ LEAST_WALKS, MOST_WALKS = 3, 101
 
 LONG_S, FEW_MICROBATCHES = 1.0, 3
 """Where a walk takes longer than this, it does the actions of so many micro-batches of each stage only, and
-those walks make the forecast that fit into `ENOUGH_S`, at least one, after one that warms up: no rank computes
-for several steps before its first."""
+those walks make the forecast that fit into `ENOUGH_S`, at least one, after one that warms up: no rank
+computes for several steps before its first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +60,6 @@ class Forecast:
     rounds: int
     clips: bool
     channel: Channel
-    watch: Watch
     clock: Clock
     device: torch.device
     tier: Tier | None
@@ -128,7 +126,7 @@ class Forecast:
     def _round(
         self, program: Program, costs: Mapping[int, StageCost], cluster: Cluster, **begun: Any
     ) -> Timeline:
-        stages, ordered = self.variant.stages, by_stage(costs)
+        stages, ordered = self.variant.stages, tuple(costs[index] for index in sorted(costs))
         small = SMALL_BYTES if self.device.type == "cpu" else 0
         return simulate(program, stages, ordered, cluster, caps=self.plan.caps, small_bytes=small, **begun)
 
@@ -190,7 +188,7 @@ class Rehearsals:
             weights,
             rank=channel.rank,
             clock=clock,
-            watch=forecast.watch,
+            watch=channel.watch,
             tier=forecast.tier,
             cap_bytes=forecast.plan.caps[channel.rank] if forecast.plan.caps else None,
         )
@@ -244,7 +242,3 @@ def number_of_walks(walk_s: float, least: int) -> int:
     (3, 1, 5)
     """
     return min(max(least, math.ceil(ENOUGH_S / max(walk_s, 1e-6))) | 1, MOST_WALKS)
-
-
-def by_stage(costs: Mapping[int, StageCost]) -> tuple[StageCost, ...]:
-    return tuple(cost for _, cost in sorted(costs.items()))

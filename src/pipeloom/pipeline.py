@@ -338,7 +338,6 @@ class Pipeline:
             rounds=self.options.accumulate,
             clips=self.options.clip_norm is not None,
             channel=self.channel,
-            watch=self.watch,
             clock=self.recorder.clock,
             device=self.device,
             tier=self.tier,

@@ -17,7 +17,6 @@ from ledgers import sends_are_through_at_once
 from torch import Tensor
 
 from pipeloom import Options, Pipeline
-from pipeloom.forecast import by_stage
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.plan import Plan
@@ -72,7 +71,7 @@ def test_slow_copies_cost_time_but_no_room(tmp_path: Path, slow_disk: None) -> N
     plan, size = offloading(1)
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         forecast = pipeline.forecast()
-        costs = tuple(replace(c, offload_s=1e6, reload_s=1e6) for c in by_stage(forecast.memory()))
+        costs = tuple(replace(c, offload_s=1e6, reload_s=1e6) for _, c in sorted(forecast.memory().items()))
         where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
         predicted = simulate(forecast.program, forecast.variant.stages, costs, where)
         for step in range(2):  # the first one makes the optimizer's state
@@ -109,7 +108,7 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
         forecast, costs = pipeline.forecast(), {}
         for each in pipeline.channel.all_gather_object(forecast.memory()):
             costs |= each
-        slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for cost in by_stage(costs))
+        slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for _, cost in sorted(costs.items()))
         where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
         predicted = simulate(forecast.program, forecast.variant.stages, slow, where)
         return [predicted.peak_bytes(r) for r in range(2)]
