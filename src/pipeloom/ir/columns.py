@@ -291,14 +291,12 @@ class Rows(Sequence[tuple[Action, ...]]):
     @overload
     def __getitem__(self, rank: slice) -> tuple[tuple[Action, ...], ...]: ...
     def __getitem__(self, rank: int | slice) -> Any:
-        if isinstance(rank, slice):
-            return tuple(self[r] for r in range(*rank.indices(len(self))))
-        if not -len(self) <= rank < len(self):
-            raise IndexError(rank)
-        rank %= len(self)
-        if rank not in self._made:
-            self._made[rank] = self.columns.row(rank)
-        return self._made[rank]
+        place = range(len(self))[rank]
+        if isinstance(place, range):
+            return tuple(self[r] for r in place)
+        if place not in self._made:
+            self._made[place] = self.columns.row(place)
+        return self._made[place]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rows):

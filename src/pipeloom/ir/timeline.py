@@ -93,15 +93,13 @@ class Curves(Sequence[MemoryCurve]):
     @overload
     def __getitem__(self, at: slice) -> tuple[MemoryCurve, ...]: ...
     def __getitem__(self, at: int | slice) -> Any:
-        if isinstance(at, slice):
-            return tuple(self[i] for i in range(*at.indices(len(self))))
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        at %= len(self)
-        if at not in self._made:
-            tier, rank = divmod(at, len(self.peaks))
-            self._made[at] = self._makers[tier](rank)
-        return self._made[at]
+        place = range(len(self))[at]
+        if isinstance(place, range):
+            return tuple(self[i] for i in place)
+        if place not in self._made:
+            tier, rank = divmod(place, len(self.peaks))
+            self._made[place] = self._makers[tier](rank)
+        return self._made[place]
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Curves | tuple) else NotImplemented
