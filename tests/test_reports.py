@@ -24,7 +24,7 @@ def test_a_predicted_step_is_explained_from_its_plan(name: str) -> None:
     costs = equal_costs(len(plan.placement))
     timeline = simulated(plan.as_schedule, costs, stages, alike(2, 1e9))
     (found,) = explain_steps(plan, graph, [None, timeline])
-    busy_s = sum(timeline.busy_s(rank) for rank in range(2))
+    busy_s = sum(timeline.totals.busy_s)
     assert found.idle_s + busy_s == pytest.approx(2 * timeline.step_s)
     assert found.bubble == pytest.approx(timeline.bubble)
     assert found.path[0].start_s == 0.0 and found.path[-1].end_s == timeline.step_s

@@ -13,7 +13,7 @@ import pytest
 from edits import MAY_BREAK, Case, cases, dag_cases, edited_programs, edited_schedules
 from hypothesis import HealthCheck, event, given, strategies as st
 from shared_links import treated
-from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
+from slow_check import broken_program_rule, broken_rule, computes, makes, rule_of, stuck, wants
 from small import alike, whole_costs
 from trials import examples
 
@@ -37,7 +37,7 @@ def run_through(program: Program, stages: StageGraph, seed: int) -> None:
     costs, ranks = whole_costs(len(stages.stages), seed), len(program.rows)
     timeline = simulate(program, stages, costs, alike(ranks, 4.0), receive_ahead=1 + seed % 3)
     ended = {e.action for e in timeline.events}
-    assert {str(a) for row in program.rows for a in row if a.is_compute} <= ended
+    assert {str(a) for row in program.rows for a in row if computes(a)} <= ended
     for rank, peaks in enumerate(timeline.peaks):
         mine = [e for e in timeline.events if e.rank == rank and e.stream in ("compute", "recv")]
         assert all(a.end_s <= b.start_s for a, b in pairwise(mine))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.ir.action import B, F, I, Kind, W
+from pipeloom.ir.action import STEP, B, F, I, Kind, W
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ConfigError
 
@@ -14,10 +14,9 @@ def cost(**more: object) -> StageCost:
     return StageCost(**(times | more))  # type: ignore[arg-type]
 
 
-def test_a_slow_device_takes_longer_and_holds_the_same() -> None:
-    slow = cost(step_s=1.0, other_s={"COMPRESS": 0.25}, residual_bytes=7).slowed(2.0)
-    assert [slow.seconds(k) for k in (F, B, I, W, Kind("COMPRESS"))] == [2, 5, 3, 1, 0.5]
-    assert (slow.step_s, slow.residual_bytes) == (2.0, 7)
+def test_seconds_by_kind() -> None:
+    stage = cost(step_s=1.0, other_s={"COMPRESS": 0.25})
+    assert [stage.seconds(k) for k in (F, B, I, W, STEP, Kind("COMPRESS"))] == [1, 2.5, 1.5, 0.5, 1, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
     monkeypatch.setattr(FileTier, "close", broken)
     pipeline = Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path))
     left: list[Failure | None] = []
-    pipeline.watch.on_exit(lambda: left.append(pipeline.watch.failure))
+    pipeline.watch.on_exit(lambda: left.append(pipeline.watch._board.failure))
     with pytest.raises(OSError, match="the disk is gone"), pipeline:
         raise ValueError("the user's own mistake")
     assert len(left) == 1 and left[0] is not None and left[0].summary.startswith("ValueError")

@@ -97,7 +97,7 @@ def test_an_error_that_was_handled_is_not_what_the_script_ends_with(monkeypatch:
     monkeypatch.setattr(sys, "last_value", ValueError("an old one"), raising=False)
     watch, _ = watches(2)
     connect._leave_ranks()
-    assert watch.failure is None
+    assert watch._board.failure is None
 
 
 @pytest.mark.usefixtures("nothing_open")
@@ -107,7 +107,7 @@ def test_an_uncaught_error_is_what_it_ends_with() -> None:
     error = ValueError("no such luck")
     sys.excepthook(ValueError, error, None)
     connect._leave_ranks()
-    assert watch.failure is not None and "no such luck" in watch.failure.summary
+    assert watch._board.failure is not None and "no such luck" in watch._board.failure.summary
 
 
 @pytest.mark.usefixtures("nothing_open")

@@ -70,7 +70,7 @@ def test_copies_run_beside_computing_and_the_backward_waits_for_its_reload() -> 
     assert changes(host) == [(0.0, 0), (1.0, 30), (8.0, 0)]
     assert timeline.peak_bytes(0) == 180
     assert timeline.peak_bytes(0, "host") == 30
-    assert timeline.busy_s(0) == 7.0  # making again is computing
+    assert timeline.totals.busy_s[0] == 7.0  # making again is computing
 
 
 def test_a_backward_that_waits_for_its_reload_says_so() -> None:
@@ -137,7 +137,7 @@ def held_by_hand(
 ) -> dict[str, dict[float, int]]:
     """Residual bytes of a rank in both tiers from each time on, added up change by change."""
     at = {e.action: e for e in timeline.events if e.stream in ("compute", "d2h", "h2d")}
-    row = [a for a in program.rows[rank] if a.is_compute]
+    row = [a for a in program.rows[rank] if not (a.is_transfer or a.is_stage_wide)]
     change: dict[str, dict[float, int]] = {"device": defaultdict(int), "host": defaultdict(int)}
     for a in row:
         cost, event = costs[a.stage], at[str(a)]

@@ -57,6 +57,7 @@ def drawn(timeline: Timeline, width: int = 1) -> str:
 
 
 EVEN = equal_costs(1)[0]
+SLOW = equal_costs(1, forward_s=2.0, input_grad_s=2.0, weight_grad_s=2.0)[0]
 DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 SLOW_TO_HANDLE = Link(bandwidth_bytes_per_s=inf, latency_s=2.0, overhead_s_per_byte=0.25)
 
@@ -70,7 +71,7 @@ SLOW_TO_HANDLE = Link(bandwidth_bytes_per_s=inf, latency_s=2.0, overhead_s_per_b
         # The two branches run at the same time: as short as a chain of three.
         (step("1f1b", DIAMOND, 3), "fff....bb.bb.bb .ff..bbfbb.bb.. .ff..bbfbb.bb.. ..fbbfbbfbb...."),
         # A slower device holds up the others.
-        (step("gpipe", chain(2), 2, (EVEN, EVEN.slowed(2.0))), "ff.......bb..bb .ffffbbbbbbbb.."),
+        (step("gpipe", chain(2), 2, (EVEN, SLOW)), "ff.......bb..bb .ffffbbbbbbbb.."),
         # A message occupies both ranks: 4 bytes at 0.25 s each, within its own 2 s and after them.
         (
             step("gpipe", chain(2), 2, (), replace(alike(2), within_node=SLOW_TO_HANDLE)),

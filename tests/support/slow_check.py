@@ -79,6 +79,10 @@ PROGRAM_RULES = (
 """In the order in which they are proved: the first broken one is reported."""
 
 
+def computes(action: Action) -> bool:
+    return not (action.is_transfer or action.is_stage_wide)
+
+
 def rule_of(error: ScheduleError) -> str:
     """Which rule an error comes from. Exactly one pattern matches."""
     found = [rule for rule, pattern in MESSAGES.items() if re.search(pattern, error.message)]
@@ -285,7 +289,7 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         microbatches=p.microbatches,
         placement=p.placement,
         pairs=p.pairs,
-        rows=tuple(tuple(step for step in row if step.is_compute) for row in p.rows),
+        rows=tuple(tuple(step for step in row if computes(step)) for row in p.rows),
     )
     if misplaced(compute, g):
         return "placement"
@@ -320,7 +324,7 @@ def _edge(t: Action) -> tuple[int, int]:
 def _stray(p: Program, g: StageGraph) -> bool:
     for rank, row in enumerate(p.rows):
         for t in row:
-            if t.is_compute:
+            if computes(t):
                 continue
             if not 0 <= t.stage < len(p.placement) or p.placement[t.stage] != rank:
                 return True
@@ -346,7 +350,7 @@ def _missing_data(p: Program, g: StageGraph) -> bool:
                 kinds = ("F",) if step.kind == "SEND_F" else ("B", "I")
                 if not before & {Action(step.stage, k, step.microbatch) for k in kinds}:  # type: ignore[arg-type]
                     return True
-            if step.is_compute:
+            if computes(step):
                 for peer, kind, b in wants(step, g):
                     if p.placement[peer] != p.placement[step.stage]:
                         recv = Action(step.stage, "RECV_F" if kind == "F" else "RECV_B", b, peer)  # type: ignore[arg-type]
@@ -365,7 +369,7 @@ def _bad_optimizer(p: Program, g: StageGraph) -> bool:
         wanted = Counter(str(Action(s, "STEP")) for s, r in enumerate(p.placement) if r == rank)  # type: ignore[arg-type]
         if tied := _tied_on(p, g, rank):
             wanted[f"{tied[0]}REDUCE"] = 1
-        kinds = ["c" if a.is_compute else a.kind for a in row if not a.is_transfer]
+        kinds = ["c" if computes(a) else a.kind for a in row if not a.is_transfer]
         found = Counter(str(a) for a in row if a.is_stage_wide)
         if found != (wanted if training else Counter()):
             return True
@@ -389,7 +393,7 @@ def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
     def ready(rank: int, step: object) -> bool:
         if step.receives:
             return step.other_end in done
-        if step.is_compute:
+        if computes(step):
             begun.add(step)
             return all(other in begun for other in met(step, g))
         if step.kind == "REDUCE":

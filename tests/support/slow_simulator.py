@@ -116,7 +116,7 @@ class Slow:
 
     def compute(self, rank: int, step: object) -> bool:
         cost = self.costs[step.stage]  # type: ignore[attr-defined]
-        if not step.is_compute:  # STEP or REDUCE
+        if step.is_stage_wide:
             waiting = [
                 (r, s) for r, s in self.issued if r == rank and self.begun[r, s] < len(self.issued[r, s])
             ]

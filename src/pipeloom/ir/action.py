@@ -159,11 +159,6 @@ class Action:
         return self.kind in STAGE_WIDE
 
     @property
-    def is_compute(self) -> bool:
-        """Neither a transfer nor REDUCE nor STEP."""
-        return not (self.is_transfer or self.is_stage_wide)
-
-    @property
     def other_end(self) -> Action:
         """Of a transfer the matching action on the peer's side.
 

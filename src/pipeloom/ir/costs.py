@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .action import KINDS, Action, B, F, I, Kind, W
 from .errors import ConfigError
@@ -98,6 +98,7 @@ class StageCost:
 
         Only of kinds that the table says it of.
 
+        >>> from dataclasses import replace
         >>> cost = replace(equal_costs(1, residual_bytes=8)[0], offloaded_bytes=8)
         >>> cost.residual_changes(Kind("OFFLOAD"))
         (0, 8)
@@ -112,27 +113,13 @@ class StageCost:
         """Bytes of residuals that are there in addition, or below 0 no more, once F, B, I or W has run; what
         is copied or made again in between is not counted.
 
+        >>> from dataclasses import replace
         >>> cost = replace(equal_costs(1, residual_bytes=8)[0], carried_bytes=3)
         >>> [cost.held_change(kind) for kind in (F, B, I, W)]
         [8, -8, -5, -3]
         """
         held, carried = self.residual_bytes, self.carried_bytes
         return {F: held, B: -held, I: carried - held, W: -carried}.get(kind, 0)
-
-    def slowed(self, factor: float) -> StageCost:
-        """The same stage on a device that takes `factor` times as long for everything (2.0: half as fast).
-
-        >>> cost = StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0)
-        >>> cost.slowed(1.5).forward_s
-        1.5
-        """
-        computing = [row.seconds for row in KINDS.values() if row.seconds and row.stream == "compute"]
-        return replace(
-            self,
-            **{name: getattr(self, name) * factor for name in computing},
-            other_s={k: v * factor for k, v in self.other_s.items()},
-            pair_s={k: v * factor for k, v in self.pair_s.items()},
-        )
 
 
 def action_seconds(costs: Sequence[StageCost], action: Action) -> float:

@@ -74,10 +74,6 @@ class PathStep:
     to_rank: int = -1
     waiting: str = ""
 
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:

@@ -219,10 +219,6 @@ class Timeline:
         pairs = (zip(events.get(a, ()), events.get(b, ()), strict=False) for a, b in self.pairs)
         return tuple(sorted((pair for both in pairs for pair in both), key=lambda pair: pair[0].start_s))
 
-    def busy_s(self, rank: int) -> float:
-        """Seconds that a rank computes."""
-        return self.totals.busy_s[rank]
-
     @property
     def bubble(self) -> float:
         """Share of a step's rank-time in which nothing is computed.

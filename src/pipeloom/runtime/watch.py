@@ -107,11 +107,6 @@ class Watch:
     def ranks(self) -> int:
         return self._board.ranks
 
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure as far as it is known here."""
-        return self._board.failure
-
     def __enter__(self) -> Watch:
         self._left = False
         self._board.start(self._own_status, self._failure_known)
