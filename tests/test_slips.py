@@ -16,6 +16,7 @@ from pipeloom import (
     Pipeline,
     PipeloomError,
     Plan,
+    PlanSettings,
     capture,
     load_plan,
     plan,
@@ -76,6 +77,11 @@ def slip_in_job(**how: object) -> Pipeline:
         (batch_without_tensors, BatchError, "no tensors"),
         (lambda: slip_in_job(model=two_linears().model()), CaptureError, "a function"),
         (lambda: slip_in_job(model=lambda: None), CaptureError, "None"),
+        (lambda: Options(seed="a"), ConfigError, "seed"),  # type: ignore[arg-type]
+        (lambda: Options(timeout_s="x"), ConfigError, "timeout_s"),  # type: ignore[arg-type]
+        (lambda: Options(compile="no"), ConfigError, "compile"),  # type: ignore[arg-type]
+        (lambda: PlanSettings(treatments=3), ConfigError, "treatments"),  # type: ignore[arg-type]
+        (lambda: PlanSettings(lengths=3), ConfigError, "lengths"),  # type: ignore[arg-type]
         (lambda: slip_in_job(optimizer="adam"), PlanError, "str"),
         (lambda: slip_in_job(optimizer=lambda parameters: None), PlanError, "None"),
     ],

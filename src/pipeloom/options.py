@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .ir.errors import ConfigError
+from .settings import refuse_types
 from .tracer.autocast import Autocast
 
 
@@ -81,8 +82,9 @@ class Options:
     compare: bool = field(default_factory=lambda: os.environ.get("PIPELOOM_COMPARE") != "0")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", named_device(self.device))
+        object.__setattr__(self, "device", named_device(str(self.device)))  # a torch.device is taken, too
         mixed_precision(self.autocast, self.device)
+        refuse_types(self, Options)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}", hint="use more than 0, or None not to clip")
         if self.accumulate < 1:

@@ -3,11 +3,15 @@ file are made from the fields of `PlanSettings`, and their descriptions are the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from math import inf
-from typing import Any, Self, get_args
+from numbers import Integral, Real
+from os import PathLike
+from types import NoneType, UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from .clusters.names import find_cluster
 from .ir.cluster import MOST_DEVICES, Cluster
@@ -21,6 +25,16 @@ ONE_STAGE_EACH = "1f1b"
 
 RANKS = 2
 """Of a pipeline on this machine, unless it is said."""
+
+TYPES: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: ((str, PathLike), "a text"),
+    tuple: (Sequence, "a tuple"),
+    Callable: (Callable, "a function"),
+}
+"""By type of a setting: what is taken for it, and what messages call that. Any other is taken as it is."""
 
 LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""
@@ -142,8 +156,9 @@ class PlanSettings:
     )
 
     def __post_init__(self) -> None:
-        for one in fields(self):
+        for one in fields(PlanSettings):
             _refuse_value(one.name, getattr(self, one.name), **one.metadata)
+        refuse_types(self, PlanSettings)
         said: int | None = self.ranks
         vars(self)["_ranks_said"] = said is not None  # so that another cluster brings its own
         if said is None:
@@ -248,6 +263,28 @@ class PlanSettings:
 PlanSettings.__doc__ = f"{PlanSettings.__doc__}\n" + "\n".join(
     f"    {one.name}: {one.metadata['help']}" for one in fields(PlanSettings)
 )
+
+
+def refuse_types(settings: object, kind: type) -> None:
+    """Raises: ConfigError if a field of a dataclass of this kind has a value of another type."""
+    for name, types in _types(kind).items():
+        value, known = getattr(settings, name), [TYPES.get(one, (one, "")) for one in types]
+        if not any(isinstance(value, taken) for taken, _ in known):
+            words = " or ".join(word for _, word in known if word)
+            raise ConfigError(f"{name} is {shown(value)}", hint=f"give {words}")
+
+
+@cache
+def _types(kind: type) -> dict[str, list[Any]]:
+    """By field of a dataclass; None goes where it is the default."""
+    types, hints = {}, get_type_hints(kind)
+    for one in fields(kind):
+        hint = hints[one.name]
+        union = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        types[one.name] = [get_origin(each) or each for each in union]
+        if one.default is None:
+            types[one.name].append(NoneType)
+    return types
 
 
 def _refuse_value(

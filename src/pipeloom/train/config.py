@@ -190,12 +190,16 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
         what, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`").partition("[")[0]
         found: Any = reduce(getitem, key.split("."), plain)
-        hint = re.sub(r"`(\w+)`", lambda match: WORDS.get(match[1], match[1]), what).lower()
+        hint = re.sub(r"`([\w |]+)`", _in_words, what).lower()
         raise ConfigError(f"{place(key)}{key} is {shown(found)}", hint=hint) from None
     except ConfigError as error:  # values that do not go together
         if file is None or changed:
             raise
         raise ConfigError(f"{file}: {error.message}", hint=error.hint) from None
+
+
+def _in_words(types: re.Match[str]) -> str:
+    return " or ".join(WORDS.get(one, one) for one in types[1].split(" | ") if one != "null")
 
 
 def key_of(override: Override) -> str:
