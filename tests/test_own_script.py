@@ -17,7 +17,7 @@ from pipeloom.options import Options
 from pipeloom.pipeline_request import pipeline_settings
 from pipeloom.runtime.channel import run_threads
 from pipeloom.tracer.evaluation import capture_evaluation
-from pipeloom.tracer.example import job_of
+from pipeloom.tracer.example import job_of, weights_digest
 
 ROWS = 8
 
@@ -371,6 +371,13 @@ def test_modules_that_ranks_have_drawn_otherwise_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="rank 1"):
         run_threads(2, rank)
+
+
+def test_weights_that_differ_in_their_imaginary_part_are_told_apart() -> None:
+    def digest(imaginary: float) -> list[complex]:
+        return weights_digest(nn.ParameterList([torch.full((2,), complex(1, imaginary))]))
+
+    assert digest(2.0) != digest(3.0)
 
 
 @pytest.mark.parametrize("example", [None, "text", {"x": torch.ones(4), "a": "b"}, (), torch.tensor(1.0)])

@@ -167,6 +167,7 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module
     return copied
 
 
-def weights_digest(module: nn.Module) -> list[float]:
+def weights_digest(module: nn.Module) -> list[complex]:
     """Tells initial weights apart: of each parameter the sum of its first entries."""
-    return [float(p.detach().flatten()[:64].double().sum()) for p in module.parameters()]
+    first = [p.detach().flatten()[:64].to(torch.complex128) for p in module.parameters()]
+    return [complex(entries.sum()) for entries in first]
