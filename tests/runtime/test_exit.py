@@ -145,9 +145,10 @@ def test_what_is_offloaded_to_is_closed_too(tmp_path: Path) -> None:
     assert threads and not any(thread.is_alive() for thread in threads)
 
 
-def test_several_ranks_may_close_again_and_do_nothing_after_that() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_may_close_again_and_do_nothing_after_that(ranks: int) -> None:
     job = zoo.job("skips")
-    plan = runs.even_plan(job, 2, microbatches=2)
+    plan = runs.even_plan(job, ranks, microbatches=2)
 
     def rank(_: int, channel: Channel) -> None:
         with Pipeline(job, plan, channel=channel) as pipeline:
@@ -155,7 +156,7 @@ def test_several_ranks_may_close_again_and_do_nothing_after_that() -> None:
         with pytest.raises(PipeloomError, match="closed"):
             pipeline.step(job.batch(0, 4))
 
-    runs.threads(2, rank, timeout_s=60.0)
+    runs.threads(ranks, rank, timeout_s=60.0)
 
 
 @pytest.mark.parametrize("blocked", [True, False])

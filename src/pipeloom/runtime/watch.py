@@ -140,9 +140,9 @@ class Watch:
         if failure is not None:
             self._main_knows.set()
             raise peer_error(failure, self.rank)
-        if self._left and self.ranks > 1:
+        if self._left:
             raise PipeloomError(
-                f"rank {self.rank} has left the other ranks: its pipeline was closed",
+                f"the pipeline of rank {self.rank} was closed",
                 hint="call this before close(), or inside the with",
             )
 
