@@ -138,6 +138,13 @@ def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     assert good("export", name, "-p", "2", "-m", "4", "--transfers").count("\n") == 2
 
 
+def test_rows_of_a_file_say_how_many_ranks_and_microbatches_there_are(folder: Path) -> None:
+    good("export", "1f1b", "-p", "3", "-m", "6", "-o", "mine.csv")
+    shown = read("show", "mine.csv")
+    assert (shown["ranks"], shown["microbatches"]) == (3, 6)
+    assert call("show", "mine.csv", "-p", "2").exit_code == 1
+
+
 def test_a_bidirectional_file_is_recognised(folder: Path) -> None:
     good("export", "dualpipe", "-p", "2", "-m", "4", "-o", "both.csv")
     result = call("check", "both.csv")

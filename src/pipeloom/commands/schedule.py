@@ -174,6 +174,8 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_scenario(**arguments: Any) -> Any:
+        from ..schedules.formats import read_schedule
+        from ..schedules.language.names import parse_name
         from ..schedules.scenario import MicrobatchTimes, Scenario, load_work
 
         for name in ("ranks", "chunks"):
@@ -182,6 +184,11 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
             exclusive("times", name, hint="give the file or the numbers")
         names = [*STAGE_TIMES, *(one.name for one in fields(Scenario))]
         taken = {name: arguments.pop(name) for name in names}
+        if "name" in arguments and parse_name(arguments["name"]).lists_actions:
+            rows = read_schedule(Path(arguments["name"]))
+            source = click.get_current_context().get_parameter_source
+            of_rows = {"ranks": rows.ranks, "microbatches": rows.microbatches}
+            taken |= {k: n for k, n in of_rows.items() if source(k) is ParameterSource.DEFAULT}
         given = {name: value for name, value in taken.items() if value is not None}
         numbers = {name: given.pop(name) for name in STAGE_TIMES if name in given}
         given["times"] = load_work(given["times"]) if "times" in given else MicrobatchTimes(**numbers)
