@@ -242,7 +242,7 @@ def test_without_a_flush_two_sets_of_gradients_are_planned() -> None:
         ({"replicas": 3, "microbatches": 9}, PlanError, "3 replicas of 2 stages are for 6 devices"),
         ({"replicas": 0}, ConfigError, "replicas is 0"),
         ({"replicas": 1, "shard_optimizer": True}, ConfigError, "every stage has one replica"),
-        ({"delay_correction": 0.5}, ConfigError, "--weights 2bw"),
+        ({"delay_correction": 0.5}, ConfigError, "weights=2bw"),
         ({"warm_up_with_flush": 5, "weights": "flush"}, ConfigError, "no gradient is late"),
     ],
 )

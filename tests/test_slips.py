@@ -57,6 +57,10 @@ def batch_without_tensors() -> object:
         return pipeline.step({})
 
 
+def without_delay() -> Pipeline:
+    return Pipeline(two_linears(), replace(plan_of(two_linears()), delay_correction=0.3))
+
+
 def slip_in_job(**how: object) -> Pipeline:
     job = replace(two_linears(), **how)  # type: ignore[arg-type]
     return Pipeline(job, microbatches=2, microbatch_size=ROWS, compare=False)
@@ -77,6 +81,7 @@ def slip_in_job(**how: object) -> Pipeline:
         (batch_without_tensors, BatchError, "no tensors"),
         (lambda: slip_in_job(model=two_linears().model()), CaptureError, "a function"),
         (lambda: slip_in_job(model=lambda: None), CaptureError, "None"),
+        (without_delay, ConfigError, "delay_correction"),
         (lambda: Options(seed="a"), ConfigError, "seed"),  # type: ignore[arg-type]
         (lambda: Options(timeout_s="x"), ConfigError, "timeout_s"),  # type: ignore[arg-type]
         (lambda: Options(compile="no"), ConfigError, "compile"),  # type: ignore[arg-type]

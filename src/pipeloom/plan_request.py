@@ -12,7 +12,7 @@ from .ir.cluster import Cluster, Device, Link, is_cpu
 from .ir.errors import ConfigError, InfeasibleError, PipeloomError, PlanError, ScheduleError
 from .ir.plan import Plan, widened
 from .ir.text import format_bytes, show_time
-from .ir.weights import FLUSH, WEIGHT_POLICIES
+from .ir.weights import FLUSH
 from .lowering.passes import lower
 from .planner.joint.ledger import INTERRUPTED, searched_for
 from .planner.microbatch_sizes import ProfiledModel
@@ -23,7 +23,7 @@ from .planner.refusals import closely
 from .planner.request import PlanOptions, SearchWatch
 from .planner.searched_order import ORDER_OF
 from .planner.shape_search import divisors
-from .runnable import refuse_master_weights
+from .runnable import refuse_master_weights, refuse_without_delay
 from .schedules import registry
 from .schedules.language.names import parse_name
 from .settings import PlanSettings
@@ -63,12 +63,7 @@ def refuse_by_delay(settings: PlanSettings) -> None:
     policy = settings.weights or registry.entry(settings.named_schedule).weights
     if settings.master_weights:
         refuse_master_weights(policy)
-    asked = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(settings, name)]
-    if asked and WEIGHT_POLICIES[policy].flushes:
-        raise ConfigError(
-            f"{' and '.join(asked)} given, but weights are updated with a {policy}, so no gradient is late",
-            hint="add --weights 2bw, or leave it out",
-        )
+    refuse_without_delay(settings, policy)
 
 
 def share_of(microbatches: int, width: int) -> int:

@@ -12,6 +12,7 @@ from .ir.weights import WEIGHT_POLICIES
 from .planner.planners import planner
 from .schedules import registry
 from .schedules.language.names import parse_name
+from .settings import PlanSettings
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured
@@ -38,6 +39,7 @@ def require_runnable(schedule: str) -> None:
 
 def require_runnable_plan(plan: Plan) -> None:
     """A plan has its rows: no file that it names is opened."""
+    refuse_without_delay(plan, plan.weights)
     if not parse_name(plan.schedule).in_python:
         require_runnable(plan.schedule)
         return
@@ -82,6 +84,16 @@ def refuse_master_weights(policy: str) -> None:
             f"master weights are kept of one version of the parameters, and with weights {policy} there are "
             "several",
             hint="leave out master_weights, or plan with weights=flush",
+        )
+
+
+def refuse_without_delay(asked: PlanSettings | Plan, policy: str) -> None:
+    """Raises: ConfigError if it has something that softens a delay, and there is none under this policy."""
+    softens = [name for name in ("delay_correction", "warm_up_with_flush") if getattr(asked, name)]
+    if softens and WEIGHT_POLICIES[policy].flushes:
+        raise ConfigError(
+            f"{' and '.join(softens)} given, but weights are updated with a {policy}, so no gradient is late",
+            hint="plan with weights=2bw, or leave it out",
         )
 
 
