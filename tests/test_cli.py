@@ -93,7 +93,7 @@ def test_sizes_of_a_plan_are_in_full_and_only_what_there_is_has_a_column(
     row = {one.name: 1 for one in fields(PlannedStage)} | {"offload_ratio": None, "link_use": None}
     row |= {name: 0 for name in ("stage", "rank", "recomputed_bytes", "offloaded_bytes")}
     row |= {f"{way}_bytes": 1000 * 2**20 + 2**17 for way in ways} | {"cap_bytes": 999 * 2**20}
-    row |= {"layers": "encoder.layers.10 .. 19", "reads": reads, "depth": 2}
+    row |= {"ranks": (0,), "layers": "encoder.layers.10 .. 19", "reads": reads, "depth": 2}
     emit(None, [stages_table([PlannedStage(**row)])], as_json=False)
     shown = capsys.readouterr().out
     assert "…" not in shown and "999.0 MiB" in shown and "encoder.layers.10 .. 19" in shown

@@ -248,6 +248,12 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them() -> None:
     assert "to spare" not in limits(found)[-1], "memory may bind all the same: cuts that just do not fit"
 
 
+def test_a_stage_of_two_directions_is_shown_on_both_its_ranks() -> None:
+    found = planned("chimera")
+    assert [row.ranks for row in plan_rows(found)] == [(0, 1), (1, 0)]
+    assert [row.ranks for row in plan_rows(planned("1f1b"))] == [(0,), (1,)]
+
+
 def test_a_stage_alone_on_its_rank_peaks_as_in_the_simulated_step() -> None:
     peaks = (10**9, 7)
     rows = plan_rows(replace(planned("1f1b"), peaks=peaks))

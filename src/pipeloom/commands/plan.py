@@ -325,7 +325,7 @@ def stages_table(stages: Sequence[PlannedStage]) -> Table:
     columns += [Column("k", "{:.2f}".format), Column("link", "{:.0%}".format)]
     rows = [
         (
-            *(s.stage, s.rank, s.node if nodes else None),
+            *(s.stage, ", ".join(map(str, s.ranks)), s.node if nodes else None),
             *((None, None) if chain else (", ".join(map(str, s.reads or ())) or "–", s.depth)),
             *(s.ops, s.layers),
             *(s.forward_s * 1e3, (s.input_grad_s + s.weight_grad_s + s.recompute_s) * 1e3),

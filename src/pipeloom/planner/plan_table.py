@@ -182,6 +182,7 @@ FULL = 0.95
 class PlannedStage:
     """A stage of a plan: what it runs, how long, and what it holds. Times in seconds, of one micro-batch.
 
+    ranks: all that it is on, two of a bidirectional schedule; rank is the first, whose node and cap follow.
     layers: as "h.0 .. 3".  reads: the stages that it reads.  depth: ranks of its longest path to the end.
     Bytes by kind are at the peak; kept, recomputed and offloaded bytes are of one micro-batch's residuals.
     peak_bytes: their sum; of a stage alone on its rank, what that holds in the simulated step if known.
@@ -194,6 +195,7 @@ class PlannedStage:
 
     stage: int
     rank: int
+    ranks: tuple[int, ...]
     node: int | None
     ops: int
     first_op: str
@@ -252,6 +254,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None 
             PlannedStage(
                 stage=stage,
                 rank=rank,
+                ranks=(rank,) if plan.width > 1 else plan.placement[stage :: len(plan.stages)],
                 node=None if cluster is None else cluster.devices[rank].node,
                 ops=len(part.ops),
                 first_op=part.ops[0],
