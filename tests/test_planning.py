@@ -254,6 +254,14 @@ def test_a_stage_of_two_directions_is_shown_on_both_its_ranks() -> None:
     assert [row.ranks for row in plan_rows(planned("1f1b"))] == [(0,), (1,)]
 
 
+def test_two_directions_with_all_parameters_in_one_stage_are_called_data_parallelism() -> None:
+    found = planned("chimera")
+    assert all(part.memory.parameters for part in found.stages) and "data" not in " ".join(limits(found))
+    first, second = found.stages
+    bare = replace(second, memory=replace(second.memory, parameters=0))
+    assert "data parallelism" in " ".join(limits(replace(found, stages=(first, bare))))
+
+
 def test_a_stage_alone_on_its_rank_peaks_as_in_the_simulated_step() -> None:
     peaks = (10**9, 7)
     rows = plan_rows(replace(planned("1f1b"), peaks=peaks))
