@@ -96,6 +96,16 @@ def test_planning_again_is_for_what_the_plan_is_for(
     assert not Path("imported").exists()
 
 
+def test_all_figures_of_a_plan_are_of_the_devices_that_it_is_simulated_on() -> None:
+    """And not some those of its file, which may be a cluster's."""
+    plan = planned()
+    elsewhere = PlanDesk(plan, PlanModel.load(JOB, plan, find_cluster("4 x v100-32"))).plan({})
+    here = desk_of(plan).plan({})
+    assert elsewhere["step"] != here["step"]
+    assert [one["times"] for one in elsewhere["stages"]] != [one["times"] for one in here["stages"]]
+    assert "roofline" in here["said"] and "file" in PlanDesk(plan, None).plan({})["said"]
+
+
 @pytest.mark.parametrize("split", ["off", 2])
 def test_a_large_head_may_be_split_before_or_by_planning_again(tmp_path: Path, split: str | int) -> None:
     job = large_head.job()

@@ -51,6 +51,10 @@ class PlanModel:
     def cluster(self) -> Cluster:
         return self.described or cpu_cluster(self.ranks)
 
+    @property
+    def times(self) -> str:
+        return "measured on this machine" if self.described is None else "by roofline, for the cluster"
+
     @cached_property
     def costs(self) -> PlanCosts:
         return PlanCosts(self.captured.graph, self.captured.profiles, self.cluster)
@@ -114,6 +118,8 @@ class PlanDesk:
         begins."""
         planned, cuts = self._planned, asked.get("cuts")
         plan = planned.cut(cuts)
+        if planned.model is not None:  # of the devices that its step is simulated on
+            plan = replace(plan, stages=planned.model.costs.figures(plan))
         used = {treatment for policy in plan.memory.stages for treatment in policy.values()} - {"keep"}
         answer: Json = {
             "stages": [_treated(stage, number, plan) for number, stage in enumerate(plan.stages)],
@@ -124,7 +130,8 @@ class PlanDesk:
             "over": [],
         }
         if planned.model is None:
-            return answer | {"said": _sentence(plan, plan.predicted_step_s, plan.peaks)}
+            step_s, times = plan.predicted_step_s, "those of the plan's file"
+            return answer | {"said": _sentence(plan, step_s, plan.peaks, times)}
         cuts = cuts_of(planned.pieces) if cuts is None else cuts
         parts = [
             [piece.layer, len(piece.ops), stage]
@@ -132,7 +139,8 @@ class PlanDesk:
             for piece in planned.pieces[a:b]
         ]
         answer |= {"cuts": cuts, "pieces": parts} | _simulated(plan, planned.model)
-        return answer | {"said": _sentence(plan, answer["step"], answer["peaks"])}
+        said = _sentence(plan, answer["step"], answer["peaks"], planned.model.times)
+        return answer | {"said": said}
 
     def save_plan(self, asked: Json) -> Json:
         """The file of the plan as it is cut now, with its figures."""
@@ -190,9 +198,9 @@ class PlanDesk:
             self._search |= {"running": False, "said": said}
 
 
-def _sentence(plan: Plan, step_s: float, peaks: Sequence[int]) -> str:
+def _sentence(plan: Plan, step_s: float, peaks: Sequence[int], times: str) -> str:
     by = plan.planner if plan.planner == BY_HAND else f"by {plan.planner}"
-    said = [f"{plan.schedule}, cut {by}", f"step {show_time(step_s)}"]
+    said = [f"{plan.schedule}, cut {by}", f"step {show_time(step_s)}, times {times}"]
     for name, sizes in (("peaks", peaks), ("caps", plan.caps)):
         if sizes:
             said.append(f"{name} {', '.join(map(format_bytes, sizes))}")
