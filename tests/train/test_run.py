@@ -272,7 +272,9 @@ def test_a_run_that_has_ended_says_so_or_gets_the_report_that_it_lacks(
     assert start() == 0
     for name in missing:
         (out / name).unlink()
+    capsys.readouterr()
     assert start(resume=True) == 0
+    assert f"{out} goes on from step 2" in capsys.readouterr().out.replace("\n", "")
     assert [line["step"] for line in lines(out)] == [0, 1, 2]
     figures = json.loads((out / "summary.json").read_text())
     assert (figures["steps"], figures["first_step"], figures["measured"]) == (2, 2, None)

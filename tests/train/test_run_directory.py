@@ -42,6 +42,14 @@ def test_runs_are_numbered_and_the_newest_is_found() -> None:
     assert find_run("gpt", Path("runs/gpt-3")) == Path("runs/gpt-3")
 
 
+def test_the_newest_run_with_a_checkpoint_is_the_one_to_go_on_with() -> None:
+    first, second, _ = (trained("gpt") for _ in range(3))
+    for path in (first, second):
+        (path / "checkpoint/step-00000002").mkdir(parents=True)
+        (path / "checkpoint/step-00000002/index.json").write_text("")
+    assert find_run("gpt", None) == second
+
+
 def test_what_is_wrong_is_said(here: Path) -> None:
     def refused(out: str | None, *, resume: bool, word: str) -> None:
         with pytest.raises(ConfigError, match=word):  # noqa: SIM117

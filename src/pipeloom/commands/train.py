@@ -53,7 +53,9 @@ from .common import FILE, json_option, plan_options
     help="Run directory, instead of runs/<name>-<n>.",
 )
 @click.option(
-    "--resume", is_flag=True, help="Go on with the newest run of this name, or with the one in --out."
+    "--resume",
+    is_flag=True,
+    help="Go on with the newest run of this name that has a checkpoint, or with the one in --out.",
 )
 @click.option(
     "--compare/--no-compare",

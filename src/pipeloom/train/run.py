@@ -116,8 +116,11 @@ def _run_as_rank(request: TrainRequest, processes: RankProcesses) -> int:
 def prepare_run(request: TrainRequest, out: Path, processes: RankProcesses) -> PreparedRun | None:
     """Decide config and plan, and capture the model; writes nothing. None if the run has ended."""
     config, plan = decide(request, out)
-    if request.resume and _has_ended(config, out, request):
-        return None
+    if request.resume:
+        if _has_ended(config, out, request):
+            return None
+        steps = checkpoint_step(out / "checkpoint")
+        request.console.print(f"{out} goes on from step {steps}", soft_wrap=True)
     workload, console, captured = workload_of(config), request.console, None
     refuse_unused(request.overrides, config, own_optimizer=workload.rate is None)
     if plan is None:

@@ -116,15 +116,14 @@ def new_directory(name: str, out: Path | None) -> tuple[Path, list[Path]]:
 
 
 def find_run(name: str, out: Path | None) -> Path:
-    """`out`, or the newest run of that name."""
+    """`out`, or the newest run of that name that has a checkpoint; if none has, the newest."""
     if out is not None:
         if (out / "config.toml").is_file():
             return out
         raise ConfigError(f"{out} holds no run", hint="give the directory of a run, or leave out --resume")
-    for number in sorted(_numbers(name), reverse=True):
-        path = RUNS / f"{name}-{number}"
-        if (path / "config.toml").is_file():
-            return path
+    paths = [RUNS / f"{name}-{number}" for number in sorted(_numbers(name), reverse=True)]
+    if runs := [path for path in paths if (path / "config.toml").is_file()]:
+        return next((path for path in runs if complete(path / "checkpoint")), runs[0])
     raise ConfigError(
         f"there is no run {RUNS / name}-<n> to resume", hint="give its directory with --out, or train first"
     )
