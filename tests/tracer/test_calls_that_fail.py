@@ -82,3 +82,19 @@ def test_a_type_error_inside_the_forward_is_its_own() -> None:
 def test_a_builtin_gets_outputs_and_target() -> None:
     with pytest.raises(CaptureError, match="got shape"):
         pipeline((X, Y), torch.cosine_similarity)
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 3, max_norm=1.0)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return (self.words(one) * self.words(other)).mean()
+
+
+def test_an_embedding_whose_max_norm_cannot_be_kept_is_named() -> None:
+    batch = {"one": torch.arange(4), "other": torch.arange(4)}
+    with pytest.raises(CaptureError, match="max_norm=1 of Embedding words") as caught:
+        capture(Job(model=Embeds, batch=lambda seed, rows: batch), 4)
+    assert "max_norm" in str(caught.value.hint)

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
-from .guards import AttributeWatch, attributes_kept, caches_kept, settled
+from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, settled
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of
@@ -292,7 +292,8 @@ def export_program(
     for spec in functional.graph_signature.output_specs:
         target = str(spec.target).removeprefix("model.")
         if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:
-            raise CaptureError(f"the forward of {name} changes its parameter {target}", hint=HINT)
+            what = f"its parameter {target}{by_max_norm(model, target)}"
+            raise CaptureError(f"the forward of {name} changes {what}", hint=HINT)
     return functional
 
 

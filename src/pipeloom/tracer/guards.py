@@ -587,6 +587,16 @@ def refuse_new_tensor(name: str) -> NoReturn:
     )
 
 
+def by_max_norm(model: nn.Module, parameter: str) -> str:
+    """Which embedding's max_norm changes a parameter in the forward; "" if none does."""
+    weight = model.get_parameter(parameter)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight is weight:
+            if module.max_norm is not None:
+                return f", by max_norm={module.max_norm:g} of {type(module).__name__} {name}"
+    return ""
+
+
 class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the ATen calls of a recorded forward.
 
@@ -627,8 +637,8 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.changed_between.add(name)
         return func(*args, **kwargs)
 
-    def refuse(self, readers: Mapping[str, int]) -> None:
-        """Raises: CaptureError for a change that would not be the same as in one process.
+    def refuse(self, readers: Mapping[str, int], model: nn.Module) -> None:
+        """Raises: CaptureError for a change of the model that would not be the same as in one process.
 
         readers: FQN -> how many ops read the parameter.
         """
@@ -641,7 +651,12 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 why = "and other modules read it, which may run on another rank"
             else:
                 continue
-            raise CaptureError(f"the forward changes the parameter {name}{at(line)}, {why}", hint=HINT)
+            by, hint = by_max_norm(model, name), HINT
+            if by:
+                hint = (
+                    "leave max_norm out, or shorten rows in the step of the optimizer that Job.optimizer has"
+                )
+            raise CaptureError(f"the forward changes the parameter {name}{by}{at(line)}, {why}", hint=hint)
 
 
 class WeightChangesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -112,7 +112,8 @@ def _assemble(cut: ModuleCut) -> OpGraph:
     builder = build_ops(recording, skeleton, cut.groups, cut.together)
     ops = builder.ops()
     if recording.parameter_watch is not None:
-        recording.parameter_watch.refuse(Counter(name for op in ops for name in op.params))
+        readers = Counter(name for op in ops for name in op.params)
+        recording.parameter_watch.refuse(readers, skeleton.model)
         recording.parameter_watch = None
     if not cut.together:
         for unit, names in recording.changed_attributes.items():
