@@ -99,7 +99,14 @@ def refuse_without_delay(asked: PlanSettings | Plan, policy: str) -> None:
 
 def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
     """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
-    would micro-batches in another order."""
+    would micro-batches in another order. A parameter that the forward changes may have one copy only."""
+    changed = captured.cut.recording.changed_parameters if captured.cut is not None else ()
+    if changed and (plan.replicas > 1 or plan.steady is not None):
+        keepers = "replicas" if plan.replicas > 1 else f"versions with weights={plan.weights}"
+        raise PlanError(
+            f"the forward changes the parameter {changed[0]}, of which {keepers} are copies",
+            hint="train it in one pipeline, by a schedule of one direction with weights=flush",
+        )
     if plan.replicas > 1 and (names := sorted(captured.graph.together)):
         raise PlanError(
             f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",

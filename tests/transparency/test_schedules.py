@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import zoo
+from delayed import steady_plan
 from every_schedule import LACKING, SYNCHRONOUS, gpt_job, plan_of
+from odd.case import job as job_of
 from odd.decisions import JOBS
-from runs import Numbers, assert_same, each_rank, pipelined, plain
+from odd.state import SmallEmbeddings
+from runs import Numbers, assert_same, each_rank, even_plan, pipelined, plain
 
 from pipeloom import Options, Pipeline, verify
 from pipeloom.ir.errors import PlanError, ScheduleError
@@ -93,6 +96,15 @@ def test_replicas_do_not_update_the_same_buffer() -> None:
     job = zoo.job("convnet")
     with pytest.raises(PlanError, match="runs each stage on two ranks, but the forward updates"):
         pipelined(job, plan_of(job, "chimera", 2, microbatches=2), [job.batch(0, 2)])
+
+
+@pytest.mark.parametrize("weights", ["flush", "2bw"])
+def test_a_parameter_that_the_forward_changes_has_one_copy(weights: str) -> None:
+    """Replicas, and versions of the weights, went apart without a word."""
+    job = job_of(SmallEmbeddings)
+    plan = steady_plan(job, 2, 2) if weights == "2bw" else widened(even_plan(job, 2, microbatches=2), 2)
+    with pytest.raises(PlanError, match="changes the parameter words.weight"):
+        pipelined(job, plan, [job.batch(0, 8)])
 
 
 SEVERAL_STAGES = ["interleaved_1f1b", "zb_v", "v_half", "hanayo", "chimera", "dualpipe"]

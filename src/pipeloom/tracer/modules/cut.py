@@ -114,6 +114,7 @@ def _assemble(cut: ModuleCut) -> OpGraph:
     if recording.parameter_watch is not None:
         readers = Counter(name for op in ops for name in op.params)
         recording.parameter_watch.refuse(readers, skeleton.model)
+        recording.changed_parameters = tuple(recording.parameter_watch.changed)
         recording.parameter_watch = None
     if not cut.together:
         for unit, names in recording.changed_attributes.items():

@@ -139,7 +139,8 @@ class RecordedRun:
     decides_on_data: modules whose own glue decides on data -> whether shapes depend on it too.
     python_random: Python's or NumPy's generators were used.
     changed_attributes: unit -> attributes, Python values, that it changed: other stages do not see that.
-    parameter_watch: what it has changed in parameters, until that is judged.
+    parameter_watch: what it has changed in parameters, until that is judged.  changed_parameters: those that
+        it may change.
     device: where it ran.
     evaluation_calls: calls of a run in evaluation mode, by name: what units return may differ.
     """
@@ -162,6 +163,7 @@ class RecordedRun:
     python_random: bool = False
     changed_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parameter_watch: ParameterWatch | None = None
+    changed_parameters: tuple[str, ...] = ()
     device: str = "cpu"
     evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
 
