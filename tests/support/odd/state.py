@@ -288,6 +288,28 @@ class MeanInPlace(Stack):
         return h + self.mean.sum()
 
 
+class MeansInData(MeanInPlace):
+    """Buffers change by way of `.data` and of a view, in a module and between modules."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+            return super().forward(x + self.mean)
+
+    def run(self, h: Tensor) -> Tensor:
+        h = self.blocks[0](h)
+        if self.training:
+            with torch.no_grad():
+                self.mean[:].mul_(0.9).add_(h.mean(0))
+                self.mean.data.add_(0.1)
+        return self.blocks[2](self.blocks[1](h) + self.mean)
+
+
 class MeanAnew(MeanInPlace):
     def run(self, h: Tensor) -> Tensor:
         h = Stack.run(self, h)
@@ -439,6 +461,7 @@ CASES = [
     ),
     Case(ReplacesData, EARLIER, expect="refused: in the place of the parameter blocks.0.norm", hint=STEP),
     Case(MeanInPlace, "a running mean that is changed in place", slow=True),
+    Case(MeansInData, "changes that no version counter shows were lost", between="fake tensor", cuts=(3, 2)),
     Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),

@@ -24,7 +24,7 @@ from ...ir.graph import Value
 from ..guards import ParameterWatch, refuse_new_tensor
 from ..job import Job
 from ..random import call_draws, python_state, seeded
-from ..tensors import LiveBytes, storage_ids, tensors_of
+from ..tensors import LiveBytes, storage_ids, tensors_of, written_by
 from .absent import tensors_inside
 from .intercept import START, InterceptedForward, call_name
 from .skeleton import ModuleUnit, Skeleton, TrialParameters
@@ -169,19 +169,20 @@ class RecordedRun:
 
 
 class CallEffects(LiveBytes):  # type: ignore[no-untyped-call]
-    """drew: whether any call drew random numbers.  statistics: storages of running statistics that were
-    updated (a batch norm's schema does not say so, and its version counter does not move)."""
+    """drew: whether any call drew random numbers.  written: storages that were written to. Version counters
+    do not move for running statistics, of which a batch norm's schema says nothing, or by way of `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drew = False
-        self.statistics: set[int] = set()
+        self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.drew = self.drew or call_draws(func, args, kwargs or {})
         if "batch_norm" in str(func) and "backward" not in str(func):
-            self.statistics |= storage_ids(tensors_of(args[3:5]))
+            self.written |= storage_ids(tensors_of(args[3:5]))
+        self.written |= storage_ids(tensors_of(written_by(func, args, kwargs or {})))
         return result
 
 
@@ -207,7 +208,7 @@ class IsolatedCall:
     def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: CallEffects) -> TreeSpec:
         """Returns how its result is built of leaves."""
         versions = [_version(leaf) for leaf in self.arguments]
-        buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
+        buffers = {n: t for n, t in state.items() if n not in self.skeleton.params}
         parameters = {n: (t, t.untyped_storage()._cdata) for n, t in state.items() if n not in buffers}
         with self.skeleton.using(state):
             before = {(m, a): id(t) for m, a, t in attributes(self.unit.module)}
@@ -217,8 +218,8 @@ class IsolatedCall:
                 result = self.unit.original_forward(*args, **kwargs)
             self.updates = tuple(
                 name
-                for name, (tensor, version) in buffers.items()
-                if _updated(self.skeleton.current(name), tensor, version, meter)
+                for name, tensor in buffers.items()
+                if _updated(self.skeleton.current(name), tensor, meter)
             )
             for name, (tensor, storage) in parameters.items():
                 now_there = self.skeleton.current(name)
@@ -273,11 +274,11 @@ class IsolatedCall:
         return UnitOutput(name=name, **how)
 
 
-def _updated(now: Tensor, before: Tensor, version: int, meter: CallEffects) -> bool:
+def _updated(now: Tensor, before: Tensor, meter: CallEffects) -> bool:
     """Whether a buffer has a next state. One that a gradient flows through is a result, not a state."""
     if now is not before:
         return not now.requires_grad
-    return before._version != version or before.untyped_storage()._cdata in meter.statistics
+    return before.untyped_storage()._cdata in meter.written
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -494,7 +495,8 @@ class ForwardRecorder(InterceptedForward):
                 for tensor in outputs:
                     if tensor.is_floating_point() or tensor.is_complex():
                         tensor.requires_grad_()
-            names = [self.state_names[t] for t in changed if t in self.state_names]
+            written = {_storage(t) for t in changed}  # by way of a view or of `.data`, too
+            names = [name for t, name in self.state_names.items() if _storage(t) in written]
             if updates := tuple(name for name in names if name not in self.skeleton.params):
                 self.recording.effects.append(
                     GlueEffect(call=self._last_call, reads=origins.reads, updates=updates)
@@ -590,7 +592,7 @@ class ForwardRecorder(InterceptedForward):
         run = IsolatedCall(self.skeleton, unit, leaves)
         with seeded(self.seed, name):
             self.meter.drew = False
-            self.meter.statistics.clear()
+            self.meter.written.clear()
             built = run.run(spec, self.parameters.state(self.skeleton.below(unit.fqn)), self.meter)
         drew = self._python_drew()
         if run.changed_attributes:
