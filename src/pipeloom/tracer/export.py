@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from traceback import clear_frames
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -322,15 +322,25 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     """What must not stay whole: calls without a derivative, and calls that change what they are given. Made
     once: torch lists every operation there is for it, which takes a tenth of a capture."""
     instance_norm = torch.ops.aten.instance_norm.default
+    assignments = (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
     return {
         torch.ops.aten.copy.default: _copy,
         instance_norm: default_decompositions()[instance_norm],
+        **{assign: partial(_assigned_as_real, assign) for assign in assignments},
     }
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What is in `target` after `target.copy_(source)`."""
     return source.to(target.dtype).expand_as(target).clone(memory_format=torch.contiguous_format)
+
+
+def _assigned_as_real(assign: Any, whole: Tensor, part: Tensor, dim: int = 0, *where: Any) -> Any:
+    """Assignments to parts of complex tensors have no derivative."""
+    if not whole.is_complex():
+        return NotImplemented
+    parts = (torch.view_as_real(tensor.resolve_conj()) for tensor in (whole, part))
+    return torch.view_as_complex(assign(*parts, dim % whole.dim(), *where))
 
 
 def _detach_no_grad_regions(module: fx.GraphModule) -> None:

@@ -225,6 +225,20 @@ class Fourier(Stack):
         return h
 
 
+class FourierModes(Stack):
+    """Keeps the low frequencies, as Fourier neural operators do."""
+
+    def prepare(self) -> None:
+        self.mix = nn.Parameter(torch.randn(3, 3, dtype=torch.cdouble) / 3)
+
+    def run(self, h: Tensor) -> Tensor:
+        modes = torch.fft.rfft(super().run(h))
+        kept = torch.zeros_like(modes)
+        kept[:, :3] = modes[:, :3] @ self.mix
+        kept[:, -1] = modes[:, 0].conj()
+        return torch.fft.irfft(kept, n=WIDTH)
+
+
 class AsksForTheMode(Stack):
     def run(self, h: Tensor) -> Tensor:
         return super().run(h * 2 if self.training else h)
@@ -327,6 +341,7 @@ CASES = [
     Case(CountsRows, "a constant that depends on the size of the micro-batch", slow=True),
     Case(AllLayersJoined, "all layers' results are joined", slow=True),
     Case(Fourier, "complex values between stages", slow=True),
+    Case(FourierModes, "assignments to parts of complex tensors have no derivative"),
     Case(AsksForTheMode, MODES, cuts=(2, 1)),
     Case(FrozenStatistics, MODES, cuts=(2, 1), slow=True),
     Case(StochasticDepth, MODES, expect="random", cuts=(2, 4)),
