@@ -30,6 +30,14 @@ _ASSERTIONS = {
     torch.ops.aten._assert_scalar.default,
 }
 
+_CHECKED = frozenset(
+    """
+    inverse linalg_cholesky linalg_eig linalg_eigvals linalg_inv linalg_lu_factor linalg_matrix_power
+    linalg_solve linalg_tensorinv linalg_tensorsolve
+    """.split()
+)
+"""Ops that look at what they made, some in the backward, and raise where a matrix has no inverse, say."""
+
 _OF_LAYOUT = {  # which depend on how their input lies in memory
     torch.ops.aten.as_strided.default,
     torch.ops.aten.view.dtype,
@@ -94,6 +102,7 @@ def _captured(
     replace_causal_masks(graph)
     _tidy(graph, set(targets), loss, [*updates, *outputs.values()])
     _refuse_sparse_gradients(graph, job.name)
+    _refuse_checked_results(graph, job.name)
     _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
     module = fx.GraphModule(program.graph_module, graph)
     # With gradients in evaluation mode, too: products copy what learns.
@@ -162,6 +171,16 @@ def _refuse_sparse_gradients(graph: fx.Graph, name: str) -> None:
         if isinstance(node.target, torch._ops.OpOverload):
             if arguments_of(node.target, node.args, node.kwargs).get("sparse"):
                 raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
+
+
+def _refuse_checked_results(graph: fx.Graph, name: str) -> None:
+    """Traced stages are without effects, so they would lose the check."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ in _CHECKED:
+            raise CaptureError(
+                f"the forward of {name} checks a result, in {node.target}, which tracing would lose",
+                hint=HINT,
+            )
 
 
 def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:
