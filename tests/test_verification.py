@@ -15,6 +15,7 @@ import zoo
 from odd.case import WIDTH, Between, Stack, job as job_of
 from odd.decisions import LeavesOut, LeavesOutByPython
 from odd.gradients import SparseEmbedding
+from odd.state import SmallEmbeddings
 from runs import capture_of, each_rank, even, even_plan, plan_for
 from torch import Tensor, nn
 
@@ -141,6 +142,11 @@ def test_mixed_precision_is_compared_with_the_module_itself() -> None:
     result = verified(JOB, options=Options(autocast=torch.bfloat16), autocast=torch.bfloat16)
     result.require()
     assert result.independent and result.worst < 0.02
+
+
+def test_parameters_that_the_forward_changes_are_compared() -> None:
+    """The update was made from what they were before the forward."""
+    verified(job_of(SmallEmbeddings)).require()
 
 
 class DrawsItsWeights(Stack):

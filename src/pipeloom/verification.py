@@ -282,7 +282,6 @@ def plain_step(
         with constructor_draws():
             model = job.model()
         named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        initial = _copies(named)
         total, losses = 0.0, list[float]()
         replay = DrawReplay(draws) if draws is not None else None
         with replay or nullcontext():
@@ -295,6 +294,7 @@ def plain_step(
                 torch.autograd.backward(loss)
         if replay is not None:
             replay.require_all()
+        initial = _copies(named)  # as the forwards leave them, such as an embedding with `max_norm`
         off = _off_mean(job, model, parts[:2], losses[:2], autocast) if joined else None
     held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
     return StepNumbers(  # nobody has the module from now on, so nothing of it is copied
