@@ -79,6 +79,11 @@ def slip_in_job(**how: object) -> Pipeline:
         (lambda: pipeline_of("cuda:99"), ConfigError, "'cuda:99'"),
         (batch_without_names, CaptureError, "Tensor, not a dictionary"),
         (batch_without_tensors, BatchError, "no tensors"),
+        (
+            lambda: plan_of(replace(two_linears(), batch=lambda *_: two_linears().batch(0, 3))),
+            PlanError,
+            "batch",
+        ),
         (lambda: slip_in_job(model=two_linears().model()), CaptureError, "a function"),
         (lambda: slip_in_job(model=lambda: None), CaptureError, "None"),
         (without_delay, ConfigError, "delay_correction"),

@@ -558,12 +558,18 @@ def captured_model(
             hint="leave the profile out, and each kind is estimated from its figures",
         )
     devices = kinds or ({profiled.device} if profiled is not None else set())
+    given = captured is not None
     if captured is not None:
         graph = with_updates(captured.graph, job, devices, master_weights)
     else:
         captured = capture(job, size, batch=batch, devices=devices, master_weights=master_weights)
         graph = captured.graph
     if (rows := shared_rows(captured.graph)) not in (None, size):
+        if not given:
+            raise PlanError(
+                f"Job.batch of {job.name} gives {rows} rows where {size} are asked for",
+                hint="let it give as many rows as its second argument says",
+            )
         raise PlanError(
             f"the captured model has micro-batches of {rows} rows, the plan is for {size}",
             hint=f"capture it with {size} rows, or plan for {rows}",
