@@ -32,7 +32,7 @@ from .autocast import Autocast, autocast_region
 from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, settled
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
-from .tensors import arguments_of
+from .tensors import arguments_of, storage_ids
 
 HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
@@ -161,7 +161,7 @@ _IN_PLACE = frozenset(
 
 class CallsWatched(TorchFunctionMode):
     """Notes in `lines` each line of the user's code that reads data, once; and in `foreign` each of the
-    forward that computes with a real parameter: those of the model are fake.
+    forward that computes with a real parameter: those of the model are fake. Refuses `.data = ...`.
 
     training: refuse changes in place under `torch.no_grad()` of what a gradient flows through. Autograd then
         does not know of the change, and passes the gradient on; a functional graph would stop it.
@@ -186,6 +186,12 @@ class CallsWatched(TorchFunctionMode):
             and any(type(a) is nn.Parameter and a.requires_grad for a in args)
         ):
             self.foreign[user_line()] = None
+        if name == "__set__.data" and storage_ids(args[:1]) != storage_ids(args[1:]):
+            raise CaptureError(
+                f"the forward of {self._name} sets the data of a tensor{at(user_line())}: torch.export would "
+                "lose it",
+                hint=HINT,
+            )
         if self._training and not torch.is_grad_enabled() and _changes_what_learns(name, args):
             where = at(user_line())
             raise CaptureError(

@@ -310,6 +310,14 @@ class MeansInData(MeanInPlace):
         return self.blocks[2](self.blocks[1](h) + self.mean)
 
 
+class SetsItsData(MeanInPlace):
+    def run(self, h: Tensor) -> Tensor:
+        h = Stack.run(self, h)
+        if self.training:
+            self.mean.data = 0.5 * self.mean + h.detach().mean(0)
+        return h + self.mean
+
+
 class MeanAnew(MeanInPlace):
     def run(self, h: Tensor) -> Tensor:
         h = Stack.run(self, h)
@@ -462,6 +470,7 @@ CASES = [
     Case(ReplacesData, EARLIER, expect="refused: in the place of the parameter blocks.0.norm", hint=STEP),
     Case(MeanInPlace, "a running mean that is changed in place", slow=True),
     Case(MeansInData, "changes that no version counter shows were lost", between="fake tensor", cuts=(3, 2)),
+    Case(SetsItsData, "export forgets the data of a buffer", between="sets the data", cuts=(2, 1)),
     Case(MeanAnew, "export forgets new tensors for buffers", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAnAttribute, "and for attributes", between="a new tensor as mean", cuts=(2, 1)),
     Case(MeanInAList, "tensors kept in a plain list", between=".", slow=True),
