@@ -82,15 +82,10 @@ def op_signatures(captured: Captured) -> dict[str, Hashable]:
 
     def signature(node: fx.Node) -> Hashable:
         order = {source: index for index, source in enumerate(dict.fromkeys(node.all_input_nodes))}
-        call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Position(order[n])))
+        call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{order[n]}"))
         return str(node.target), call, tuple(map(layout, order))
 
     return {op.name: signature(nodes[op.name]) for op in captured.graph.ops}
-
-
-class _Position(str):
-    def __new__(cls, index: int) -> _Position:
-        return super().__new__(cls, f"%{index}")
 
 
 def _cost(
