@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import damage
 import pytest
 import torch
-from damage import GRAPH, PLAN, changed, ours
+from damage import GRAPH, PLAN, changed, ours, read_plan
 from hypothesis import HealthCheck, event, given, strategies as st
 from torch import nn
 from trials import examples
@@ -29,7 +30,6 @@ from pipeloom.checks.schedules import check
 from pipeloom.clusters.files import load_cluster, save_cluster
 from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
 from pipeloom.ir.text import load_noun, save_noun
@@ -110,13 +110,6 @@ def read_rows(name: str) -> Callable[[Path], None]:
             ours(lambda: check(found, chain(found.stages)))
 
     return read
-
-
-def read_plan(folder: Path) -> None:
-    plan = ours(lambda: load_plan(folder / "plan.json"))
-    if plan is not None:
-        ours(lambda: plan.as_schedule)
-        ours(lambda: plan.replicated(plan.stage_graph(GRAPH)))
 
 
 PROFILE = Profile(device="cpu", source="measured", graph=GRAPH.fingerprint, batch=("x[2]float32",), costs={})
@@ -265,5 +258,6 @@ def test_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_as_they_are(kind: str, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ours", lambda read: read())
+    for names in (globals(), vars(damage)):
+        monkeypatch.setitem(names, "ours", lambda read: read())
     KINDS[kind].read(whole[kind])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
+from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.graph import Op, OpGraph, Value
-from pipeloom.ir.plan import Plan, StagePlan
+from pipeloom.ir.plan import Plan, StagePlan, load_plan
 
 VALUES = tuple(Value(name=f"v{i}", shape=(2,), dtype="float32", needs_grad=True) for i in range(3))
 GRAPH = OpGraph(
@@ -67,3 +69,13 @@ def ours(read: Callable[[], Any]) -> Any:
         assert error.message and error.hint, error
         assert len(str(error)) < 4000
         return None
+
+
+def read_plan(folder: Path) -> None:
+    """As commands do, and held against the graph that it is for."""
+    plan = ours(lambda: load_plan(folder / "plan.json"))
+    if plan is not None:
+        schedule = ours(lambda: plan.as_schedule)
+        cut = ours(lambda: plan.replicated(plan.stage_graph(GRAPH)))
+        if schedule is not None and cut is not None:
+            ours(lambda: check(schedule, cut))
