@@ -36,7 +36,7 @@ def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
         pipeline.weights,
         rank=pipeline.rank,
         clock=forecast.clock,
-        watch=forecast.watch,
+        watch=pipeline.watch,
     )
 
 
