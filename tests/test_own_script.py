@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pipeloom
-from pipeloom.ir.errors import BatchError, CaptureError, CheckpointError, ConfigError, NumbersError
+from pipeloom.ir.errors import (
+    BatchError,
+    CaptureError,
+    CheckpointError,
+    ConfigError,
+    NumbersError,
+    PipeloomError,
+)
 from pipeloom.options import Options
 from pipeloom.pipeline_request import pipeline_settings
 from pipeloom.runtime.channel import run_threads
@@ -333,6 +340,24 @@ def test_alone_it_plans_by_itself_and_keeps_the_plan(caplog: pytest.LogCaptureFi
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], word: str) -> None:
     assert word in refused(ConfigError, pipeloom.Pipeline, NET, example=named(), loss=of_named, **how)
+
+
+def test_a_one_cycle_that_is_over_refuses_a_step_and_the_pipeline_can_be_saved(tmp_path: Path) -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=2)
+
+    def rank(number: int, channel: Any) -> None:
+        with pipeloom.Pipeline(job, plan, scheduler=one_cycle, compare=False, channel=channel) as pipe:
+            pipe.step(named())
+            pipe.step(named())
+            with pytest.raises(PipeloomError, match="OneCycleLR"):
+                pipe.step(named())
+            pipe.save(tmp_path)
+            assert pipe.steps_done == 2
+
+    job, _ = job_of(NET, named(), loss=of_named)
+    plan = pipeloom.plan(job, ranks=2, microbatches=4, microbatch_size=2, cluster="2 x a100-40")
+    run_threads(2, rank)
 
 
 def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from .action_hooks import Look, OnAction
 from .clusters.devices import peak_flops_per_s
@@ -379,6 +379,13 @@ class Pipeline:
         self._run.drain()
         self._take_reports()  # of batches that an earlier caller fed, and did not wait for
         for batch in batches if self._first is None else self._first.all(batches):
+            # PyTorch refuses only once the update is made, when nothing can be saved.
+            for each in self.schedulers:
+                if isinstance(each, OneCycleLR) and each.last_epoch >= each.total_steps:
+                    raise PipeloomError(
+                        f"the scheduler OneCycleLR is over after its {each.total_steps} steps",
+                        hint="give it the steps of the whole run as total_steps; you can still save this one",
+                    )
             self._run.feed(self.steps_done, batch)
             self.steps_done += 1
             yield from self._take_reports()
