@@ -360,6 +360,14 @@ def test_a_one_cycle_that_is_over_refuses_a_step_and_the_pipeline_can_be_saved(t
     run_threads(2, rank)
 
 
+def test_a_batch_without_an_entry_of_the_example_is_told_which() -> None:
+    with pipeloom.Pipeline(NET, example=named(), loss=of_named, microbatches=2, compare=False) as pipe:
+        first = next(iter(named()))
+        with pytest.raises(BatchError) as caught:
+            pipe.step({name: tensor for name, tensor in named().items() if name != first})
+        assert f"give the batch '{first}'" in str(caught.value.hint)
+
+
 def test_buffers_that_share_their_memory_are_exported(tmp_path: Path) -> None:
     with pipeloom.Pipeline(net(Shares), example=named(), loss=of_named, compare=False) as pipe:
         written = load_file(pipe.export(tmp_path / "model.safetensors"))

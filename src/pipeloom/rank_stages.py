@@ -284,10 +284,15 @@ class StageVariants:
         except (CaptureError, CutError, PlanError) as error:
             refusal = error
             if signature != self._rank.planned_signature:
+                given = [entry.partition("[")[0] for entry in signature]
+                planned = [entry.partition("[")[0] for entry in self._rank.planned_signature]
+                missing = [name for name in planned if name not in given]
                 refusal = BatchError(
                     f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
                     f"{', '.join(self._rank.planned_signature)}: {error.message}",
-                    hint="pad or cut the batch to the planned size, or plan for this one",
+                    hint=f"give the batch {' and '.join(map(repr, missing))}, as the example has it"
+                    if missing
+                    else "pad or cut the batch to the planned size, or plan for this one",
                 )
         agree_on_refusal(self._rank.channel, refusal)
         return made[0]
