@@ -373,7 +373,7 @@ class Pipeline:
         batches: each as `step` takes it.
         Yields: one report per batch, in order; without a flush up to three batches late, four on a device.
             What else is called between two of them, such as `evaluate`, drains first.
-        Raises: BatchError and all else that `step` raises.
+        Raises: BatchError and all else that `step` raises; PipeloomError once OneCycleLR has had its steps.
         """
         require_training(self.plan)
         self._run.drain()

@@ -47,8 +47,7 @@ def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of what some tensors lie in, each storage once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({(storage := t.untyped_storage())._cdata: storage.nbytes() for t in tensors}.values())
 
 
 class StorageView(NamedTuple):

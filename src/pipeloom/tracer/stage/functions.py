@@ -170,4 +170,4 @@ class StageFunctions(ABC):
 
 def activation_bytes(tensors: Tensors) -> int:
     """Bytes of the residuals or carried tensors that a stage made itself, each storage once."""
-    return storage_bytes(t for slot, t in tensors.items() if slot.kind in ("residual", "carried"))
+    return storage_bytes([t for slot, t in tensors.items() if slot.kind in ("residual", "carried")])
