@@ -87,13 +87,12 @@ def who_waits(statuses: Sequence[RankStatus | None]) -> str:
         rows.append((str(rank), status.doing, waits + silent))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-    cycle = _cycle(statuses)
-    if cycle:
-        lines.append(" -> ".join(f"rank {rank}" for rank in cycle) + ": they wait for each other")
+    if circle := waiting_circle(statuses):
+        lines.append(" -> ".join(f"rank {rank}" for rank in circle) + ": they wait for each other")
     return "\n".join(lines)
 
 
-def _cycle(statuses: Sequence[RankStatus | None]) -> list[int]:
+def waiting_circle(statuses: Sequence[RankStatus | None]) -> list[int]:
     """Ranks of which each waits on the next one, first and last the same; empty if there are none.
 
     A silent rank is in none: what it does now is not known, and there is the cause.

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from ..ir.errors import CommunicationError, PeerError, PipeloomError
-from .board import FINISHED, Board, Failure, RankStatus, who_waits
+from .board import FINISHED, Board, Failure, RankStatus, waiting_circle, who_waits
 from .child import PEER_FAILED
 from .flight_recorder import write_recorded
 
@@ -209,12 +209,13 @@ class Watch:
         statuses = self._board.statuses()
         silent = tuple(r for r, status in enumerate(statuses) if status is not None and status.is_silent)
         hint = "look at the rank that does not wait; raise the time limit if it only is slow"
-        table = who_waits(statuses)
-        if "they wait for each other" in table:
+        if waiting_circle(statuses):
             hint = "let all ranks make the same calls in the same order: perhaps one has had fewer batches"
         if silent:
             hint = f"see whether {_listed(silent)} was killed or frozen, or its machine is out of reach"
-        return CommunicationError(f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{table}", hint=hint)
+        return CommunicationError(
+            f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{who_waits(statuses)}", hint=hint
+        )
 
     def _raise_disconnected(self, waiting: Waiting, reason: str) -> NoReturn:
         # A rank that fails posts the cause before its connections end, so it is there or will soon be.
