@@ -56,6 +56,7 @@ def test_profile_and_plan_add_up_and_save(folder: Path) -> None:
     assert all((folder / name).is_file() for name in ("p.json", "g.json", "plan.json"))
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_is_planned_for(folder: Path) -> None:
     words = ("--cluster", "2 x v100-16 with 16KiB", "--max-batch", "--no-what-if")
     assert figures("plan", "mine.py:job", *words)["microbatch_size"] > 1
@@ -219,6 +220,7 @@ def test_help_and_files_that_cannot_be_read_come_before_torch_is_loaded(folder: 
     assert told == ["0 ", *["2 error: cannot"] * 5] and "torch" not in modules.split()
 
 
+@pytest.mark.slow
 def test_first_and_last_ranks_share_nodes_if_asked(folder: Path) -> None:
     words = [*PLAN[:2], "--cluster", "2 nodes of 2 x a100-40", "--ranks", "4", "-m", "4", "--no-what-if"]
 
@@ -346,6 +348,7 @@ def with_optimizers(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_optimizers_in_one_are_planned_simulated_and_verified(with_optimizers: Path) -> None:
     model = "optimizers_of_mine.py:both"
     good("plan", model, *TWO_CARDS, "--ranks", "2", "-o", "plan.json")

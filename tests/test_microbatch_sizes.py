@@ -68,6 +68,7 @@ def take_four(size: int) -> ProfiledModel:
     return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, TWO))
 
 
+@pytest.mark.sampled("exact-900MiB")
 @pytest.mark.parametrize(
     ("planner", "memory"),
     [("exact", "2GiB"), ("exact", "900MiB"), pytest.param("graphpipe", "9GiB", marks=pytest.mark.slow)],
@@ -167,6 +168,7 @@ def test_a_batch_that_never_can_be_says_so_itself(search: Callable) -> None:
         plan_at_size(how, job, search)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "whole"), [("dualpipe", 12), ("chimera", 10)])
 def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole: int) -> None:
     small = Job(

@@ -93,6 +93,7 @@ def test_what_cannot_offload_says_so(tmp_path: Path) -> None:
         planner(1)(treatments=("offload",))
 
 
+@pytest.mark.slow
 def test_a_slow_link_costs_time_and_the_smallest_cap_that_is_named_is_one(tmp_path: Path, disk: Disk) -> None:
     disk(1e6)  # a copy takes far longer than a forward
     make = planner(2)

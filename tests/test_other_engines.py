@@ -109,6 +109,7 @@ def exported(made: Plan, engine: str, csv_file: Path | None = None) -> Any:
     return export_for(made, captured().graph, engine, csv_file)
 
 
+@pytest.mark.sampled("1f1b", "zb_v")
 @pytest.mark.parametrize("schedule", ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipev"))
 def test_torch_reads_the_order(schedule: str, tmp_path: Path, folder: Path) -> None:
     made, file = usual(schedule), tmp_path / "order.csv"

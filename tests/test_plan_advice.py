@@ -52,7 +52,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
     return replace(how, cluster=how.cluster.with_memory(given))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("share", "how", "kinds"),
     [

@@ -44,6 +44,7 @@ def test_a_head_above_the_mean_share_of_a_rank_is_split_if_that_is_faster(job: J
     assert captured.graph.fingerprint == split.graph
 
 
+@pytest.mark.slow
 def test_words_are_split_for_several_lengths_too(job: Job) -> None:
     how = {"lengths": f"{LENGTH // 2}:1,{LENGTH}:1", "planner": "exact"}
     whole, split = (plan(job, split_words=words, **how) for words in ("off", "auto"))

@@ -53,7 +53,7 @@ def is_of(file: Path, name: str, *, searched: bool = False) -> bool:
     return plan.planner == name and (plan.schedule == "searched") == searched
 
 
-@pytest.mark.sampled("auto", "exact", "dawnpiper", "vpipe", "pipedream", "piper")
+@pytest.mark.sampled("auto", "exact", "piper")
 @each_kind
 def test_a_plan_is_planned_again(folder: Path, name: str) -> None:
     words = ("--planner", name, *SMALL, "--cluster", "cluster.toml", "-o", "plan.json")

@@ -116,6 +116,7 @@ def test_a_plan_makes_its_optimizer_once_for_the_devices_that_it_is_for() -> Non
         assert len(made) == 1 and {u is not None and u.together for u in updates} == {together}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
     "more", [{}, {"replicas": 2, "shard_optimizer": True}, {"weights": "2bw", "clips": True}]
@@ -158,6 +159,7 @@ def simulated(made: Plan, memory: str | None = None) -> planning.Timeline:
     return planning.simulate(replace(made, batch=()), graph, planning.estimate(graph, cluster), cluster)
 
 
+@pytest.mark.sampled("dualpipe")
 @pytest.mark.parametrize("name", ["zb_v", "interleaved_1f1b", "dualpipe"])
 def test_the_planner_cuts_for_the_placement(name: str) -> None:
     found = planned(name)

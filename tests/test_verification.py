@@ -125,6 +125,7 @@ def test_the_verdict_says_where_a_model_is_compared_with_its_own_graph() -> None
     assert report(result)[-1].endswith(", compared with its own graph")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)]
 )
@@ -155,6 +156,7 @@ class DrawsItsWeights(Stack):
             self.head.weight.mul_(random.random())
 
 
+@pytest.mark.slow
 def test_weights_that_python_draws_are_those_of_the_module() -> None:
     verified(job_of(DrawsItsWeights)).require()
 
@@ -219,6 +221,7 @@ class Masked(Stack):
         return super().run(h + self.mask.exp())
 
 
+@pytest.mark.slow
 def test_a_mask_of_infinities_is_equal() -> None:
     """A buffer that is not finite was infinitely different."""
     result = verified(job_of(Masked))
@@ -259,6 +262,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in told if "trains with other numbers" in text]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [TokenMean, FrozenTokenMean])
 def test_a_loss_that_is_no_mean_over_rows_is_warned_of(
     model: type[nn.Module], caplog: pytest.LogCaptureFixture
@@ -275,6 +279,7 @@ def test_a_mean_over_rows_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
     assert not result.warning and not warnings_of(caplog)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [NormedTokenMean, DroppedTokenMean])
 def test_where_rows_cannot_be_told_apart_nothing_is_said(model: type[nn.Module]) -> None:
     result = verified(job_of(model))

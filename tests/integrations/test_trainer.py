@@ -57,6 +57,7 @@ class AddsMeans(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batches_in_the_last", [1, 2])
 def test_the_last_update_of_an_epoch_may_have_fewer_batches(tmp_path: Path, batches_in_the_last: int) -> None:
     from transformers import Trainer, TrainingArguments

@@ -83,6 +83,7 @@ def test_it_is_the_best_of_a_grid(seed: int) -> None:
     assert found.predicted_step_s <= least * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_where_nothing_may_be_made_again_it_fits_at_caps_at_which_dawnpiper_does_not() -> None:
     plan = plans(3, 0.8)
     for name in ("1f1b", "gis_h"):

@@ -16,6 +16,7 @@ def take(size: int):
     return by_roofline(layered(3, rows=size, hidden=512, length=256), CLUSTER, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["flush", pytest.param("stash", marks=pytest.mark.slow)])
 def test_the_largest_has_a_plan_and_one_row_more_has_none(weights):
     cap = least_cap(CLUSTER, weights, "pipedream", take, 2)

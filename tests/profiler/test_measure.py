@@ -183,7 +183,7 @@ def uncompiled(function: Any, **how: Any) -> Any:
     return function
 
 
-@pytest.mark.sampled("gpt2", "two_encoders")
+@pytest.mark.sampled("gpt2")
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_pieces_of_all_families_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", uncompiled)

@@ -65,6 +65,7 @@ def plan_again(desk: PlanDesk) -> Mapping[str, Any]:
 # --- plans ---
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "changes"),
     [
@@ -146,6 +147,7 @@ def test_a_planner_that_fails_does_not_go_on(monkeypatch: pytest.MonkeyPatch) ->
     assert "planned for" in plan_again(desk)["said"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "drawn"),
     [

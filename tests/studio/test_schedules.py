@@ -11,7 +11,7 @@ pytestmark = needs_chromium
 FIGURES = ("step_s", "bubble", "span_s", "span_bubble", "peak")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [

@@ -281,6 +281,7 @@ class Merges(Stack):
         return super().run(h if self.merged else h + h @ self.adapter)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "word"),
     [(CountsEvaluations, "evaluations"), (DrawsInEvaluation, "random"), (Merges, r"inlet\.weight")],

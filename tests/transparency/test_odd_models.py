@@ -100,7 +100,7 @@ def draws_by_its_seed(case: Case) -> None:
     assert again[0] != again[1]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("case", "cut", "way"), list(runs()))
 def test_an_odd_model_trains_as_in_plain_pytorch(case: Case, cut: int | str, way: str) -> None:
     """Losses, gradients, parameters, buffers and evaluation losses of two steps, in float64."""

@@ -37,7 +37,7 @@ def test_families(name: str, double: bool) -> None:
     assert plan.split_words
 
 
-@pytest.mark.sampled("smoothed", "gathered", "masked")
+@pytest.mark.sampled("gathered")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     job = with_loss(name)
@@ -48,6 +48,7 @@ def test_losses(name: str) -> None:
     assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("key", "value"), [("labels", 10_000), ("input_ids", 10_000), ("input_ids", -1)])
 def test_what_is_no_word_is_refused_as_with_whole_words(key: str, value: int) -> None:
     job = with_loss("summed")
@@ -109,6 +110,7 @@ def test_checkpoints_exports_and_groups_have_whole_names(tmp_path: Path) -> None
     assert {*parts[0].split_words} == {"tokens.weight"}
 
 
+@pytest.mark.slow
 def test_a_trainer_made_for_one_process_saves_whole_states(tmp_path: Path) -> None:
     """Optimizer states of a head in 3 parts, loaded into one that is whole, and back."""
     job = replace(GPT, optimizer=torch.optim.AdamW)

@@ -28,7 +28,7 @@ ONE_WAY = [
 GPT = every_schedule.gpt_job()
 
 
-@pytest.mark.sampled("1f1b", "zb_v")
+@pytest.mark.sampled("zb_v")
 @pytest.mark.parametrize("name", ONE_WAY)
 def test_schedules_that_flush(name: str) -> None:
     one = replace(every_schedule.plan_of(GPT, name, 2, microbatches=4), weights="flush")
@@ -91,6 +91,7 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     assert sorted(begun) == [((0, 1), own), ((0, 1, 2, 3), sum(size[n] for n in first if n in last))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", ["flush", "2bw"])
 def test_replicas_that_share_out_the_optimizer_state(weights: str) -> None:
     """The same numbers but for the norm, which is added up in another order."""
