@@ -82,8 +82,8 @@ times ranks, beyond which a model is large: then the search of the best plan's o
 its limits, which takes seconds."""
 
 CLOSEST, WORTH = 0.005, 0.02
-"""Gap to the bound up to which nothing is moved; gap up to which no faster order is looked for, and by how much
-a plan may be slower than the best and still have its order searched."""
+"""Gap to the bound up to which nothing is moved; gap up to which no faster order is looked for, and share of
+the step by which a plan may be slower than the best and still have its order searched."""
 
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
