@@ -33,6 +33,9 @@ STEPS = (-4, -2, -1, 1, 2, 4)
 BUSIEST, IDLEST = 2, 16
 """Ranks whose stages give time to others, and those whose stages take it."""
 
+NEAR = 0.25
+"""Share of the mean stage that a cut is away from a border, at most, to be moved there."""
+
 ACTIONS = 30_000
 """Actions of an order that are gone through for all moves together, for many cuts each."""
 
@@ -150,6 +153,17 @@ class CutTimes:
         spread = np.maximum.accumulate(np.maximum(places, index) - index) + index
         room = last - (self.stages - index)
         return np.asarray(np.minimum(spread, room), dtype=np.int64)
+
+    def at_borders(self, places: Indices) -> Indices:
+        """The same with cuts where branches begin or end, if they are near: a stage with parts of two
+        branches waits for both."""
+        moved, near_s = places.copy(), NEAR * self.middle[-1] / self.stages
+        for border in np.flatnonzero(np.isin(self.points, self.search.borders)).tolist():
+            away_s = np.abs(self.middle[places] - self.middle[border])
+            nearest = int(np.argmin(away_s))
+            if away_s[nearest] <= near_s and 0 < nearest < self.stages:
+                moved[nearest] = border
+        return moved if (np.diff(moved) > 0).all() else places
 
     def moves(self, places: Indices) -> Indices:
         """One cut moved, and time moved from the busiest ranks' stages to any: (moves, stages + 1)."""

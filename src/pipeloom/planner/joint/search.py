@@ -415,9 +415,10 @@ class JointSearch:
             if not len(starts_at):
                 continue
             first = starts_at[int(np.argmin(estimate.steps(starts_at)))]
-            places = (climb(estimate, first) or [first])[0]
-            seconds = float(estimate.steps(places[None])[0])
-            starts.append((seconds, Point(request, search, estimate.cuts.cut(places))))
+            best = (climb(estimate, first) or [first])[0]
+            for places in (best, estimate.cuts.at_borders(best)):
+                seconds = float(estimate.steps(places[None])[0])
+                starts.append((seconds, Point(request, search, estimate.cuts.cut(places))))
         seen = Counter[Layout]()
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
