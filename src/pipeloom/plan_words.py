@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +17,7 @@ from .ir.errors import InfeasibleError, PlanError, ScheduleError
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .plan_request import CapturedModel, PlanRequest, fastest, fitting
+from .planner.planners import chooses
 
 if TYPE_CHECKING:
     from .tracer.captured import Captured
@@ -28,6 +30,8 @@ ModelOf = Callable[["Captured"], CapturedModel]
 
 WHOLE_STEP = "words.whole_step_s"
 """Note of a plan with split words: seconds of a step with whole ones; "none" if these have no plan."""
+
+WAVE = "zb_v"
 
 FEW = (2, 3, 4)
 """Numbers of parts that are tried with any number of ranks, as those of a few balance them better."""
@@ -53,7 +57,8 @@ def best_words(
     splitting it could help, or nothing fits.
 
     Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that. Each
-    of the three takes a third of a time limit.
+    of the three takes a third of a time limit. Where schedules are tried, the quick planner asks for `WAVE`:
+    steps of 1F1B hardly depend on the number.
     """
     if request.options.granularity == "module" or not (large := _large_heads(request, whole)):
         return None
@@ -63,7 +68,14 @@ def best_words(
     refused = InfeasibleError, ScheduleError, PlanError
     counts = [count for count in _counts(request.options.ranks) if all(head.rows >= count for head in large)]
     models = _models(whole, [_parts(large, count) for count in counts], model_of)
-    guesses = fitting(models, partial(quick.plan, explained=False), passed=refused)
+
+    def guessed(model: CapturedModel) -> Plan:
+        if chooses(request.options):
+            with suppress(*refused):
+                return quick.changed(schedule=WAVE).plan(model, explained=False)
+        return quick.plan(model, explained=False)
+
+    guesses = fitting(models, guessed, passed=refused)
     guess = fastest(_in_time(guesses, limit_s and limit_s / 3))
     chosen = [whole] if guess is None else [whole, guess[1]]
     plans = list(fitting(chosen, partial(request.plan, explained=False)))
