@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..ir.errors import CaptureError, of_type
+from ..ir.user_code import at, user_line
 from .guards import Hook, caches_kept, parameter_hooks
 from .random import constructor_draws, one_thread_at_a_time
 from .tensors import StorageView, written_by
@@ -337,8 +339,11 @@ class Blueprint:
     changed_parameters: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Keep what the constructor made: a forward may put other tensors in the place of buffers."""
+        """Keep what the constructor made: a forward may put other tensors in the place of buffers, and may
+        move its modules, as by `self.layer.to(x.device)`."""
         self.initial = _named_tensors(self.model)
+        for module in self.model.modules():
+            vars(module)["_apply"] = MethodType(_stay, module)
 
     @one_thread_at_a_time
     def materialise(self, seed: int, names: Iterable[str]) -> dict[str, Tensor]:
@@ -355,6 +360,23 @@ class Blueprint:
                 return {name: real[name].detach() for name in names}
             named: Mapping[str, Tensor] = _named_tensors(self.model) | self.initial | self.attribute_tensors
             return ConstructorReplay(self.record, {name: named[name] for name in names}).run()
+
+
+def _stay(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """In the place of a module's `_apply`, which is how it moves: its rank has chosen the device, and what a
+    tensor has is in no module now.
+
+    Raises: CaptureError if the dtype would change.
+    """
+    for name, tensor in _named_tensors(module).items():
+        dtype = convert(torch.empty(0, dtype=tensor.dtype)).dtype
+        if dtype != tensor.dtype:
+            raise CaptureError(
+                f"the forward converts {name} of {type(module).__name__} from {tensor.dtype} to {dtype}"
+                f"{at(user_line())}",
+                hint="convert it where the model is made",
+            )
+    return module
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -504,6 +504,27 @@ class NamedLikeAnEntry(nn.Module):
         return self.second((self.first(x * self.scale) * scale).sin()).square().mean()
 
 
+class Moves(Between):
+    """As a forward does that was written for several devices."""
+
+    def run(self, h: Tensor) -> Tensor:
+        self.blocks[0].to(h.device)
+        for block in self.blocks:
+            h = block.to(h)(h)
+        return h
+
+
+class MovesInside(Stack):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.net.cpu()(x))
+
+
+class Converts(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return self.blocks[0].bfloat16()(h.bfloat16()).to(h)
+
+
 def scripted() -> nn.Module:
     model = Stack()
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()))
@@ -605,6 +626,11 @@ CASES = [
     ),
     Case(Encoders, "submodules named like entries", between="data", batch=TEXT, cuts=ANYWHERE, slow=True),
     Case(NamedLikeAnEntry, NAMES, between="of that name", batch=SCALE, cuts=ANYWHERE, slow=True),
+    Case(Moves, "moving a module ended in a KeyError", between="data"),
+    Case(MovesInside, "moving a module ended in a KeyError"),
+    Case(
+        Converts, "converting a module ended in a KeyError", expect="refused: converts", hint="model is made"
+    ),
     Case(scripted, "a part in TorchScript", name="TorchScript part", between=".", slow=True),
 ]
 JOBS = {str(case): case.job for case in CASES[:8]}

@@ -212,8 +212,8 @@ class TrialParameters:
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors for one call: parameters are leaves, buffers may be changed."""
         names = list(names)
-        if self.fake:  # not those that rest: `module.to()` in a forward exchanges what is in a parameter
-            return {name: self._leaf(name, self.skeleton.resting(name).detach()) for name in names}
+        if self.fake:
+            return {name: self._leaf(name, self.skeleton.resting(name)) for name in names}
         if any(name not in self._loaded for name in names):
             self._loaded = self._load(names)
             real = (self._loaded | self._pinned).items()
