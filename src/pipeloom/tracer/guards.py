@@ -19,7 +19,9 @@ from functools import partial
 from hashlib import sha256
 from inspect import signature
 from numbers import Number
+from pathlib import Path
 from threading import local
+from traceback import walk_tb
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
@@ -34,7 +36,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.errors import CaptureError
-from ..ir.user_code import at, definition_of, is_user_file, line_of, user_line
+from ..ir.user_code import at, definition_of, is_user_file, line_of, raised_at, user_line
 from .tensors import tensors_of, written_by
 
 T = TypeVar("T")
@@ -585,6 +587,17 @@ def refuse_new_tensor(name: str) -> NoReturn:
     raise CaptureError(
         f"the forward puts another tensor in the place of the parameter {name}{at(user_line())}", hint=HINT
     )
+
+
+def refuse_control_flow(error: Exception, name: str) -> None:
+    """Raises: CaptureError if an error came through torch's own branches and loops, as `torch.cond`."""
+    for frame, _ in walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.parent.name == "_higher_order_ops":
+            raise CaptureError(
+                f"the forward of {name} calls torch's {file.stem}{at(raised_at(error))}: no stage can run it",
+                hint="write an `if` or a loop of Python: the model is then cut between its modules",
+            ) from error
 
 
 def by_max_norm(model: nn.Module, parameter: str) -> str:

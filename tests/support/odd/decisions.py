@@ -525,6 +525,11 @@ class Converts(Stack):
         return self.blocks[0].bfloat16()(h.bfloat16()).to(h)
 
 
+class TorchCond(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return torch.cond(h.sum() > 0, self.blocks[0], self.blocks[1], (h,))
+
+
 def scripted() -> nn.Module:
     model = Stack()
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()))
@@ -631,6 +636,7 @@ CASES = [
     Case(
         Converts, "converting a module ended in a KeyError", expect="refused: converts", hint="model is made"
     ),
+    Case(TorchCond, "it was told of dispatch modes", expect="refused: calls torch's cond", hint="of Python"),
     Case(scripted, "a part in TorchScript", name="TorchScript part", between=".", slow=True),
 ]
 JOBS = {str(case): case.job for case in CASES[:8]}

@@ -27,6 +27,7 @@ from ..guards import (
     attributes_kept,
     backward_hooks,
     caches_kept,
+    refuse_control_flow,
     settled,
 )
 from ..job import Job
@@ -266,6 +267,7 @@ def _record(
         finally:
             skeleton.rest()
     assert problem is not None, "there was an attempt"
+    refuse_control_flow(problem, job.name)
     raise failed_call(job, batch, problem) from problem
 
 
