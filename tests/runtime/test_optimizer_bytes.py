@@ -257,6 +257,74 @@ def test_data_of_parameters_in_an_attribute_is_refused_where_the_optimizer_is_ma
         Weights({"b": nn.Parameter(torch.zeros(2))}, {}, SlowList, everywhere=everywhere)
 
 
+class ClipsAll(torch.optim.SGD):
+    """Its step divides by the norm of all gradients."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+def clips_in_a_hook(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    params = list(params)
+    adam = torch.optim.Adam(params, eps=1e-2)
+    adam.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(params, 1.0) and None)
+    return adam
+
+
+class FindsItsRate(torch.optim.Optimizer):
+    """As Prodigy does, from products with all gradients."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"rate": 1e-3, "gain": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        first, sums = self.param_groups[0], 0.0
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p] or self.state[p] | {"start": p.clone(), "sum": torch.zeros_like(p)}
+            self.state[p] = state
+            first["gain"] += first["rate"] * float((p.grad * (state["start"] - p)).sum())
+            sums += float(state["sum"].add_(p.grad, alpha=first["rate"]).abs().sum())
+            p.sub_(p.grad.sign(), alpha=first["rate"])
+        first["rate"] = max(first["rate"], first["gain"] / max(sums, 1e-9))
+
+
+class Noisy(torch.optim.SGD):
+    """Draws for each parameter, whichever others there are."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p += 0.1 * torch.randn_like(p)
+
+
+@pytest.mark.parametrize(
+    "make", [ClipsAll, lambda params: Holds(ClipsAll(params)), clips_in_a_hook, FindsItsRate]
+)
+def test_an_update_that_depends_on_what_other_ranks_have_is_refused(make: Make) -> None:
+    """Each rank clipped by the norm of its own gradients, without a word."""
+    shapes = {"a": (2, 2), "b": (3,)}
+    everywhere = {name: stand_in(shape, torch.float32) for name, shape in shapes.items()}
+    params = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    with pytest.raises(PlanError, match="other ranks"):
+        Weights({"b": params["b"]}, {}, make, everywhere=everywhere)
+    Weights(params, {}, make, everywhere=everywhere)
+
+
+@pytest.mark.parametrize("make", [Noisy, MuonAndAdamW])
+def test_an_update_of_a_parameter_by_itself_is_not(make: Make) -> None:
+    everywhere = {name: stand_in(shape, torch.float32) for name, shape in {"a": (2, 2), "b": (3,)}.items()}
+    Weights({"b": nn.Parameter(torch.ones(3))}, {}, make, everywhere=everywhere)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -317,6 +318,66 @@ def _of_small(
     return found
 
 
+def _updates(
+    make: MakeOptimizer,
+    start: Mapping[str, Tensor],
+    gradients: Iterable[Mapping[str, Tensor]],
+    rows: Mapping[str, PartRows],
+) -> dict[str, Tensor]:
+    """What steps with these gradients add to parameters."""
+    stepped = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    optimizer = make_checked(make, stepped, rows)
+    for gradient in gradients:
+        for name, param in stepped.items():
+            param.grad = gradient[name].clone()
+        optimizer.step()
+    return {name: param.detach() - start[name] for name, param in stepped.items()}
+
+
+@one_thread_at_a_time
+def refuse_coupled(
+    make: MakeOptimizer,
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    mine: Collection[str],
+    rows: Mapping[str, PartRows] = NO_ROWS,
+) -> None:
+    """Steps of small parameters are compared, between which only what other ranks have differs.
+
+    optimizer: made for the parameters by `make`.  mine: those that this rank steps.
+    Raises: PlanError if it updates these otherwise then, as one that divides by the norm of all gradients.
+    """
+    hooked = any(
+        each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers_of(optimizer)
+    )
+    if type(optimizer).__module__.startswith(("torch.optim.", "pipeloom.")) and not hooked:
+        return
+    draw = torch.Generator().manual_seed(0)
+    shapes = {name: [min(n, SMALL) for n in param.shape] for name, param in params.items()}
+    # Large enough to be clipped, and many in one direction, by which learning rates are found.
+    drawn = [
+        {n: 1e3 * torch.rand(shape, generator=draw, dtype=torch.float64) for n, shape in shapes.items()}
+        for _ in range(8)
+    ]
+    pairs = zip(drawn, reversed(drawn), strict=True)
+    others = [{n: (a if n in mine else b)[n] for n in shapes} for a, b in pairs]
+    updates = []
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # the user's code need not step small ones
+        for start, *gradients in (drawn, others):
+            torch.manual_seed(0)
+            updates.append(_updates(make, start, gradients, rows))
+    if len(updates) < 2:
+        return
+    for name in (n for n in params if n in mine):
+        if not torch.allclose(updates[0][name], updates[1][name], rtol=1e-3, atol=1e-9, equal_nan=True):
+            raise PlanError(
+                f"{type(optimizer).__name__} updates {name} otherwise if other ranks have other weights or "
+                "gradients, as one does that clips by the norm of all: a rank knows its own only",
+                hint="let step() look at each parameter by itself; what clips by the norm of all ranks' "
+                "gradients is clip_norm of Options, or optimizer.clip_norm of `pipeloom train`",
+            )
+
+
 def _refuse_parts_if_not_elementwise(
     make: MakeOptimizer, params: Mapping[str, nn.Parameter], rows: Mapping[str, PartRows]
 ) -> None:
@@ -333,19 +394,9 @@ def _refuse_parts_if_not_elementwise(
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.cat([tensors[part] for part in parts]) for name, parts in wholes.items()}
 
-    def updated(
-        start: Mapping[str, Tensor], rows: Mapping[str, PartRows], gradient: Mapping[str, Tensor]
-    ) -> Any:
-        stepped = {name: nn.Parameter(value.clone()) for name, value in start.items()}
-        optimizer = make_checked(make, stepped, rows)
-        for name, param in stepped.items():
-            param.grad = gradient[name].clone()
-        for _ in range(2):
-            optimizer.step()
-        return {name: param.detach() - start[name] for name, param in stepped.items()}
-
     start, gradient = in_parts(), in_parts()
-    one, other = whole(updated(start, rows, gradient)), updated(whole(start), NO_ROWS, whole(gradient))
+    one = whole(_updates(make, start, [gradient] * 2, rows))
+    other = _updates(make, whole(start), [whole(gradient)] * 2, NO_ROWS)
     for name in {each.whole for each in rows.values()} & one.keys():
         if not torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-9):
             raise PlanError(

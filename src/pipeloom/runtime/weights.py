@@ -35,6 +35,7 @@ from .optimizer_bytes import (
     forget_stand_ins,
     make_checked,
     optimizers_of,
+    refuse_coupled,
     refuse_kept_beside,
     stand_in,
     update_bytes,
@@ -151,6 +152,8 @@ class Weights:
         self.optimizers = () if self.optimizer is None else optimizers_of(self.optimizer)
         if self.optimizer is not None:
             refuse_kept_beside(self.optimizer)
+            if 0 < len(self.stepped) < len(trained):
+                refuse_coupled(self._make_optimizer, self.optimizer, self._stand_ins, self.stepped, rows)
         for each in self.optimizers:
             forget_stand_ins(each)
         self.keep_gradients = keep_gradients
