@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, is_user_file, raised_at, user_line
 from .autocast import Autocast, autocast_region
-from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, refuse_control_flow, settled
+from .guards import AttributeWatch, attributes_kept, by_max_norm, caches_kept, refuse_transforms, settled
 from .modules.torch_functions import READS, function_name, sized_by_data
 from .random import python_random_kept, python_state
 from .tensors import arguments_of, storage_ids
@@ -287,7 +287,7 @@ def export_program(
         # that set them goes: it hangs on the frames of the traceback.
         where = at(raised_at(error))
         clear_frames(error.__traceback__)
-        refuse_control_flow(error, name)
+        refuse_transforms(error, name)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise CaptureError(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}{where}", hint=HINT

@@ -589,15 +589,21 @@ def refuse_new_tensor(name: str) -> NoReturn:
     )
 
 
-def refuse_control_flow(error: Exception, name: str) -> None:
-    """Raises: CaptureError if an error came through torch's own branches and loops, as `torch.cond`."""
+def refuse_transforms(error: Exception, name: str) -> None:
+    """Raises: CaptureError if an error came through torch's own branches and loops, as `torch.cond`, or
+    through `torch.func`, which refuses the hooks on saved tensors that stages need."""
     for frame, _ in walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
         if file.parent.name == "_higher_order_ops":
-            raise CaptureError(
-                f"the forward of {name} calls torch's {file.stem}{at(raised_at(error))}: no stage can run it",
-                hint="write an `if` or a loop of Python: the model is then cut between its modules",
-            ) from error
+            what = f"torch's {file.stem}"
+            hint = "write an `if` or a loop of Python: the model is then cut between its modules"
+        elif file.name == "eager_transforms.py":
+            what, hint = "a transform of torch.func", "use torch.autograd.grad, in the forward of one module"
+        else:
+            continue
+        raise CaptureError(
+            f"the forward of {name} calls {what}{at(raised_at(error))}: no stage can run it", hint=hint
+        ) from error
 
 
 def by_max_norm(model: nn.Module, parameter: str) -> str:

@@ -146,6 +146,17 @@ class Penalty(Stack):
         return {"loss": F.cross_entropy(logits, y) + grad.square().mean()}
 
 
+class FuncGrad(Stack):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - torch.func.grad(lambda t: self.net(t).square().sum())(x)
+
+
+class FuncJvp(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(sum(torch.func.jvp(self.blocks[0], (h,), (h,))))
+
+
 class Checkpointed(Stack):
     reentrant = False
 
@@ -292,6 +303,10 @@ CASES = [
     Case(OwnGradient, "the gradient of the user's own function was lost in export", between="Signed"),
     Case(OwnGradientBetween, "an autograd function between modules", between="data", slow=True),
     Case(Penalty, "autograd inside of the forward", name="gradient penalty", expect="refused: autograd.grad"),
+    *(
+        Case(model, "told to run it in plain PyTorch", expect="refused: torch.func", hint="autograd.grad")
+        for model in (FuncGrad, FuncJvp)
+    ),
     Case(Checkpointed, "checkpoints that export can capture", slow=True),
     Case(CheckpointedBetween, "checkpoints around modules", between="data"),
     Case(CheckpointedOldWay, "a reentrant checkpoint", between="CheckpointFunction", split=False),

@@ -27,7 +27,7 @@ from ..guards import (
     attributes_kept,
     backward_hooks,
     caches_kept,
-    refuse_control_flow,
+    refuse_transforms,
     settled,
 )
 from ..job import Job
@@ -267,7 +267,7 @@ def _record(
         finally:
             skeleton.rest()
     assert problem is not None, "there was an attempt"
-    refuse_control_flow(problem, job.name)
+    refuse_transforms(problem, job.name)
     raise failed_call(job, batch, problem) from problem
 
 
