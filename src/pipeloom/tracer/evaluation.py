@@ -53,8 +53,18 @@ def capture_evaluation(
         module = ModelWithLoss(model, job, with_outputs=with_outputs)
         program = export_watched(module, example, f"{job.name} in evaluation mode", autocast)
         _warn_of_updates(program, job)
-        captured = captured_from_program(program, job, trained.blueprint, list(example), training=False)
+        captured = captured_from_program(
+            program, job, trained.blueprint, list(example), training=False, copied=_read_anew(trained)
+        )
     return split_words(captured, trained.split_words)
+
+
+def _read_anew(trained: Captured) -> list[str]:
+    """Buffers of which training reads what the forward has made of them, as of a teacher that it averages: on
+    any later stage, and evaluation reads the buffers themselves there."""
+    nodes = {node.name: node for node in trained.module.graph.nodes}
+    output = trained.module.graph.output_node()
+    return [name for node, name in trained.updates.items() if {*nodes[node].users} - {output}]
 
 
 def _warn_of_updates(program: ExportedProgram, job: Job) -> None:
@@ -84,7 +94,13 @@ def cut_alike(
     """
     order = flow_of(stages).order
     cheap = {op.name for op in other.ops if op.cheap}
+    updated = {name for op in planned.ops for name in op.updates}  # which one stage holds
+    torn = [op.name for op in other.ops if op.cheap and updated.intersection(op.buffers)]
     while True:
+        cheap.difference_update(torn)
+        for op in other.ops:  # nor can what reads them be cloned
+            if any(other.producer[name] not in cheap for name in op.inputs if name in other.producer):
+                cheap.discard(op.name)
         graph = replace(other, ops=tuple(replace(op, cheap=op.name in cheap) for op in other.ops))
         homes = _Homes(planned, stages, order, when)
         result = cut(graph, _places(graph, homes, order))
@@ -96,10 +112,6 @@ def cut_alike(
         ]
         if not torn:
             return result
-        cheap.difference_update(torn)
-        for op in graph.ops:  # nor can what reads them be cloned
-            if any(graph.producer[name] not in cheap for name in op.inputs if name in graph.producer):
-                cheap.discard(op.name)
 
 
 def _places(graph: OpGraph, homes: _Homes, order: Sequence[int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -52,21 +52,33 @@ _REPLACEMENTS = {  # for tensors of any strides, and without the mark of a conju
 
 
 def captured_from_program(
-    program: ExportedProgram, job: Job, blueprint: Blueprint, keys: list[str], *, training: bool = True
+    program: ExportedProgram,
+    job: Job,
+    blueprint: Blueprint,
+    keys: list[str],
+    *,
+    training: bool = True,
+    copied: Collection[str] = (),
 ) -> Captured:
     """An exported program as a Captured.
 
     keys: names of the batch inputs.  training: if not, no gradients flow and no buffers are updated.
+    copied: buffers that are read by way of a copy, which can be sent from where the buffer is.
     """
     for spec in program.graph_signature.output_specs:
         if spec.kind is OutputKind.PARAMETER_MUTATION:
             blueprint.changed_parameters.add((spec.target or "").removeprefix("model."))
     with as_buffers(blueprint.model, blueprint.changed_parameters):
-        return _captured(program, job, blueprint, keys, training)
+        return _captured(program, job, blueprint, keys, training, copied)
 
 
 def _captured(
-    program: ExportedProgram, job: Job, blueprint: Blueprint, keys: list[str], training: bool
+    program: ExportedProgram,
+    job: Job,
+    blueprint: Blueprint,
+    keys: list[str],
+    training: bool,
+    copied: Collection[str],
 ) -> Captured:
     graph = program.graph
     canonical = _canonical_names(blueprint.model)
@@ -92,6 +104,12 @@ def _captured(
         else:
             first[target] = node
             targets[node.name] = target
+    for node in (first[target] for target in copied if target in first):
+        with graph.inserting_after(placeholders[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy)
+        copy.args = (node,)
     updates: dict[str, str] = {}
     for spec in program.graph_signature.output_specs:
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION) and training:
