@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from odd.case import job
+from odd.case import Between, Deciding, job
 from odd.decisions import (
     JOBS,
     Branches,
@@ -126,6 +126,25 @@ def test_buffers_and_random_modules_are_marked() -> None:
     }
     random = [op.name for op in capture_of(job(Dropping)).graph.ops if op.random]
     assert random == ["layers.0.1", "layers.1.1", "layers.3.1"]  # a third layer was left out
+
+
+class Observes(Between):
+    """Its blocks count in evaluation mode, too, as observers of a quantized model do."""
+
+    class block(Deciding):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return super().forward(x)
+
+
+def test_buffers_that_evaluation_leaves_as_they_are_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        capture(job(Observes), 2)
+    assert "blocks.0.seen and 2 more in evaluation mode" in caplog.text
 
 
 def test_plain_tensors_are_buffers_without_a_place_in_checkpoints() -> None:

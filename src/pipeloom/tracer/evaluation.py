@@ -6,13 +6,11 @@ nothing is guessed from the training graph; only the places of the new ops are t
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from ..ir.errors import CutError
@@ -22,14 +20,12 @@ from ..ir.stages import StageGraph, cut
 from .autocast import Autocast
 from .captured import Captured
 from .export import export_watched
-from .guards import WeightChangesRefused
+from .guards import WeightChangesRefused, warn_of_updates
 from .job import Job
 from .job_calls import ModelWithLoss, evaluation_mode
 from .program import captured_from_program
 from .random import one_thread_at_a_time
 from .split_words import split_words
-
-_log = logging.getLogger("pipeloom")
 
 
 @one_thread_at_a_time
@@ -52,7 +48,9 @@ def capture_evaluation(
     with evaluation_mode(model, WeightChangesRefused(model)):
         module = ModelWithLoss(model, job, with_outputs=with_outputs)
         program = export_watched(module, example, f"{job.name} in evaluation mode", autocast)
-        _warn_of_updates(program, job)
+        kinds = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+        specs = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
+        warn_of_updates([(spec.target or "").removeprefix("model.") for spec in specs], job.name)
         captured = captured_from_program(
             program, job, trained.blueprint, list(example), training=False, copied=_read_anew(trained)
         )
@@ -65,19 +63,6 @@ def _read_anew(trained: Captured) -> list[str]:
     nodes = {node.name: node for node in trained.module.graph.nodes}
     output = trained.module.graph.output_node()
     return [name for node, name in trained.updates.items() if {*nodes[node].users} - {output}]
-
-
-def _warn_of_updates(program: ExportedProgram, job: Job) -> None:
-    kinds = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
-    specs = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
-    if names := [(spec.target or "").removeprefix("model.") for spec in specs]:
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        _log.warning(
-            "the forward of %s changes %s%s in evaluation mode, too: a pipeline then leaves it as it is",
-            job.name,
-            names[0],
-            more,
-        )
 
 
 def cut_alike(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,8 @@ from ..ir.user_code import at, definition_of, is_user_file, line_of, raised_at, 
 from .tensors import tensors_of, written_by
 
 T = TypeVar("T")
+
+_log = logging.getLogger("pipeloom")
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ALL_ATTRIBUTES = "__dict__"
@@ -594,7 +597,7 @@ def refuse_transforms(error: Exception, name: str) -> None:
     through `torch.func`, which refuses the hooks on saved tensors that stages need."""
     for frame, _ in walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
-        if file.parent.name == "_higher_order_ops":
+        if file.parent.name == "_higher_order_ops" and frame.f_code.co_name == file.stem:
             what = f"torch's {file.stem}"
             hint = "write an `if` or a loop of Python: the model is then cut between its modules"
         elif file.name == "eager_transforms.py":
@@ -604,6 +607,18 @@ def refuse_transforms(error: Exception, name: str) -> None:
         raise CaptureError(
             f"the forward of {name} calls {what}{at(raised_at(error))}: no stage can run it", hint=hint
         ) from error
+
+
+def warn_of_updates(buffers: Sequence[str], name: str) -> None:
+    """Of those that the forward changes in evaluation mode."""
+    if buffers:
+        more = f" and {len(buffers) - 1} more" if buffers[1:] else ""
+        _log.warning(
+            "the forward of %s changes %s%s in evaluation mode, too: a pipeline then leaves it as it is",
+            name,
+            buffers[0],
+            more,
+        )
 
 
 def by_max_norm(model: nn.Module, parameter: str) -> str:

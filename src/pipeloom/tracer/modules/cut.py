@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from traceback import clear_frames
 
 import torch
@@ -29,6 +30,7 @@ from ..guards import (
     caches_kept,
     refuse_transforms,
     settled,
+    warn_of_updates,
 )
 from ..job import Job
 from ..job_calls import evaluation_mode, failed_call
@@ -85,6 +87,8 @@ def cut_modules(
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
     with evaluation_mode(skeleton.model, WeightChangesRefused(skeleton.model)):
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
+    changed = (each.updates for kind in (evaluated.calls, evaluated.effects) for each in kind)
+    warn_of_updates([*dict.fromkeys(chain.from_iterable(changed))], job.name)
     recording.evaluation_calls = {call.name: call for call in evaluated.calls}
     recording.values = evaluated.values | recording.values
     together: tuple[SameStage, ...] = like.together if like is not None else ()
