@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..ir.errors import CaptureError
+from ..ir.errors import CaptureError, of_type
 from ..ir.user_code import at
 from .blueprint import Blueprint
 from .captured import Captured
@@ -32,7 +32,7 @@ _ASSERTIONS = {
 
 _CHECKED = frozenset(
     """
-    inverse linalg_cholesky linalg_eig linalg_eigvals linalg_inv linalg_lu_factor linalg_matrix_power
+    inverse istft linalg_cholesky linalg_eig linalg_eigvals linalg_inv linalg_lu_factor linalg_matrix_power
     linalg_solve linalg_tensorinv linalg_tensorsolve
     """.split()
 )
@@ -93,6 +93,9 @@ def _captured(
             node.meta["val"] = node.meta["val"].contiguous()  # as `runtime.batches` gives it to stages
             continue
         assert spec.target is not None
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            what = of_type(program.constants[spec.target])
+            raise CaptureError(f"the forward of {job.name} uses {what}, which is no tensor", hint=HINT)
         target = spec.target.removeprefix("model.")
         target = canonical.get(target, target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
