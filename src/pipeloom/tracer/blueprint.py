@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -343,7 +342,7 @@ class Blueprint:
         move its modules, as by `self.layer.to(x.device)`."""
         self.initial = _named_tensors(self.model)
         for module in self.model.modules():
-            vars(module)["_apply"] = MethodType(_stay, module)
+            vars(module)["_apply"] = _Stays(module)
 
     @one_thread_at_a_time
     def materialise(self, seed: int, names: Iterable[str]) -> dict[str, Tensor]:
@@ -362,21 +361,26 @@ class Blueprint:
             return ConstructorReplay(self.record, {name: named[name] for name in names}).run()
 
 
-def _stay(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+@dataclass(repr=False, eq=False)
+class _Stays:
     """In the place of a module's `_apply`, which is how it moves: its rank has chosen the device, and what a
-    tensor has is in no module now.
+    tensor has is in no module now. (No method of the module, as some modules show what lies in `__dict__`.)
 
-    Raises: CaptureError if the dtype would change.
+    Raises: CaptureError if a dtype would change.
     """
-    for name, tensor in _named_tensors(module).items():
-        dtype = convert(torch.empty(0, dtype=tensor.dtype)).dtype
-        if dtype != tensor.dtype:
-            raise CaptureError(
-                f"the forward converts {name} of {type(module).__name__} from {tensor.dtype} to {dtype}"
-                f"{at(user_line())}",
-                hint="convert it where the model is made",
-            )
-    return module
+
+    module: nn.Module
+
+    def __call__(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in _named_tensors(self.module).items():
+            dtype = convert(torch.empty(0, dtype=tensor.dtype)).dtype
+            if dtype != tensor.dtype:
+                raise CaptureError(
+                    f"the forward converts {name} of {type(self.module).__name__} from {tensor.dtype} to "
+                    f"{dtype}{at(user_line())}",
+                    hint="convert it where the model is made",
+                )
+        return self.module
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
