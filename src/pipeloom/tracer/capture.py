@@ -11,11 +11,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError, of_type
-from ..ir.user_code import at
+from ..ir.user_code import at, own_definition
 from .autocast import Autocast
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
@@ -64,7 +65,7 @@ def capture(
     blueprint = like.blueprint if like is not None else make_blueprint(job.model, fake)
     example = batch if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
-    _check_trainable(blueprint.model, job)
+    _check_state(blueprint.model, job)
     refuse_parameter_hooks(blueprint.hooks, job.name)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
     if split is None:
@@ -156,12 +157,18 @@ def _as_modules(
     )
 
 
-def _check_trainable(model: nn.Module, job: Job) -> None:
+def _check_state(model: nn.Module, job: Job) -> None:
     if not any(param.requires_grad for param in model.parameters()):
         raise CaptureError(
             f"no parameter of {job.name} requires a gradient, so there is nothing to train",
             hint="call requires_grad_() on what should learn",
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"{name} of {job.name}{at(own_definition(type(model)))} is sparse, which no rank can keep",
+                hint="keep its indices and values in buffers, and make it of them in the forward of a module",
+            )
 
 
 def _refuse_backward_hooks(model: nn.Module, name: str) -> None:

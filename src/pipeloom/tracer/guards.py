@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.errors import CaptureError
 from ..ir.user_code import at, definition_of, is_user_file, line_of, raised_at, user_line
-from .tensors import tensors_of, written_by
+from .tensors import storage_ids, tensors_of, written_by
 
 T = TypeVar("T")
 
@@ -658,8 +658,8 @@ class ParameterWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _names(self, tensors: list[Tensor]) -> Iterator[str]:
         storages = self._storages()
-        for tensor in tensors:
-            if (name := storages.get(tensor.untyped_storage()._cdata)) is not None:
+        for storage in storage_ids(tensors):
+            if (name := storages.get(storage)) is not None:
                 yield name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -190,8 +190,9 @@ def _refuse_sparse_gradients(graph: fx.Graph, name: str) -> None:
     """Traced backwards know dense tensors only; autograd, which runs modules, makes sparse ones dense."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
-            if arguments_of(node.target, node.args, node.kwargs).get("sparse"):
-                raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
+            if sparse := arguments_of(node.target, node.args, node.kwargs).get("sparse"):
+                what = "has sparse gradients" if sparse is True else "computes with a sparse tensor"
+                raise CaptureError(f"the forward of {name} {what}, in {node.target}", hint=HINT)
 
 
 def _refuse_checked_results(graph: fx.Graph, name: str) -> None:

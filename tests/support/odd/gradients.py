@@ -248,6 +248,33 @@ class SparseBag(nn.Module):
         return self.head(self.body(self.bag(input_ids))).square().mean()
 
 
+class SparseProducts(Stack):
+    """As layers of a graph network have them: edges are sparse, and their weights are learned."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", torch.tensor([[0, 2, 5], [3, 1, 1]]))
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            graph = torch.sparse_coo_tensor(self.edges, self.weight, (WIDTH, WIDTH), check_invariants=False)
+            return super().forward(x + torch.sparse.mm(graph, x.T).T)
+
+
+class SparseBetween(Stack):
+    def run(self, h: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(WIDTH, dtype=h.dtype).to_sparse(), super().run(h).T).T
+
+
+class SparseBuffer(Stack):
+    def prepare(self) -> None:
+        self.register_buffer("graph", torch.eye(WIDTH).to_sparse())
+
+    def run(self, h: Tensor) -> Tensor:
+        return torch.sparse.mm(self.graph, super().run(h).T).T
+
+
 class Sorted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -331,6 +358,14 @@ CASES = [
         cuts=(2, 3),
     ),
     Case(SparseBag, "sparse gradients", between="sparse gradients", batch=zoo.token_batch, slow=True),
+    Case(SparseProducts, "sparse tensors have no storage", between="computes with a sparse tensor"),
+    Case(
+        SparseBetween,
+        "and ended in errors of torch",
+        expect="refused: sparse tensor between",
+        hint="one module",
+    ),
+    Case(SparseBuffer, "and ended in errors of torch", expect="refused: graph .* is sparse", hint="indices"),
     Case(Sorted, "a value has a gradient, its readers give none: KeyError", cuts=ANYWHERE, slow=True),
     Case(
         zoo.NoGradBranch,

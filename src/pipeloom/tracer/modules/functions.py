@@ -98,11 +98,11 @@ class ModuleFunctions(StageFunctions):
         kept: set[int] = set()
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            storage = tensor.untyped_storage()._cdata
-            if storage in taken:
-                kept.add(storage)
-            else:
-                saved[storage] = tensor
+            for storage in storage_ids([tensor]):  # none of a sparse one
+                if storage in taken:
+                    kept.add(storage)
+                else:
+                    saved[storage] = tensor
             return tensor, tensor._version
 
         with self._measuring("forward"):

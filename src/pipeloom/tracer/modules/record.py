@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...ir.errors import CaptureError
 from ...ir.graph import Value
+from ...ir.user_code import at, user_line
 from ..guards import ParameterWatch, refuse_new_tensor
 from ..job import Job
 from ..random import call_draws, python_state, seeded
@@ -673,6 +675,11 @@ def value_of(name: str, tensor: Tensor) -> Value:
 
 
 def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"the forward has a sparse tensor between modules{at(user_line())}, which no rank can send",
+            hint="make it, of indices and values that are dense, and use it in the forward of one module",
+        )
     return int(tensor.untyped_storage()._cdata)
 
 
