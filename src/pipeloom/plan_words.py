@@ -56,9 +56,9 @@ def best_words(
     """The fastest plan with words that are split or whole, and its model; None where no head is so large that
     splitting it could help, or nothing fits.
 
-    Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that. Each
-    of the three takes a third of a time limit. Where schedules are tried, the quick planner asks for `WAVE`:
-    steps of 1F1B hardly depend on the number.
+    Of the numbers of parts a quick planner chooses one, and the planner that was asked plans with that. Where
+    schedules are tried, it is the number of the fastest plan for `WAVE`: steps of 1F1B hardly depend on it.
+    Each of the three takes a third of a time limit.
     """
     if request.options.granularity == "module" or not (large := _large_heads(request, whole)):
         return None
@@ -72,7 +72,7 @@ def best_words(
     def guessed(model: CapturedModel) -> Plan:
         if chooses(request.options):
             with suppress(*refused):
-                return quick.changed(schedule=WAVE).plan(model, explained=False)
+                return replace(request, watch=None).changed(schedule=WAVE).plan(model, explained=False)
         return quick.plan(model, explained=False)
 
     guesses = fitting(models, guessed, passed=refused)
