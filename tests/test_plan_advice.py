@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.text import parse_bytes
 from pipeloom.plan_advice import plan_with_advice
 from pipeloom.plan_request import CapturedModel, PlanRequest
+from pipeloom.planner import planners
 from pipeloom.planner.stage_cost.tensors import Readers
 from pipeloom.planning import captured_model, make_request
 
@@ -100,6 +102,17 @@ def test_devices_that_need_more_are_named(cluster: str, named: str) -> None:
         large, small = enough.cluster.devices
         tighter = replace(small, memory_bytes=int(small.memory_bytes / 1.05))
         assert not replace(how, cluster=replace(how.cluster, devices=(large, tighter))).fits(model)
+
+
+@pytest.mark.parametrize(("cap", "sizes"), [("100KiB", 0), ("300KiB", 1)])
+def test_what_cannot_help_is_not_looked_for(cap: str, sizes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows were sought where parameters alone do not fit, and each schedule's refusal was explained."""
+    how, model = request_for(f"2 x a100-40 with {cap}")
+    explain, sought = Mock(wraps=planners.explain_infeasible), Mock(return_value=0)
+    monkeypatch.setattr(planners, "explain_infeasible", explain)
+    with pytest.raises(InfeasibleError):
+        plan_with_advice(how, model, sought)
+    assert (explain.call_count, sought.call_count) == (1, sizes)
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ from .ir.errors import InfeasibleError, PlanError, ScheduleError
 from .ir.memory_policy import Treatment
 from .ir.plan import Plan
 from .ir.text import enough_bytes, parse_bytes
-from .plan_request import PlanRequest, fitting
+from .plan_request import PlanRequest, first_of_each, fitting
 from .planner.microbatch_sizes import ProfiledModel
 from .planner.planners import planner
-from .planner.refusals import NoCutFits
+from .planner.refusals import NoCutFits, state_passes_caps
 from .schedules import registry
 
 MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
@@ -60,7 +60,9 @@ def plan_with_advice(
     except InfeasibleError as error:
         attempts = _Attempts(request.for_advice, model)
         hints = [*attempts.memory(error), *attempts.stages(error), *attempts.freeing()]
-        if size := largest() if largest is not None else None:
+        devices = first_of_each(request.cluster, request.options.replicas)
+        rows_matter = not state_passes_caps(model.graph, devices, request.options.sharing)
+        if size := largest() if largest is not None and rows_matter else None:
             hints.append(f"use micro-batches of {'1 row' if size == 1 else f'at most {size} rows'}")
         raise InfeasibleError(error.message, hint=", or ".join(hints) or None) from None
 

@@ -215,6 +215,11 @@ class PlanSettings:
         return self.schedule or ONE_STAGE_EACH
 
     @property
+    def sharing(self) -> int:
+        """Replicas that share out the optimizer's state."""
+        return self.replicas if self.shard_optimizer else 1
+
+    @property
     def devices(self) -> int:
         """Ranks of all replicas together."""
         return self.ranks * self.replicas

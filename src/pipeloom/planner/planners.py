@@ -58,6 +58,7 @@ from .refusals import (
     refuse_nonsense,
     scale_caps,
     stage_needs,
+    state_passes_caps,
     too_many_stages,
 )
 from .request import Planner, PlanOptions, Request, SearchWatch
@@ -415,6 +416,8 @@ class OneSchedule:
             ranks = len(request.cluster.devices)
             raise too_many_stages(why, places, request.schedule, ranks, request.cluster)
         search, log = request.search(), SearchLog()
+        if state_passes_caps(request.graph, request.cluster, request.options.sharing):
+            raise _refusal(request, search, log, explained=explained)
         best = min(self.finder.find(request, search, log), key=step_s, default=None)
         if best is None:
             raise _refusal(request, search, log, explained=explained)
@@ -466,8 +469,8 @@ class JointPlanner:
 
     def _search(self, request: Request, *, explained: bool) -> Plan:
         axes = {name: AXES[name] for name in self.axes or AXES}
-        room = partial(make_room, explained=explained)
-        return JointSearch(request, axes, self.seeds, room, orders=self.orders).run()
+        search = JointSearch(request, axes, self.seeds, make_room, orders=self.orders, explained=explained)
+        return search.run()
 
     def seeds(self, request: Request, ledger: SearchLedger) -> Iterator[tuple[str, Point]]:
         """What the own searches of all planners find, for one stage on each rank; `exact` for several."""

@@ -7,9 +7,9 @@ With memory optimisation the least is what remains when everything is freed that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
 
 import numpy as np
@@ -67,6 +67,23 @@ def too_many_stages(why: str, places: int, schedule: str, ranks: int, cluster: C
     ranks_word = "ranks" if fewer and fewer > 1 else "rank"
     hint = f"use at most {fewer} {ranks_word} (--ranks {fewer})" if fewer else "use another schedule"
     return TooManyStages(f"{schedule} on {ranks} ranks is for {why}", hint=hint, places=places)
+
+
+def state_passes_caps(graph: OpGraph, cluster: Cluster, sharing: int) -> bool:
+    """Whether no cut can fit, because parameters, gradients and optimizer state alone need more: those of the
+    model more than all devices have together, or those of one op more than any device has.
+
+    cluster: the devices of one pipeline.  sharing: replicas that share out the optimizer's state.
+    """
+
+    def state(names: Iterable[str]) -> int:
+        params = [graph.parameter[name] for name in set(names)]
+        trained = sum(p.gradient_bytes + p.update.state // sharing for p in params if p.trainable)
+        return trained + sum(p.bytes for p in params)
+
+    caps = [device.memory_bytes for device in cluster.devices]
+    each = [op.params for op in graph.ops]
+    return state(chain.from_iterable(each)) > sum(caps) or max(map(state, each)) > max(caps)
 
 
 def host_shortage(needs: Sequence[int], cluster: Cluster) -> str | None:

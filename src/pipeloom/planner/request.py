@@ -329,7 +329,7 @@ class Request:
             weights=self.weights,
             clips=self.options.clips,
             width=self.options.replicas,
-            sharing=self.options.replicas if self.options.shard_optimizer else 1,
+            sharing=self.options.sharing,
             offloaded_at_once=self.options.offloaded_at_once,
         )
         order = ordered.ops if ordered.borders else ()

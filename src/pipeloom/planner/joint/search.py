@@ -37,7 +37,7 @@ from ..candidate import Candidate
 from ..placement import Layout, message_seconds
 from ..plan_costs import PlanCosts
 from ..refine import fit_caps, least_step_s
-from ..refusals import fits, too_many_stages
+from ..refusals import fits, state_passes_caps, too_many_stages
 from ..request import Request, profile_of
 from ..schedule_names import CHUNKS, schedule_names
 from ..search.cut_search import Search
@@ -157,11 +157,20 @@ class JointSearch:
     """axes: by name, in the order in which they are tried.  seeds: what planners find."""
 
     def __init__(
-        self, request: Request, axes: Mapping[str, Axis], seeds: Seeds, room: Seeds, *, orders: bool = True
+        self,
+        request: Request,
+        axes: Mapping[str, Axis],
+        seeds: Seeds,
+        room: Callable[..., Iterator[tuple[str, Point]]],
+        *,
+        orders: bool = True,
+        explained: bool = True,
     ) -> None:
         """room: seeds that keep the caps, asked for if nothing else does.  orders: of the best plans the
-        schedule search looks for a faster order."""
+        schedule search looks for a faster order.  explained: see `make_plan`."""
         self.request, self.axes, self.seeds, self.room, self.orders = request, axes, seeds, room, orders
+        self.explained = explained
+        self.hopeless = state_passes_caps(request.graph, request.cluster, request.options.sharing)
         self.ledger = SearchLedger()
         self.until = time.monotonic() + (request.options.time_limit or inf)
         self.ways: dict[tuple[str, tuple[int, ...]], Request] = {}
@@ -352,7 +361,8 @@ class JointSearch:
         Raises: InfeasibleError if none keeps its caps; PlanError or ScheduleError if none can be made.
         """
         try:
-            self._begin()
+            if not self.hopeless:
+                self._begin()
             if self.best is None:
                 self._make_room()
             if self.best is not None:
@@ -441,10 +451,13 @@ class JointSearch:
             if name in self.copying and self.best is not None:
                 return
             try:
-                for planner, point in self.room(self.way(name), self.ledger):
+                explained = self.explained and self.refused is None  # only the first refusal is told
+                for planner, point in self.room(self.way(name), self.ledger, explained=explained):
                     self.judge(point, planner)
             except InfeasibleError as error:
                 self.refused = self.refused or error
+                if self.hopeless:
+                    return
             except (PlanError, ScheduleError) as error:
                 self.errors.append(error)
 
