@@ -40,6 +40,10 @@ LARGEST = 2**63 - 1
 """Whole number of a setting that has no limit of its own, as tensors count."""
 
 
+ROWS_OR_COUNT = "leave out one: the rows of a step say how many micro-batches it has"
+"""For a step's rows given beside a number of micro-batches."""
+
+
 def setting(default: Any, help: str, **more: Any) -> Any:
     """more: `short`, its one-letter option; `least` and `most`, of a whole number; `below`, it is from 0
     to less; `words`, a text is one of them; `kind` of a path, "folder" or "file"."""

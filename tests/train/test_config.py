@@ -1,5 +1,6 @@
 """Settings: read from TOML and `--set`, checked, written back."""
 
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_override_values_need_no_quotes(override: str, value: object) -> None:
 )
 def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     assert read_config(written(tmp_path_factory.mktemp("config"), write_config(config))) == config
+
+
+def test_the_rows_of_a_step_and_its_micro_batches_replace_each_other(tmp_path: Path) -> None:
+    """A resumed run went on as if nothing were said where its file had the one, and was given the other."""
+    config = read_config(None, ["pipeline.global_batch=32"])
+    file = written(tmp_path, write_config(config))
+    assert read_config(file) == config and "\nmicrobatches" not in file.read_text()
+    fewer = read_config(file, ["pipeline.microbatches=2"]).pipeline
+    assert (fewer.microbatches, fewer.global_batch, fewer.rows) == (2, None, 8)
+    file.write_text(write_config(replace(config, pipeline=fewer)))
+    assert read_config(file, ["pipeline.global_batch=16"]).pipeline.rows == 16
+    with pytest.raises(ConfigError, match="both given"):
+        read_config(None, ["pipeline.global_batch=16", "pipeline.microbatches=2"])
 
 
 def test_the_optimizer_may_stand_in_one_line(tmp_path: Path) -> None:

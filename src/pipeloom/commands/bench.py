@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ..ir.text import format_bytes
+from ..settings import ROWS_OR_COUNT
 from .common import (
     MODEL_HELP,
-    ROWS_OR_COUNT,
     emit,
     exclusive,
     job_of,

@@ -180,10 +180,6 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
     return click.option(*names, type=kind, default=None if unset else default, show_default=shown, help=help)
 
 
-ROWS_OR_COUNT = "leave out one: the rows of a step say how many micro-batches it has"
-"""For a step's rows given beside a number of micro-batches."""
-
-
 def settings_of(options: dict[str, Any]) -> PlanSettings:
     """The settings among a command's options, taken out of them."""
     names = [one.name for one in fields(PlanSettings) if one.name in options]

@@ -12,12 +12,12 @@ import click
 
 from ..ir.errors import ConfigError
 from ..ir.text import format_bytes, show_time
+from ..settings import ROWS_OR_COUNT
 from ..viewer.table import Column, Table
 from .common import (
     FILE,
     MODEL_HELP,
     NEW_FILE,
-    ROWS_OR_COUNT,
     emit,
     exclusive,
     job_of,

@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from ..ir.errors import ConfigError, shown
 from ..ir.text import dotted, parse_toml, shortened
-from ..settings import LARGEST, PlanSettings, setting
+from ..settings import LARGEST, ROWS_OR_COUNT, PlanSettings, setting
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST)]
@@ -175,6 +175,11 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
     if isinstance(name := plain.get("optimizer"), str):
         plain["optimizer"] = {"name": name}
     pairs = [_parse_override(each) if isinstance(each, str) else each for each in overrides]
+    given = {key for key, value in pairs if value is not None}
+    if "pipeline.microbatches" in given:
+        if "pipeline.global_batch" in given:
+            raise ConfigError("microbatches and global_batch were both given", hint=ROWS_OR_COUNT)
+        pairs.append(("pipeline.global_batch", None))  # of the file
     for key, value in pairs:
         _put(plain, key, value)
     changed = {key for key, _ in pairs}
@@ -211,7 +216,8 @@ def key_of(override: Override) -> str:
 
 
 def write_config(config: Config) -> str:
-    """The whole config as TOML, defaults included; `read_config` gives it back.
+    """The whole config as TOML, defaults included; `read_config` gives it back. Where the rows of a step say
+    how many micro-batches there are, no other number stands beside them.
 
     >>> print(write_config(Config()).partition("[")[0].rstrip())
     name = "gpt"
@@ -227,7 +233,10 @@ def write_config(config: Config) -> str:
     """
     import tomli_w  # only `pipeloom train` writes a config
 
-    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
+    plain = _without_none(dataclasses.asdict(config))
+    if config.pipeline.global_batch is not None:
+        del plain["pipeline"]["microbatches"]
+    return tomli_w.dumps(plain)
 
 
 @cache
