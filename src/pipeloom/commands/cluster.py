@@ -14,7 +14,7 @@ from ..clusters.files import save_cluster
 from ..clusters.names import find_cluster
 from ..ir.text import as_plain, format_bytes
 from ..viewer.table import Column, Table
-from .common import NEW_FILE, emit, json_option
+from .common import NEW_FILE, OneOf, emit, json_option
 
 if TYPE_CHECKING:
     from ..ir.cluster import Cluster, Link
@@ -90,7 +90,7 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
 
 
 @cluster.command()
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="cpu", help="What to measure.")
+@click.option("--device", type=OneOf(["auto", "cpu", "cuda"]), default="cpu", help="What to measure.")
 @click.option("--devices", type=click.IntRange(1), help="How many; by default one per core, or all GPUs.")
 @click.option(
     "--directory",

@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from ..clusters.names import find_cluster
-from ..ir.errors import ConfigError, PipeloomError, as_sentence
+from ..ir.errors import ConfigError, PipeloomError, as_sentence, did_you_mean, shown
 from ..ir.text import as_plain, finite, load_noun
 from ..settings import PlanSettings
 from ..viewer.table import Table
@@ -138,7 +138,23 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def ranks_or_auto(text: Any) -> int | str:
-    return "auto" if text == "auto" else int(click.IntRange(1).convert(text, None, None))
+    if text == "auto":
+        return "auto"
+    try:
+        return int(click.IntRange(1).convert(text, None, None))
+    except click.BadParameter:
+        raise click.BadParameter(f"{shown(text)} is neither auto nor a number from 1 on.") from None
+
+
+class OneOf(click.Choice):  # type: ignore[type-arg]  # of older versions it takes none
+    """A choice that names the word that may have been meant."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = did_you_mean(value, self.choices, "")
+            raise click.BadParameter(f"{error.message} {near}".rstrip(), ctx, param) from None
 
 
 def plan_options(
@@ -176,7 +192,7 @@ def _option(setting: Field[Any], *, unset: bool, auto: str) -> Callable[[Command
     elif "least" in about:
         kind = click.IntRange(about["least"], about.get("most"))
     elif "words" in about:
-        kind = click.Choice(tuple(about["words"]))
+        kind = OneOf(tuple(about["words"]))
     return click.option(*names, type=kind, default=None if unset else default, show_default=shown, help=help)
 
 

@@ -10,15 +10,13 @@ import click
 from ..ir.errors import ConfigError
 from ..ir.text import load_noun, write_whole
 from ..other_engines import ENGINES
-from .common import FILE, MODEL_HELP, NEW_FILE, exclusive, job_of, model_argument
+from .common import FILE, MODEL_HELP, NEW_FILE, OneOf, exclusive, job_of, model_argument
 
 
 @click.command("export-plan", epilog=MODEL_HELP)
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @model_argument
-@click.option(
-    "--for", "engine", type=click.Choice(tuple(ENGINES)), required=True, help="Whose plan it becomes."
-)
+@click.option("--for", "engine", type=OneOf(tuple(ENGINES)), required=True, help="Whose plan it becomes.")
 @click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--csv", "csv_file", type=NEW_FILE, help="Write the order of the actions to this file.")
 def export_plan(

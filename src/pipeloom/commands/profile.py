@@ -14,6 +14,7 @@ from ..viewer.table import Column, Table
 from .common import (
     MODEL_HELP,
     NEW_FILE,
+    OneOf,
     cluster_of,
     emit,
     exclusive,
@@ -27,7 +28,7 @@ from .common import (
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options("microbatch_size", "cluster", "compile")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="cpu", help="Where to measure.")
+@click.option("--device", type=OneOf(["auto", "cpu", "cuda"]), default="cpu", help="Where to measure.")
 @click.option("--save", type=NEW_FILE, help="Write the profile to this JSON file.")
 @click.option("--save-graph", type=NEW_FILE, help="Write the captured graph to this JSON file.")
 @click.option("--top", type=click.IntRange(1), default=15, help="Rows of the table.")

@@ -17,7 +17,7 @@ from ..ir.errors import ConfigError, PipeloomError
 from ..ir.text import format_bytes, show_share, write_whole
 from ..ir.weights import WEIGHT_POLICIES, Updates
 from ..viewer.table import Column, Table
-from .common import FILE, NEW_FILE, Command, emit, exclusive, json_option
+from .common import FILE, NEW_FILE, Command, OneOf, emit, exclusive, json_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,7 +63,7 @@ def edges(text: str) -> tuple[tuple[int, int], ...]:
 
 SHORTEST = click.option(
     "--shortest",
-    type=click.Choice(("step", "span")),
+    type=OneOf(("step", "span")),
     default="step",
     help="Of a schedule's variants take the one with the shortest step; or with the shortest span, from a "
     "rank's first action to its last, which counts where each rank goes on by itself.",
@@ -142,7 +142,7 @@ _UNLIMITED = [name for name in _VERSIONED if not WEIGHT_POLICIES[name].kept]
 UPDATES = (
     click.option(
         "--weights",
-        type=click.Choice(tuple(WEIGHT_POLICIES)),
+        type=OneOf(tuple(WEIGHT_POLICIES)),
         help=f"How weights are updated: {', '.join(_ABOUT)}, or {_LAST}; "
         "by default as the schedule is meant.",
     ),

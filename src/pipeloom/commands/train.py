@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..train.config import OPTIMIZERS, PipelineConfig
-from .common import FILE, json_option, plan_options
+from .common import FILE, OneOf, json_option, plan_options
 
 
 @click.command()
@@ -36,7 +36,7 @@ from .common import FILE, json_option, plan_options
 @plan_options(of=PipelineConfig, unset=True)
 @click.option(
     "--optimizer",
-    type=click.Choice(OPTIMIZERS),
+    type=OneOf(OPTIMIZERS),
     help="What trains: muon+adamw is Muon for the matrices of layers and AdamW for the rest. A job may bring "
     "its own instead.",
 )

@@ -236,6 +236,11 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
         raise ScheduleError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
     except UnicodeDecodeError:
         raise ScheduleError(f"cannot read {path}: it is no text", hint="give a CSV file of actions") from None
+    if path.suffix == ".json":
+        raise ScheduleError(
+            f"{path} is no list of actions",
+            hint=f"if it is a plan, `pipeloom simulate {path} MODEL` draws its step",
+        )
     parse = parse_text if path.suffix == ".txt" else parse_schedule
     return parse(text, name=name or path.stem)
 

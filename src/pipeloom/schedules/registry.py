@@ -210,7 +210,7 @@ def register(name: str, family: Family | Entry) -> None:
 def entry(name: str) -> Entry:
     """What the library knows of a schedule. Raises: ScheduleError if the name is unknown."""
     parsed = parse_name(name)
-    if parsed.lists_actions:
+    if parsed.lists_actions or parsed.given.endswith(".json"):  # which is refused
         return _from_file(Path(name))
     found: Any = load_user_schedule(parsed) if parsed.in_python else FAMILIES.get(parsed.family)
     if found is None:
