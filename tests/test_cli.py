@@ -117,6 +117,10 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     page = (folder / "r.html").read_text()
     assert "why ranks are idle" in page and "cap<" in page
     assert page.count('class="edge"') == 1 and page.count('class="stage"') == 2
+    assert "than its cap" not in good(*words)
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"caps": [plan["caps"][0], 1]}))
+    assert "\nrank 1 holds" in good(*words) and figures(*words)["caps"][1] == 1
 
 
 def test_a_graph_profiled_on_the_device_that_there_is_has_its_optimizer(folder: Path) -> None:
@@ -131,6 +135,8 @@ def test_simulate_refuses_what_does_not_belong_together(folder: Path) -> None:
     assert "--graph alone does not say" in bad(2, "simulate", "plan.json", "--graph", "g.json")
     both = ["simulate", "plan.json", "mine.py:job", "--graph", "g.json"]
     assert "MODEL and --graph were both given" in bad(2, *both)
+    for words in (["show", "plan.json"], ["check", "plan.json"]):
+        assert "`pipeloom simulate plan.json MODEL`" in bad(1, "schedule", *words)
     for words in (
         ["verify", "mine.py:other", "--plan", "plan.json"],
         ["simulate", "plan.json", "mine.py:other", "--cluster", "cluster.toml"],
@@ -181,7 +187,8 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ([*PLAN, "--compile"], 1, "roofline"),
         (["plan", "--compile", "--max-batch"], 2, "--compile and --max-batch"),
         ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile"),
-        ([*PLAN[:4], "--ranks", "some"], 2, "'some'"),
+        ([*PLAN[:4], "--ranks", "some"], 2, "'some' is neither auto nor a number"),
+        ([*PLAN, "--treatments", "recomput"], 2, "did you mean recompute?"),
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
         (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
         (["plan", "--microbatches", "2", "--global-batch", "16"], 2, "--microbatches and --global-batch"),

@@ -9,7 +9,7 @@ import click
 
 from ..clusters.names import cpu_cluster
 from ..ir.errors import ConfigError
-from ..ir.text import load_noun
+from ..ir.text import as_plain, format_bytes, load_noun
 from .common import (
     FILE,
     MODEL_HELP,
@@ -102,5 +102,12 @@ def simulate(
         )
     if trace is not None:
         chrome.write_trace(trace, [timeline])
-    drawn = terminal.report(predicted=timeline, width=terminal.console().width)
-    emit(summarise(timeline), drawn, as_json=as_json)
+    caps = plan.caps or [device.memory_bytes for device in (described.devices if described else ())]
+    drawn = [*terminal.report(predicted=timeline, width=terminal.console().width)]
+    drawn += [
+        f"rank {rank} holds {format_bytes(peak)}, {format_bytes(peak - cap)} more than its cap of "
+        f"{format_bytes(cap)}"
+        for rank, cap in zip(range(timeline.ranks), caps, strict=False)
+        if (peak := timeline.peak_bytes(rank)) > cap
+    ]
+    emit({**as_plain(summarise(timeline)), "caps": caps}, drawn, as_json=as_json)
