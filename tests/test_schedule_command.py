@@ -115,6 +115,9 @@ def test_times_of_a_plan_and_of_a_profile(folder: Path) -> None:
     found = read("show", "1f1b", "-p", "2", "--times", "plan.json")
     assert [rank["busy_s"] for rank in found["by_rank"]] == [24.0, 48.0]
     assert (found["peak"], found["peak_bytes"]) == (2.0, 2 * 1024**2)
+    assert (
+        read("show", "1f1b", "--times", "plan.json") == found
+    )  # 4 ranks were refused, the plan has 2 stages
     shown = good("show", "1f1b", "-p", "2", "--times", "plan.json", "--memory", "2MiB")
     assert "peak 2 micro-batches, 2.0 MiB" in shown
     found = read("show", "zb_v", "-p", "2", "--times", "profile.json")

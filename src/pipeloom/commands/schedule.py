@@ -105,7 +105,8 @@ SCENARIO = (
     click.option(
         "--times",
         type=FILE,
-        help="Take F, I and W from a saved plan (per stage) or profile (spread evenly) instead.",
+        help="Take F, I and W from a saved plan (per stage; without -p, one on each rank) or profile (spread "
+        "evenly) instead.",
     ),
     click.option(
         "--pair-factor",
@@ -184,14 +185,20 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
             exclusive("times", name, hint="give the file or the numbers")
         names = [*STAGE_TIMES, *(one.name for one in fields(Scenario))]
         taken = {name: arguments.pop(name) for name in names}
+        numbers = {name: taken.pop(name) for name in STAGE_TIMES}
+        files: dict[str, int] = {}
+        if taken["times"] is None:
+            times = MicrobatchTimes(**{k: n for k, n in numbers.items() if n is not None})
+        else:
+            times = load_work(taken["times"])
+            if isinstance(times.forward_s, tuple) and len(times.forward_s) > 1:  # of a plan's stages
+                files = {"ranks": len(times.forward_s)}
         if "name" in arguments and parse_name(arguments["name"]).lists_actions:
             rows = read_schedule(Path(arguments["name"]))
-            source = click.get_current_context().get_parameter_source
-            of_rows = {"ranks": rows.ranks, "microbatches": rows.microbatches}
-            taken |= {k: n for k, n in of_rows.items() if source(k) is ParameterSource.DEFAULT}
-        given = {name: value for name, value in taken.items() if value is not None}
-        numbers = {name: given.pop(name) for name in STAGE_TIMES if name in given}
-        given["times"] = load_work(given["times"]) if "times" in given else MicrobatchTimes(**numbers)
+            files = {"ranks": rows.ranks, "microbatches": rows.microbatches}
+        source = click.get_current_context().get_parameter_source
+        taken |= {k: n for k, n in files.items() if source(k) is ParameterSource.DEFAULT}
+        given = {name: value for name, value in taken.items() if value is not None} | {"times": times}
         return command(scenario=Scenario(**given), **arguments)
 
     return with_options(with_scenario, SCENARIO)
