@@ -130,6 +130,7 @@ def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGra
         ("1f1b", (0, 2), 1, "rank 1 has no stage"),
         ("gpipe", (0, -1), 1, "rank -1"),
         ("zb_v:groups=2", (0, 0), 4, "no option 'groups'"),
+        ("gis_g:grop=2", (0, 0), 4, "did you mean group?"),
         ("zb_v:memory", (0, 0), 4, "cannot read option 'memory'"),
     ],
 )

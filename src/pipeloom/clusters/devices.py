@@ -121,7 +121,7 @@ def built_in(name: str) -> BuiltIn:
     wanted = "-".join(name.lower().split())
     if wanted not in names:
         near = get_close_matches(wanted, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(devices)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(devices)}."
         raise ConfigError(f"no built-in device is called {name!r}", hint=hint)
     return names[wanted]
 

@@ -114,7 +114,7 @@ def _part(text: str) -> _Part:
         kind = built_in(match["name"])
     except ConfigError as error:
         raise ConfigError(
-            f"{error.message}, and no file {text.strip()!r} exists", hint=f"{error.hint}; {_HINT}"
+            f"{error.message}, and no file {text.strip()!r} exists", hint=f"{error.hint} Or {_HINT}"
         ) from None
     return _Part(nodes, count, kind, None if match["size"] is None else parse_bytes(match["size"]))
 

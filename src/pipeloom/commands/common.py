@@ -153,7 +153,7 @@ class OneOf(click.Choice):  # type: ignore[type-arg]  # of older versions it tak
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            near = did_you_mean(value, self.choices, "")
+            near = did_you_mean(value, self.choices, "").capitalize()
             raise click.BadParameter(f"{error.message} {near}".rstrip(), ctx, param) from None
 
 

@@ -162,8 +162,9 @@ def explain_infeasible(
     share, cuts = least_share(search)
     stage, need = binding_stage(scale_caps(search, share), cuts)
     freed = ", even with all freed that may be" if search.optimises else ""
+    stages = "1 stage" if len(search.caps) == 1 else f"{len(search.caps)} stages"
     return NoCutFits(
-        f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
+        f"no cut of {len(search.model)} ops into {stages} fits{freed}: in the one that "
         f"needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
         f"{format_bytes(search.caps[stage])}{closely(need, search.caps[stage])}",
         share=share,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.costs import StageCost, action_seconds
-from ...ir.errors import ScheduleError
+from ...ir.errors import ScheduleError, did_you_mean
 from ...ir.flow import Flow, flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.stages import StageGraph
@@ -185,7 +185,10 @@ def options(shape: Shape, **defaults: float) -> Mapping[str, float]:
     for name in shape.options:
         if name not in defaults:
             known = ", ".join(defaults) or "none"
-            raise ScheduleError(f"this schedule has no option {name!r}", hint=f"its options: {known}")
+            raise ScheduleError(
+                f"this schedule has no option {name!r}",
+                hint=did_you_mean(name, defaults, f"its options: {known}"),
+            )
     return {**defaults, **shape.options}
 
 
