@@ -102,7 +102,8 @@ def simulate(
         )
     if trace is not None:
         chrome.write_trace(trace, [timeline])
-    caps = plan.caps or [device.memory_bytes for device in (described.devices if described else ())]
+    room = [device.memory_bytes for device in described.devices[: plan.ranks]] if described else plan.caps
+    caps = [*map(min, room, plan.caps or room)]
     drawn = [*terminal.report(predicted=timeline, width=terminal.console().width)]
     drawn += [
         f"rank {rank} holds {format_bytes(peak)}, {format_bytes(peak - cap)} more than its cap of "
