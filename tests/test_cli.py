@@ -29,13 +29,19 @@ from pipeloom.runtime.checkpoint import TrainState
 from pipeloom.settings import PlanSettings
 
 PLAN = ["plan", "mine.py:job", "--cluster", "cluster.toml", "--microbatches", "2"]
+EVERY = {**main.commands} | {
+    f"{name} {inner}": command
+    for name, group in main.commands.items()
+    for inner, command in getattr(group, "commands", {}).items()
+}
+"""Every command and subcommand, by its words."""
 PROFILE = ["profile", "mine.py:job", "--cluster", "cluster.toml"]
 
 
-@pytest.mark.parametrize("command", sorted(main.commands))
+@pytest.mark.parametrize("command", sorted(EVERY))
 def test_help_describes_every_option(command: str) -> None:
-    text = good(command, "--help")
-    for option in main.commands[command].params:
+    text = good(*command.split(), "--help")
+    for option in EVERY[command].params:
         if option.param_type_name == "option":
             assert option.help and option.opts[0] in text, option.name
 
@@ -121,6 +127,7 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps(plan | {"caps": [plan["caps"][0], 1]}))
     assert "\nrank 1 holds" in good(*words) and figures(*words)["caps"][1] == 1
+    assert "\nrank 0 holds" in good(*words[:-1], "2 x a100-40 with 1KiB")
 
 
 def test_a_graph_profiled_on_the_device_that_there_is_has_its_optimizer(folder: Path) -> None:
@@ -188,7 +195,7 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         (["plan", "--compile", "--max-batch"], 2, "--compile and --max-batch"),
         ([*PLAN[:4], "--compile", "--ranks", "auto"], 2, "--ranks auto and --compile"),
         ([*PLAN[:4], "--ranks", "some"], 2, "'some' is neither auto nor a number"),
-        ([*PLAN, "--treatments", "recomput"], 2, "did you mean recompute?"),
+        ([*PLAN, "--treatments", "recomput"], 2, "Did you mean recompute?"),
         (["profile", "--compile", "--cluster", "1 x cpu"], 2, "--cluster and --compile"),
         (["profile", "--device", "cuda", "--cluster", "1 x cpu"], 2, "--cluster and --device"),
         (["plan", "--microbatches", "2", "--global-batch", "16"], 2, "--microbatches and --global-batch"),
@@ -200,6 +207,7 @@ def test_verify_searches_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         (["plan", "-o", ""], 2, "names no file"),
         ([*PLAN, "-o", "no/p.json"], 2, "no folder no"),
         (["verify", "none.py:job"], 2, "none.py"),
+        (["verify", "--seed", "9" * 20], 2, "'--seed'"),
         (["verify", "mine.py:job", "--plan", "plan.json", "-p", "2"], 2, "--ranks and --plan"),
         (["simulate", "none.json"], 2, "none.json"),
         (["simulate", "cluster.toml"], 2, "not a valid Plan"),

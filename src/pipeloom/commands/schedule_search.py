@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("stages", type=FILE, required=False)
 @click.option("--times", type=FILE, help="Take stages, ranks, times and sizes from a saved plan instead.")
-@click.option("--microbatches", "-m", type=click.IntRange(1), default=8)
+@click.option("--microbatches", "-m", type=click.IntRange(1), default=8, help="Micro-batches per step.")
 @click.option("--ranks", "-p", type=click.IntRange(1, 4096), help="Ranks, where stages do not name theirs.")
 @click.option(
     "--memory",
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is taken.")
 @click.option("--operations", type=FILE, help="A Python file that declares operations, which are placed too.")
 @SHORTEST
-@click.option("--seed", type=click.IntRange(0), default=0)
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the orders that are tried at random.")
 @click.option("--output", "-o", type=NEW_FILE, help="File to write: .py, for any -m, or .txt, the rows.")
 @json_option
 def search(

@@ -10,6 +10,7 @@ import click
 
 from ..clusters.names import cpu_cluster
 from ..ir.cluster import Link
+from ..settings import LARGEST
 from .common import (
     FILE,
     MODEL_HELP,
@@ -45,7 +46,7 @@ PLANNED = (
     type=float,
     help="Largest relative difference. By default what the parameters' dtype explains.",
 )
-@click.option("--seed", type=int, default=1, help="Of the batch.")
+@click.option("--seed", type=click.IntRange(-LARGEST, LARGEST), default=1, help="Of the batch.")
 @json_option
 @click.pass_context
 def verify(
