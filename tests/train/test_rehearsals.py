@@ -78,6 +78,14 @@ def test_every_rehearsal_has_steps_around_it(first: int, steps: int) -> None:
     assert all(window.steps == min(full, steps) for window in comparison.windows if steps >= 8 or steps == 1)
 
 
+def test_the_first_step_in_which_optimizers_make_their_state_stands_for_no_run_of_several() -> None:
+    for steps in range(2, 9):
+        measured = run(Machine(disturbed=0), 0, steps).measured
+        assert measured is not None and measured.step_s < 2.0
+        (window, *_) = run(Machine(disturbed=0), 0, steps).comparison.windows
+        assert window.steps <= steps - 1
+
+
 def test_without_rehearsals_the_last_step_stands_for_the_run() -> None:
     machine = Machine()
     pace = run(machine, 0, 10, rehearsals=0)
