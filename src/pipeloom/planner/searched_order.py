@@ -52,12 +52,12 @@ def with_searched_order(
     whose step has more than `LARGEST` actions.
     below_s: seconds of a step that it has to be faster than, too.
     effort: of the search, see `SearchOptions`. The same for the same plan.  library: whether its schedules
-    are built within the ranks' limits, too, which takes most of the time.
+    are built within the ranks' limits, too, which takes time.
     """
     if not _may_be_searched(plan):
         return None
     engines = tuple(name for name in search.ENGINES if library or name in QUICK)
-    options = search.SearchOptions(effort=effort, engines=engines)
+    options = search.SearchOptions(effort=effort, engines=engines, sizes=False)
     stages = plan.stage_graph(costs.graph)
     best: Plan | None = None
     for problem in _problems(plan, stages, costs):

@@ -66,12 +66,13 @@ LIBRARY = "library: "
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
     """effort: by which the orders that are tried are multiplied.  time_limit_s: after which the best so far
-    is returned."""
+    is returned.  sizes: whether the library is built for smaller limits, too, which takes long."""
 
     effort: float = 1.0
     time_limit_s: float = inf
     seed: int = 0
     engines: tuple[str, ...] = tuple(ENGINES)
+    sizes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +231,11 @@ class _Search:
         if "library" in names:
             free = _Known(replace(self.problem, caps=()), self.first)
             yield "library", self._round(free, 0, 1.0), None
-            if self.problem.caps:
+            cap = self.problem.arrays.cap
+            if not all(fits(one, cap) for one in self.without_limits.values()):
                 yield "library", self._round(self.known, 0, 1.0), self.known
         yield from self._climb()
-        if "library" in names:
+        if "library" in names and self.options.sizes:
             for number in numbers:
                 yield from self._library(number)
         if "exact" in names:
