@@ -85,8 +85,8 @@ class StepRehearsals:
         self._pipeline = pipeline
         self._planned = rehearsal_steps(first, end, rehearsals)
         self._after = AFTER if pipeline.drains_each_step else STEADY_AFTER
-        # Not with the first one: optimizers make their state in it, which is then not held at its peak.
-        self._compared = {s for at in self._planned for s in range(max(at - BEFORE, first + 1), at + AFTER)}
+        # Not with step 0: optimizers make their state in it, which is then not held at its peak.
+        self._compared = {s for at in self._planned for s in range(max(at - BEFORE, 1), at + AFTER)}
         if not pipeline.drains_each_step:
             self._compared = {at + STEADY_AFTER - 1 for at in self._planned}
         self._last = end - 1
