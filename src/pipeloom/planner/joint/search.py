@@ -76,14 +76,14 @@ MOST_ESTIMATED = 200_000
 SHORT, LONG = 3, 5
 """Micro-batches per rank of a short step, and those up to which a step is short enough."""
 
-ORDERS, EFFORT, SMALL = 3, 0.15, 200
+ORDERS, EFFORT, SMALL = 3, 0.3, 200
 """Plans whose stages are put into a faster order, and the effort of that search; places for cuts, or these
 times ranks, beyond which a model is large: then the search of the best plan's order builds the library within
 its limits, which takes seconds."""
 
 CLOSEST, WORTH = 0.005, 0.02
 """Gap to the bound up to which nothing is moved; gap up to which no faster order is looked for, and share of
-the step by which a plan may be slower than the best and still have its order searched."""
+the step by which a plan of a model of many places may be slower and still have its order searched."""
 
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
@@ -520,7 +520,7 @@ class JointSearch:
             if time.monotonic() > self.until:
                 raise TimeIsUp
             below_s = min([self.best.step_s, *(plan.predicted_step_s for plan in self.ordered)])
-            if judged.step_s > below_s * (1 + WORTH):
+            if self.places > TINY and judged.step_s > below_s * (1 + WORTH):
                 continue
             self.ledger.tried["order"] += 1
             plan = with_searched_order(
