@@ -426,9 +426,9 @@ class JointSearch:
                 continue
             first = starts_at[int(np.argmin(estimate.steps(starts_at)))]
             best = (climb(estimate, first) or [first])[0]
-            for places in (best, estimate.cuts.at_borders(best)):
-                seconds = float(estimate.steps(places[None])[0])
-                starts.append((seconds, Point(request, search, estimate.cuts.cut(places))))
+            for cuts in dict.fromkeys(map(estimate.cuts.cut, (best, estimate.cuts.at_borders(best)))):
+                seconds = float(estimate.steps(estimate.cuts.places(cuts)[None])[0])
+                starts.append((seconds, Point(request, search, cuts)))
         seen = Counter[Layout]()
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
