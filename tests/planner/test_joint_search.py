@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count, pairwise, product
 from math import inf
 
+import numpy as np
 import pytest
 from branching_graphs import cluster_of, plan_of, random_graph, request_for
 from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s, with_memory
@@ -14,6 +15,7 @@ from joint_cases import PLANNERS_OF_ONE, SCHEDULES, planned, random_case, step_s
 from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster
 from pipeloom.planner import planners
+from pipeloom.planner.joint.estimates import NEAR, CutTimes
 from pipeloom.planner.joint.ledger import searched_for
 from pipeloom.planner.plan_costs import PlanCosts
 from pipeloom.planner.planners import make_plan
@@ -99,6 +101,24 @@ def test_a_simpler_plan_may_be_a_little_slower() -> None:
     assert [count for count, *_ in stages] == [4, 2] and stages[1][2] == "1f1b"
     assert make_request(PlanSettings(ranks=2)).options.simpler_within > 0
     assert make_request(PlanSettings(ranks=2, cluster="2 x a100-40")).options.simpler_within == 0
+
+
+def test_cuts_near_the_end_of_a_branch_are_moved_there() -> None:
+    moved = 0
+    for seed in range(30):
+        graph, profile = random_graph(seed, 14, "series-parallel")
+        request = request_for(graph, profile, 2)
+        search = request.search()
+        cuts = CutTimes(search, request.layout, request.microbatches)
+        last = len(cuts.points) - 1
+        for at in range(1, last):
+            before = np.array([0, at, last])
+            (cut,) = cuts.cut(cuts.at_borders(before))[1:-1]
+            if cut != cuts.points[at]:
+                moved += 1
+                far_s = abs(cuts.middle[cuts.places([cut])[0]] - cuts.middle[at])
+                assert cut in search.borders and far_s <= NEAR * cuts.middle[-1] / 2
+    assert moved
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
