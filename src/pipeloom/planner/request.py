@@ -314,6 +314,12 @@ class Request:
         self.shared.orders[stages] = found
         return found
 
+    @property
+    def orders_to_try(self) -> list[BranchOrdered]:
+        """The first few; none of a model without branches."""
+        orders = self.branch_orders(self.layout.stages)
+        return orders[:FEW_ORDERS] if len(orders) > 1 or orders[0].borders else []
+
     @cached_property
     def models(self) -> tuple[CostModel, ...]:
         """The costs of the stages of each replica, on the devices of their ranks."""

@@ -18,7 +18,7 @@ from ..search.problem import Cuts
 from ..stage_cost.tensors import Indices
 from ..strategies.graphpipe import shallow_cuts
 from .estimates import ClosedForm, Estimate, climb, neighbours
-from .search import FAR, Axis, JointSearch, Judged, Point
+from .search import FAR, PROPOSED, Axis, JointSearch, Judged, Point
 
 SIMULATED, BESIDE, EVERY = 3, 5, 130
 """Cuts of one climb that are simulated, and of one move, as estimates are not exact; cuts up to which all
@@ -26,9 +26,6 @@ are."""
 
 NEAR = 0.01
 """By which share of the best step the estimate of a moved cut may be longer."""
-
-ORDERS, PROPOSED = 3, 3
-"""Orders of branches in which cuts are sought, and cuts of each."""
 
 SLACKS = (1, 2)
 """Micro-batches in flight beyond the depth of a stage that are tried."""
@@ -148,25 +145,17 @@ def branches(search: JointSearch, line: Judged) -> Iterator[Point]:
     """Stages side by side, in several orders of branches; and with more micro-batches in flight. Of several
     stages on a rank, which are a chain, the order of branches alone."""
     request = line.point.request
-    stages = request.layout.stages
-    orders = request.branch_orders(stages)
-    if len(orders) == 1 and not orders[0].borders:
+    if not request.side_by_side:
+        yield from search.branch_orders(line.point)
         return
     treatments = request.treatments if search.pressed else ()
-    if not request.side_by_side:
-        for order in orders[:ORDERS]:
-            own = replace(request.search(order), treatments=treatments)
-            estimate = search.estimate(request, own)
-            for cuts in search.level_cuts(ClosedForm(estimate.cuts))[:1]:
-                for places in climb(estimate, estimate.cuts.places(cuts))[:PROPOSED]:
-                    yield replace(line.point, search=own, cuts=estimate.cuts.cut(places))
-        return
-    for order in orders[:ORDERS]:
+    for order in request.orders_to_try:
         own = replace(request.search(order), by_depth=True, treatments=treatments)
         for cuts in islice(shallow_cuts(own), PROPOSED):
             yield replace(line.point, search=own, cuts=cuts)
+    stages = request.layout.stages
     best = search.best_of[line.point.way]
-    if best.found.depth < stages:
+    if request.orders_to_try and best.found.depth < stages:
         for slack in dict.fromkeys((*SLACKS, stages)):
             if slack <= stages:
                 own = replace(best.point.search, by_depth=True)

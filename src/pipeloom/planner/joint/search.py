@@ -85,6 +85,9 @@ CLOSEST, WORTH = 0.005, 0.02
 """Gap to the bound up to which nothing is moved; gap up to which no faster order is looked for, and share of
 the step by which a plan of a model of many places may be slower and still have its order searched."""
 
+PROPOSED = 3
+"""Cuts of one order of branches."""
+
 LEVEL = "level cuts"
 """What seeds are called that no planner has found."""
 
@@ -429,7 +432,7 @@ class JointSearch:
             for cuts in dict.fromkeys(map(estimate.cuts.cut, (best, estimate.cuts.at_borders(best)))):
                 seconds = float(estimate.steps(estimate.cuts.places(cuts)[None])[0])
                 starts.append((seconds, Point(request, search, cuts)))
-        seen = Counter[Layout]()
+        seen, reordered = Counter[Layout](), set[Layout]()
         for number, (seconds, point) in enumerate(sorted(starts, key=lambda start: start[0])):
             limit = inf if self.best is None else self.best.step_s * (1 + FAR)
             layout = point.request.layout
@@ -438,9 +441,23 @@ class JointSearch:
                 continue
             judged = self.judge(point, "schedules")
             seen[layout] += judged is None or judged.fits
+            if judged is None and layout not in reordered and not layout.in_line:
+                reordered.add(layout)
+                for other in self.branch_orders(point):
+                    self.judge(other, "branches")
             if self.places <= TINY and not layout.in_line and not self._near(CLOSEST):
                 for planner, found in self.seeds(point.request, self.ledger):
                     self.judge(found, planner)
+
+    def branch_orders(self, point: Point) -> Iterator[Point]:
+        """Cuts whose ranks take equally long, in several orders of branches."""
+        request = point.request
+        for order in request.orders_to_try:
+            own = replace(request.search(order), treatments=request.treatments if self.pressed else ())
+            estimate = self.estimate(request, own)
+            for cuts in self.level_cuts(ClosedForm(estimate.cuts))[:1]:
+                for places in climb(estimate, estimate.cuts.places(cuts))[:PROPOSED]:
+                    yield replace(point, search=own, cuts=estimate.cuts.cut(places))
 
     def _make_room(self) -> None:
         """Cuts that keep the caps, whatever their step; of a large model in few schedules."""
