@@ -70,11 +70,12 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
     shapes = data.draw(st.lists(st.tuples(st.sampled_from([0, 1]), sizes), min_size=1, max_size=8))
     messages = [floats(f"m{k}", source, 2, *parts) for k, (source, parts) in enumerate(shapes)]
     waits = data.draw(st.permutations(messages))
-    released_late = data.draw(st.booleans())
+    released_late, told = data.draw(st.booleans()), data.draw(st.booleans())
 
     def body(channel: Channel) -> None:
         for step in range(2):
-            channel.begin([m for m in messages if m.target == channel.rank])
+            mine = messages if channel.rank == 2 else []
+            channel.begin(mine, waits if mine and told else [])
             for k, message in enumerate(messages):
                 if message.source == channel.rank:
                     channel.send(message, [torch.full(v.shape, 10.0 * step + k) for v in message.values])
@@ -125,6 +126,28 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(
 
     all_well(channels, one_way(messages, receive))
     assert len(sources) == len(messages)
+
+
+def test_what_is_received_next_has_its_receive_open_though_others_are_sent_before() -> None:
+    messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
+    channels = local_channels(2)
+    wanted = [messages[k] for k in (0, 3, 1, 2, 4, 5)]
+    held = []
+
+    def body(channel: Channel) -> None:
+        channel.begin(messages if channel.rank == 1 else [], wanted if channel.rank == 1 else [])
+        held.append(channel.held_bytes)
+        for message in messages if channel.rank == 0 else []:
+            channel.send(message, [torch.zeros(4)])
+        for message in wanted if channel.rank == 1 else []:
+            channel.receive(message)
+            channel.release(message)
+            held.append(channel.held_bytes)
+        channel.end()
+
+    all_well(channels, body)
+    # The first two that it receives, and what is sent in front of them; then always what two more take.
+    assert [size // 16 for size in held if size] == [4, 3, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("wait", ["finish_send", "all_gather_object", "all_reduce"])

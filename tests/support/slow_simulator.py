@@ -55,7 +55,7 @@ class Slow:
 
     def run(self) -> dict[tuple[str, str], tuple[float, float]]:
         for pair in self.program.messages:
-            self.post(pair, self.ahead)
+            self.post_ahead(pair)
         while self.agenda:
             self.now = min(self.agenda)
             self.agenda.discard(self.now)
@@ -107,8 +107,16 @@ class Slow:
         self.spend(rank, self.cluster.link(*pair).occupied_s(self.bytes(step.other_end)))
         # What this makes room for is posted once the message is taken.
         self.received[pair] += 1
-        self.post(pair, self.received[pair] + self.ahead, self.clock[rank])
+        self.post_ahead(pair, self.clock[rank])
         return True
+
+    def post_ahead(self, pair: tuple[int, int], at: float | None = None) -> None:
+        """Post what the receiver comes to next, and what is sent in front of it."""
+        sends = [str(send) for send in self.program.messages[pair]]
+        receives = [step for step in self.program.rows[pair[1]] if step.is_transfer and not step.sends]
+        of_pair = [str(step.other_end) for step in receives if self.program.placement[step.peer] == pair[0]]
+        following = of_pair[: self.received[pair] + self.ahead]
+        self.post(pair, max((sends.index(send) + 1 for send in following), default=0), at)
 
     def post(self, pair: tuple[int, int], count: int, at: float | None = None) -> None:
         for send in self.program.messages[pair][:count]:

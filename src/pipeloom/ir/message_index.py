@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, starts_of
+from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs, starts_of
 from .flow import Flow
 from .kernels import kernel
 
@@ -63,13 +63,14 @@ class EventCodes(NamedTuple):
     """A program as the simulator's event loop reads it. Messages are numbered in the order sent.
 
     message: per entry, -1 for no transfer.  route: per message.  code: per entry, see `simulator.loop_state`.
-    in_order: whether ranks receive messages in the order sent.
+    in_order: whether ranks receive messages in the order sent.  upto: see `simulator.loop_state`.
     """
 
     message: Ints
     route: Ints
     code: Ints
     in_order: bool
+    upto: Longs
 
 
 @dataclass(kw_only=True, eq=False)

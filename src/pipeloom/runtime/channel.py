@@ -1,8 +1,9 @@
 """The channel: how a rank exchanges tensors with the other ranks of its pipeline.
 
 A `Channel` decides what to post, keep, wait for and free; a `Transport` moves the bytes. Receives are posted
-ahead of need, since a transfer starts only once both ends are posted: with `AHEAD` receives posted per
-source, the next messages arrive while this rank computes.
+ahead of need, since a transfer starts only once both ends are posted: with a receive posted for the next
+`AHEAD` that this rank receives from a source, and for all that are sent in front of them, they arrive while
+this rank computes.
 
     buffers of one source      | in use | arrived or arriving | buffer taken |  no buffer yet
     messages                   m0       m1                    m3             m4 ...
@@ -49,7 +50,7 @@ from .watch import Watch
 T = TypeVar("T")
 
 AHEAD = 2
-"""Receives kept posted per source."""
+"""Messages of a source that this rank receives next and that have a receive posted."""
 
 LOCAL_INTERVAL_S = 0.1
 """How often threads look whether another one has failed."""
@@ -64,6 +65,7 @@ class MessageSource:
 
     earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.
     received <= posted <= with_buffer: how many have come, have a receive posted, have a buffer, or had.
+    upto: item i is how many there are up to the last sent of those i + 1 that this rank receives first.
     """
 
     earlier: int = 0
@@ -72,6 +74,12 @@ class MessageSource:
     posted: int = 0
     received: int = 0
     waiting_for: dict[str, int] = field(default_factory=dict)
+    upto: list[int] = field(default_factory=list)
+
+    def ahead(self, received: int) -> int:
+        """How many have a receive posted once so many were received."""
+        last = min(received + AHEAD, len(self.upto)) - 1
+        return self.upto[last] if last >= 0 else 0
 
 
 @dataclass
@@ -141,10 +149,11 @@ class Channel:
             self._free_finished_sends()
         return self._pool.used_bytes + self._sending_bytes
 
-    def begin(self, incoming: Sequence[Message]) -> None:
+    def begin(self, incoming: Sequence[Message], receives: Sequence[Message] = ()) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them.
 
-        Posts the first `AHEAD` receives of each source.
+        receives: the same in the order in which this rank receives them, if that is another. Those of each
+        source that come first have their receives posted, see `AHEAD`.
         """
         self.watch.check()
         self._free_finished_sends()
@@ -156,7 +165,13 @@ class Channel:
             source = self._sources.setdefault(rank, MessageSource())
             source.messages = tuple(messages)
             source.waiting_for = {message.key: index for index, message in enumerate(messages)}
-            self._take_buffers(source, AHEAD)
+            source.upto = []
+        for message in receives or incoming:
+            source = self._sources[message.source]
+            before = source.upto[-1] if source.upto else 0
+            source.upto.append(max(before, source.waiting_for[message.key] + 1))
+        for rank in by_source:
+            self._take_buffers(self._sources[rank], self._sources[rank].ahead(0))
         self._post_receives()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -212,7 +227,7 @@ class Channel:
         del self._receives[message.key]
         self._in_use[message.key] = buffer
         source.received += 1
-        self._take_buffers(source, source.received + AHEAD)
+        self._take_buffers(source, source.ahead(source.received))
         if source.posted == source.received:
             self._post_receives()  # no receive is posted: none may wait for the next call
         return unpack(message, buffer)
@@ -222,7 +237,7 @@ class Channel:
         source = self._sources.get(message.source)
         if source is None:
             return 0
-        end = max(source.waiting_for.get(message.key, -1), source.received + AHEAD) + 1
+        end = max(source.waiting_for.get(message.key, -1) + 1, source.ahead(source.received + 1))
         return sum(later.bytes for later in source.messages[source.with_buffer : end])
 
     def finish_send(self) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 from weakref import proxy
 
@@ -165,13 +164,14 @@ class Row:
     """A rank's row of a program, for micro-batches of certain sizes.
 
     program: kept, so that no other one gets its id.  incoming: all messages that the rank will get, per
-    source in the order it sends them.
+    source in the order it sends them.  receives: the same in the order of the row.
     """
 
     program: Program
     variants: Sequence[Variant]
     works: Sequence[RankWork]
     incoming: Sequence[Message]
+    receives: Sequence[Message]
 
 
 @dataclass(eq=False)
@@ -306,7 +306,7 @@ class Rank:
         self.outputs.clear()
         self.reduce_and_step.update = update
         with torch.no_grad(), out_of_memory_told(self.ledger, lambda: self.watch.status):
-            self.channel.begin(row.incoming)
+            self.channel.begin(row.incoming, row.receives)
             for work in row.works:
                 self.watch.status = work.text
                 if self.operations.begun:
@@ -382,12 +382,13 @@ class Rank:
                     if target == self.rank
                     for send in sends
                 ]
-            find = partial(self._work, program, variants)
+            works = [self._work(program, variants, instruction) for instruction in program.rows[self.rank]]
             row = self._rows[id(program)] = Row(
                 program=program,
                 variants=variants,
-                works=[find(instruction) for instruction in program.rows[self.rank]],
+                works=works,
                 incoming=[self._message(program, variants, send) for send in incoming],
+                receives=[w.message for w in works if w.message and w.message.target == self.rank],
             )
         return row
 

@@ -56,7 +56,7 @@ class NullChannel(Channel):
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def begin(self, incoming: Sequence[Message]) -> None:
+    def begin(self, incoming: Sequence[Message], receives: Sequence[Message] = ()) -> None:
         pass
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:

@@ -42,6 +42,7 @@ from .loop_state import (
     STREAMS,
     ProgramLayout,
     SimulatorState,
+    posted_ahead,
     sums_end,
     wake,
 )
@@ -61,7 +62,7 @@ from .shared_links import (
 def run(p: ProgramLayout, s: SimulatorState) -> None:
     """Go on until every rank ends or waits, where no link is shared."""
     for channel in range(len(p.target)):
-        _post(p, s, channel, p.receive_ahead, s.clock[p.target[channel]])
+        _post(p, s, channel, posted_ahead(p, channel, 0), s.clock[p.target[channel]])
     _go_on(p, s)
 
 
@@ -69,7 +70,7 @@ def run(p: ProgramLayout, s: SimulatorState) -> None:
 def run_sharing(p: ProgramLayout, s: SimulatorState) -> None:
     """The same where links are shared: a kernel of its own, as the other is faster without this."""
     for channel in range(len(p.target)):
-        _post(p, s, channel, p.receive_ahead, s.clock[p.target[channel]])
+        _post(p, s, channel, posted_ahead(p, channel, 0), s.clock[p.target[channel]])
     going = True
     while going:
         _go_on(p, s)
@@ -123,7 +124,7 @@ def _go_on(p: ProgramLayout, s: SimulatorState) -> None:
                 clock = max(clock, s.transfer_end[message]) + p.occupied[number]
                 s.end[entry] = clock
                 s.counts[channel, RECEIVED] += 1
-                _post(p, s, channel, s.counts[channel, RECEIVED] + p.receive_ahead, clock)
+                _post(p, s, channel, posted_ahead(p, channel, s.counts[channel, RECEIVED]), clock)
             elif code == REDUCE_ or code == STEP_:
                 closed = _closed(p, s, rank, entry, clock)
                 if closed < 0:
@@ -265,7 +266,7 @@ def _begin_step(p: ProgramLayout, s: SimulatorState, rank: int, step: int, clock
     s.step[rank] = step
     for channel in range(len(p.target)):
         if p.target[channel] == rank:
-            _post(p, s, channel, s.counts[channel, RECEIVED] + p.receive_ahead, clock)
+            _post(p, s, channel, posted_ahead(p, channel, s.counts[channel, RECEIVED]), clock)
 
 
 @kernel

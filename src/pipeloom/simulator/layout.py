@@ -119,6 +119,7 @@ def timed_layout(
         offsets=columns.offsets,
         code=codes.code,
         in_order=codes.in_order,
+        upto=codes.upto,
         message=codes.message,
         route=codes.route,
         channel=channel,
@@ -202,7 +203,12 @@ def _event_codes(columns: Columns, messages: MessageIndex, channel: Longs, first
     _number_messages(columns.kind, ends, channel, first[:-1].copy(), message, route)
     entries = (columns.kind, columns.stage, messages.route, message)
     in_order = bool(_encode(entries, len(columns.kinds), (channel, first[:-1].copy()), code))
-    return EventCodes(message, route, code, in_order)
+    receives = np.flatnonzero((columns.kind == RECV_F_) | (columns.kind == RECV_B_))
+    of = channel[messages.route[receives]]
+    by_channel = np.argsort(of, kind="stable")
+    # Messages of a later channel have higher numbers, so that one running maximum serves all channels.
+    upto = np.maximum.accumulate(message[receives[by_channel]], dtype=np.int64) + 1 - first[of[by_channel]]
+    return EventCodes(message, route, code, in_order, upto)
 
 
 @kernel

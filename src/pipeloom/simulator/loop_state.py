@@ -68,6 +68,9 @@ class ProgramLayout(NamedTuple):
     into `flat_duration`, for SENDS and RECEIVES the route; 0 for OTHER."""
     in_order: bool
     """Whether all ranks receive in the order sent."""
+    upto: Longs
+    """(messages,): item first_message[c] + k is how many messages of channel c there are up to the last sent
+    of those k + 1 that its rank receives first."""
     message: Ints
     """(entries,): -1 for no transfer."""
     route: Ints
@@ -116,8 +119,16 @@ class ProgramLayout(NamedTuple):
     sum_seconds: Floats
     """(sums,)"""
     receive_ahead: int
-    """Receives that a rank keeps posted on each channel."""
+    """Receives that a rank keeps posted on each channel, of those that it comes to next."""
     shared: SharedLinks
+
+
+@kernel
+def posted_ahead(p: ProgramLayout, channel: int, received: int) -> int:
+    """How many of a channel's messages have a receive posted once its rank has received so many."""
+    first, end = p.first_message[channel], p.first_message[channel + 1]
+    last = min(first + received + p.receive_ahead, end) - 1
+    return int(p.upto[last]) if last >= first else 0
 
 
 class LinkRequests(NamedTuple):

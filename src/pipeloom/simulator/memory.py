@@ -57,7 +57,7 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
-from .loop_state import ProgramLayout, SimulatorState
+from .loop_state import ProgramLayout, SimulatorState, posted_ahead
 
 RESIDUALS, BOUNDARY, TRANSIENT, MOST_RESIDUALS = 0, 1, 2, 3
 
@@ -142,14 +142,16 @@ def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     count, begin = 0, changes.begin_s[rank]
     clock, number = begin, 0  # when the rank comes to an entry, and in which of its steps that is
     for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
-        count = _note_buffers(step, (changes.channels_in[at], p.receive_ahead, number), begin, row, count)
+        channel = changes.channels_in[at]
+        goal = channel, posted_ahead(p, channel, 0), number
+        count = _note_buffers(step, goal, begin, row, count)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code, end = p.kind[entry], s.end[entry]
         if len(p.step_begins) and p.step_begins[entry]:
             number = p.step_begins[entry]
             for at in range(changes.first_in[rank], changes.first_in[rank + 1]):
                 channel = changes.channels_in[at]
-                goal = channel, row.received[channel] + p.receive_ahead, number
+                goal = channel, posted_ahead(p, channel, row.received[channel]), number
                 count = _note_buffers(step, goal, clock, row, count)
         if len(s.start):
             begin = s.start[entry]
@@ -159,7 +161,7 @@ def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
             upto = message - p.first_message[channel] + 1
             count = _note_buffers(step, (channel, upto, number), begin, row, count)
             row.received[channel] += 1
-            goal = channel, row.received[channel] + p.receive_ahead, number
+            goal = channel, posted_ahead(p, channel, row.received[channel]), number
             count = _note_buffers(step, goal, end, row, count)
         elif code != SEND_F_ and code != SEND_B_:
             stage = p.stage[entry]
