@@ -87,6 +87,9 @@ def test_the_rows_of_a_step_and_its_micro_batches_replace_each_other(tmp_path: P
     assert read_config(file, ["pipeline.global_batch=16"]).pipeline.rows == 16
     with pytest.raises(ConfigError, match="both given"):
         read_config(None, ["pipeline.global_batch=16", "pipeline.microbatches=2"])
+    file.write_text("[pipeline]\nglobal_batch = 16\nmicrobatches = 2\n")
+    with pytest.raises(ConfigError, match="both given"):
+        read_config(file)
 
 
 def test_the_optimizer_may_stand_in_one_line(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ PLANNED = (
 @click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
 @click.option(
     "--tolerance",
-    type=float,
+    type=click.FloatRange(min=0),
     help="Largest relative difference. By default what the parameters' dtype explains.",
 )
 @click.option("--seed", type=click.IntRange(-LARGEST, LARGEST), default=1, help="Of the batch.")

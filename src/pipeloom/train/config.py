@@ -176,19 +176,20 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
         plain["optimizer"] = {"name": name}
     pairs = [_parse_override(each) if isinstance(each, str) else each for each in overrides]
     given = {key for key, value in pairs if value is not None}
+    for place, keys in (("", given), (f"{file}: ", {key for key, _ in dotted(plain)})):
+        if {"pipeline.microbatches", "pipeline.global_batch"} <= keys:
+            raise ConfigError(f"{place}microbatches and global_batch were both given", hint=ROWS_OR_COUNT)
     if "pipeline.microbatches" in given:
-        if "pipeline.global_batch" in given:
-            raise ConfigError("microbatches and global_batch were both given", hint=ROWS_OR_COUNT)
         pairs.append(("pipeline.global_batch", None))  # of the file
     for key, value in pairs:
         _put(plain, key, value)
     changed = {key for key, _ in pairs}
 
-    def place(key: str) -> str:
+    def source(key: str) -> str:
         return f"{file}: " if file is not None and key not in changed else "--set: "
 
     for key, _ in dotted(plain):
-        _refuse_unknown(key, place(key))
+        _refuse_unknown(key, source(key))
     try:
         return msgspec.convert(plain, Config)
     except msgspec.ValidationError as error:
@@ -196,7 +197,7 @@ def read_config(file: Path | None, overrides: Sequence[Override] = ()) -> Config
         key = path.rstrip("`").partition("[")[0]
         found: Any = reduce(getitem, key.split("."), plain)
         hint = re.sub(r"`([\w |]+)`", _in_words, what).lower()
-        raise ConfigError(f"{place(key)}{key} is {shown(found)}", hint=hint) from None
+        raise ConfigError(f"{source(key)}{key} is {shown(found)}", hint=hint) from None
     except ConfigError as error:  # values that do not go together
         if file is None or changed:
             raise
