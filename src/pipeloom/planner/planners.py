@@ -572,10 +572,7 @@ def _exact_candidates(request: Request) -> list[Candidate]:
 
 
 def _side_by_side_seeds(name: str, request: Request) -> Iterator[tuple[str, Point]]:
-    orders = request.branch_orders(request.layout.stages)
-    if not request.side_by_side or (len(orders) == 1 and not orders[0].borders):
-        return
-    for order in orders[:2]:
+    for order in request.orders_to_try[:2] if request.side_by_side else ():
         search = replace(request.search(order), by_depth=True, treatments=())
         yield from ((name, Point(request, search, cuts)) for cuts in islice(shallow_cuts(search), 2))
 
