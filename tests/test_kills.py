@@ -23,7 +23,7 @@ from tiny_run import TRAIN, losses, prepare
 
 RANKS = 2
 STEPS = 8
-KILLS = 10
+KILLS = 6
 IN_TIME_S = 600.0
 """A guard against a hang: without load it is some seconds, beside other jobs minutes."""
 
@@ -153,8 +153,8 @@ def kill_often(folder: Path, kills: int, seed: int, ranks: int = RANKS) -> dict[
 
 
 @pytest.mark.slow
-def test_ranks_killed_at_60_random_moments_resume_to_the_same_losses(folder: Path) -> None:
-    assert kill_often(folder, 60, seed=16) == dict.fromkeys(("start", "step", "checkpoint", "end"), 15)
+def test_ranks_killed_at_20_random_moments_resume_to_the_same_losses(folder: Path) -> None:
+    assert kill_often(folder, 20, seed=16) == dict.fromkeys(("start", "step", "checkpoint", "end"), 5)
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ SMALL = ("--ranks", "2", "--microbatches", "4")
 SEARCHED = ("auto",)
 """Planners whose plan of this model has a searched order, which is no schedule of the library."""
 
-KINDS = ("auto", "exact", "dawnpiper", "pipeoffload", "graphpipe", "vpipe", "pipedream", "piper")
+KINDS = ("auto", "exact", "dawnpiper", "pipeoffload", "graphpipe", "piper")
 """Planners that commands may treat otherwise: searches without and with copies; one cut, the best of
-several, and stages side by side; cuts between layers, without a look at caps, and of the whole graph."""
+several, and stages side by side; cuts of the whole graph."""
 
 each_kind = pytest.mark.parametrize("name", KINDS)
 

@@ -44,7 +44,7 @@ from pipeloom.train.run_directory import Metrics, find_run, has_report
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-SOME = examples(100, 10_000, suppress_health_check=CALM)
+SOME = examples(100, 2_500, suppress_health_check=CALM)
 HANGS_S = 30
 """No measure of anything: a trial takes milliseconds."""
 

@@ -37,7 +37,7 @@ from pipeloom.runtime.operations import OperationContext
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-SOME = examples(3, 300, **CALM)
+SOME = examples(3, 80, **CALM)
 
 
 TOLERANCE = 1e-11

@@ -65,7 +65,7 @@ def seconds(plan, *asked) -> float:
         return float("inf")
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(20)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(8)])
 def test_it_is_the_best_of_a_grid(seed: int) -> None:
     make = cache(plans(seed, (None, 1.0, 0.9, 0.8)[seed % 4]))
     names = (*schedule_names(RANKS, 12), *LIMITED)

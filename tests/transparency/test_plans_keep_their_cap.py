@@ -61,7 +61,7 @@ HOW = {
 }
 
 
-@examples(2, 60, **HOW)
+@examples(2, 20, **HOW)
 @given(case=CASES)
 def test_a_plan_fits_its_cap_when_it_runs(tmp_path: Path, case: dict[str, Any]) -> None:
     ranks, share, schedule = (case[name] for name in ("ranks", "share", "schedule"))

@@ -23,7 +23,7 @@ CALM = {
 
 @pytest.mark.sampled("False")
 @pytest.mark.parametrize("random", [False, True])
-@examples(2, 80, **CALM)
+@examples(2, 25, **CALM)
 @given(data=st.data())
 def test_cuts(data: st.DataObject, random: bool) -> None:
     """Programs that draw random numbers are compared with themselves uncut, as they draw the same ones."""
@@ -71,7 +71,7 @@ def compare_policies(job: Job, data: st.DataObject) -> None:
     assert_same_bits(pipelined(job, replace(plan, memory=policy), batches), expected)
 
 
-@examples(2, 30, **CALM)
+@examples(2, 10, **CALM)
 @given(data=st.data())
 def test_policies(data: st.DataObject) -> None:
     compare_policies(job_of(data.draw(steps(random=True))), data)
