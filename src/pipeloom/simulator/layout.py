@@ -203,6 +203,8 @@ def _event_codes(columns: Columns, messages: MessageIndex, channel: Longs, first
     _number_messages(columns.kind, ends, channel, first[:-1].copy(), message, route)
     entries = (columns.kind, columns.stage, messages.route, message)
     in_order = bool(_encode(entries, len(columns.kinds), (channel, first[:-1].copy()), code))
+    if in_order:
+        return EventCodes(message, route, code, in_order, np.zeros(0, np.int64))
     receives = np.flatnonzero((columns.kind == RECV_F_) | (columns.kind == RECV_B_))
     of = channel[messages.route[receives]]
     by_channel = np.argsort(of, kind="stable")

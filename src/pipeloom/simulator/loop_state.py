@@ -70,7 +70,7 @@ class ProgramLayout(NamedTuple):
     """Whether all ranks receive in the order sent."""
     upto: Longs
     """(messages,): item first_message[c] + k is how many messages of channel c there are up to the last sent
-    of those k + 1 that its rank receives first."""
+    of those k + 1 that its rank receives first. Empty where all stand in the order sent."""
     message: Ints
     """(entries,): -1 for no transfer."""
     route: Ints
@@ -126,6 +126,8 @@ class ProgramLayout(NamedTuple):
 @kernel
 def posted_ahead(p: ProgramLayout, channel: int, received: int) -> int:
     """How many of a channel's messages have a receive posted once its rank has received so many."""
+    if p.in_order:
+        return received + p.receive_ahead
     first, end = p.first_message[channel], p.first_message[channel + 1]
     last = min(first + received + p.receive_ahead, end) - 1
     return int(p.upto[last]) if last >= first else 0
