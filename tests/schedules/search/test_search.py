@@ -17,7 +17,7 @@ from small import alike, simulated
 from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import PlanError, ScheduleError
 from pipeloom.ir.schedule import Schedule
-from pipeloom.schedules.search.exact import Exact, solve, solve_period, solver_installed, whole_times
+from pipeloom.schedules.search.exact import Exact, solve, solver_installed
 from pipeloom.schedules.search.library import fitting
 from pipeloom.schedules.search.orders import OrderCandidate, all_bounds, lower_bound, one_by_one, timed
 from pipeloom.schedules.search.problem import SearchProblem
@@ -87,14 +87,7 @@ def test_a_split_backward_shortens_the_chain() -> None:
     assert result.best.step_s <= 68.5
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(name, marks=needs_solver if name == "kernel" else ())
-        for name in ENGINES
-        if name not in ("exact", "library")
-    ],
-)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name not in ("exact", "library")])
 def test_engines_by_themselves_better_the_plainest_order(engine: str) -> None:
     asked = problem("NN", 4, 8, 6)
     alone = search_orders(asked, SearchOptions(engines=(engine,)))
@@ -179,7 +172,7 @@ def test_no_bound_is_above_the_optimum_of_many_cases(part: int) -> None:
     above = []
     for seed in range(50 * part, 50 * part + 50):
         asked, exact = bounds_hold(seed)
-        inexact = SearchOptions(engines=tuple(name for name in ENGINES if name not in ("kernel", "exact")))
+        inexact = SearchOptions(engines=WITHOUT_EXACT)
         assert exact.candidate is not None
         if exact.proved:
             above.append(search_orders(asked, inexact).best.step_s / exact.candidate.step_s - 1)
@@ -264,25 +257,6 @@ def test_without_the_solver_the_rest_works(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.progress.bound.name != "exact" and result.best.step_s < inf
 
 
-@needs_solver
-@pytest.mark.parametrize(("shape", "cap", "step_s"), [("V", 4, 76.0), ("M", 6, 108.0), ("K", 6, 100.0)])
-def test_one_period_by_the_solver(shape: str, cap: float, step_s: float) -> None:
-    """Nothing but the engine: the shortest period there is, and the shortest way of a micro-batch in it."""
-    asked = problem(shape, 4, 16, cap)
-    result = search_orders(asked, SearchOptions(engines=("kernel",)))
-    assert result.best.engine == "kernel" and result.best.step_s <= step_s
-    assert max(result.best.peaks) <= cap
-    assert proved(asked, result.best) == pytest.approx(result.best.step_s)
-
-
-@needs_solver
-@pytest.mark.parametrize(("period", "there"), [(7, False), (8, True)])
-def test_the_solver_is_told_what_a_period_holds(period: int, there: bool) -> None:
-    """A V of two ranks with room for one micro-batch: no period is shorter than the way of one."""
-    found = solve_period(whole_times(problem("V", 2, 4, 1)), period=period * 8, effort=1.0)
-    assert (found is not None) == there
-
-
 # Ctrl-C after searches.
 
 
@@ -293,7 +267,7 @@ SEARCHES = textwrap.dedent(
     from pipeloom.schedules.search.search import SearchOptions
 
     stages = [{"F": 1.1, "I": 0.7, "W": 0.9, "bytes": 1, "ranks": s} for s in range(2)]
-    only = SearchOptions(engines=("ENGINE",))
+    only = SearchOptions(engines=("exact",))
     pipeloom.search_schedule({"stage": stages, "memory": "2"}, microbatches=3, options=only)
     try:
         signal.raise_signal(signal.SIGINT)
@@ -303,6 +277,5 @@ SEARCHES = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("engine", ["exact", "kernel"])
-def test_python_still_gets_it(engine: str) -> None:
-    assert output("-c", SEARCHES.replace("ENGINE", engine)) == "interrupted\n"
+def test_python_still_gets_it() -> None:
+    assert output("-c", SEARCHES) == "interrupted\n"

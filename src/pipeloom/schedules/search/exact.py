@@ -1,21 +1,8 @@
-"""Exact answers by CP-SAT of OR-tools, the optional extra `search`: to small cases, and one period exactly.
+"""Exact answers by CP-SAT of OR-tools, the optional extra `search`: to small cases.
 
-Small cases: every entry is an interval; those of a rank do not overlap, results arrive before they are used,
+Every entry is an interval; those of a rank do not overlap, results arrive before they are used,
 and residuals are intervals that fill a store. The micro-batches of a unit begin in their order: they are
 alike, so that renaming them unit by unit makes an order of that kind from any other one, with the same times.
-
-One period of an order that repeats:
-
-    first[u] = turn[u] * period + phase[u]      when unit u runs micro-batch 0; micro-batch b, b periods later
-
-What a rank runs within one period is a circle on which no two units overlap; results are there before they
-are used; and at every forward the rank's residuals, counted by how many turns lie between each stage's F and
-its B or W, have room. Of all such orders the one in which a micro-batch takes least from its first forward to
-its last action: with the shortest period that is the shortest step, but for what the two ends make of it.
-
-The period is the least that the ranks' work and the residuals allow, then longer and longer ones until none
-of them can be better than what is known. Source: modulo scheduling, Rau, MICRO 1994; for pipelines Tessel,
-HPCA 2024.
 """
 
 from __future__ import annotations
@@ -24,25 +11,13 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
 from math import ceil, floor, inf, lcm
 from typing import Any
 
 import numpy as np
 
 from ...ir.action import B, F, W
-from .moments import written
-from .orders import (
-    Bound,
-    Found,
-    OrderCandidate,
-    Repeating,
-    Round,
-    fits,
-    one_microbatch,
-    residual_seconds,
-    timed,
-)
+from .orders import Bound, Found, OrderCandidate, Round, fits, timed
 from .problem import SearchProblem
 
 
@@ -179,135 +154,3 @@ def scale_of(problem: SearchProblem) -> int:
     if scale <= FINEST and all(abs(float(e) - t) < 1e-9 for e, t in zip(exact, times, strict=True)):
         return scale
     return max(1, ceil(FINEST / max(times)))
-
-
-PERIOD_EFFORT = 0.1
-
-MOST_PERIODS = 3
-
-FINER = 32
-"""Parts of the shortest period by which the next ones are longer."""
-
-MOST_PAIRS = 1500
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeTimes:
-    """Times as whole numbers, `scale` of them one second: fine enough for periods that are no multiples of
-    them."""
-
-    problem: SearchProblem
-    scale: int
-    seconds: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...]
-
-
-def solve_periods(task: Round) -> Iterator[Found]:
-    if not solver_installed():
-        return
-    asked = whole_times(task.problem)
-    if len(asked.pairs) > MOST_PAIRS:
-        return
-    m, best = task.problem.microbatches, task.best.cost_s
-    path = one_microbatch(task.problem)
-    problem = task.problem
-    busy = max(
-        sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
-        for r in range(problem.ranks)
-    )
-    lie = max(
-        residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
-        for r in range(problem.ranks)
-    )
-    # Per period a rank does the work of one micro-batch, and has room for cap * period of bytes x seconds.
-    least = max(1, busy, ceil(lie * asked.scale - 1e-6))
-    for number in range(MOST_PERIODS):
-        period = least + number * max(1, least // FINER)
-        # The last micro-batch begins m - 1 periods after the first, and takes `path` at least.
-        if (m - 1) * period / asked.scale + path >= best:
-            return
-        first = solve_period(asked, period, effort=PERIOD_EFFORT * task.effort)
-        found = None if first is None else written(task.problem, first, "kernel")
-        if found is not None and fits(found, task.problem.arrays.cap):
-            best = min(best, found.cost_s)
-        else:
-            found = None
-        yield Found(candidate=found, evaluations=1)
-
-
-def whole_times(problem: SearchProblem) -> WholeTimes:
-    scale = scale_of(problem)
-    scale *= max(1, ceil(FINER / max(1.0, max(problem.work) * scale)))
-    units = range(len(problem.units))
-    return WholeTimes(
-        problem=problem,
-        scale=scale,
-        seconds=tuple(round(problem.seconds(u) * scale) for u in problem.units),
-        pairs=tuple((a, b) for a, b in combinations(units, 2) if problem.arrays.meet[a, b]),
-    )
-
-
-def solve_period(asked: WholeTimes, period: int, *, effort: float) -> Repeating | None:
-    """The order with that period in which a micro-batch takes least; None if there is none, or none was found
-    within the effort."""
-    from ortools.sat.python import cp_model
-
-    problem, seconds = asked.problem, asked.seconds
-    model: Any = cp_model.CpModel()
-    delays = {
-        (p, u): ceil(problem.delay(p, u) * asked.scale - 1e-6)
-        for u, needs in enumerate(problem.needs)
-        for p in needs
-    }
-    # Enough turns for any order worth a look: all units one after another, each with a wait of one period.
-    turns = 2 + len(problem.units) + (sum(seconds) + sum(delays.values())) // period
-    phase = [model.new_int_var(0, period - 1, "") for _ in seconds]
-    turn = [model.new_int_var(0, turns, "") for _ in seconds]
-    first = [phase[u] + period * turn[u] for u in range(len(seconds))]
-    end = model.new_int_var(0, period * (turns + 1) + max(seconds), "")
-    for u, took in enumerate(seconds):
-        model.add(end >= first[u] + took)
-        for p in problem.needs[u]:
-            model.add(first[u] >= first[p] + seconds[p] + delays[p, u])
-    ahead: dict[tuple[int, int], Any] = {}
-    for a, b in asked.pairs:
-        one = ahead[a, b] = model.new_bool_var("")
-        ahead[b, a] = 1 - one
-        # On the circle of one period neither may run into the other, the next turn included:
-        #
-        #     0       before         behind             period
-        #     |-------|=====|........|=======|..........|-------|=====|    the next turn of `before`
-        #
-        for before, behind, when in ((a, b, one), (b, a, one.Not())):
-            model.add(phase[behind] >= phase[before] + seconds[before]).only_enforce_if(when)
-            model.add(phase[before] + period >= phase[behind] + seconds[behind]).only_enforce_if(when)
-    for rank in range(problem.ranks):
-        _limit_turns(problem, model, rank, turn, ahead)
-    model.minimize(end)
-    solver = new_solver(1, effort)
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    moments = [solver.value(turn[u]) * period + solver.value(phase[u]) for u in range(len(seconds))]
-    return Repeating(moments=tuple(at / asked.scale for at in moments), period=period / asked.scale)
-
-
-def _limit_turns(problem: SearchProblem, model: Any, rank: int, turn: Any, ahead: Any) -> None:
-    """At each forward of a rank its residuals have room.
-
-    Micro-batches of a stage that are held there: turns between its F and what lets go, one more if F stands
-    before the forward in the period, or is it, and one less if what lets go does.
-    """
-    cap, units = problem.limits[rank], problem.units
-    if cap == inf:
-        return
-    own = [i for i, u in enumerate(units) if rank in u.ranks and problem.stages[u.stage].residual_bytes]
-    parts, sizes = _whole_sizes(problem)
-    opens = {units[i].stage: i for i in own if units[i].kind == F}
-    closes = {units[i].stage: i for i in own if units[i].kind in (B, W)}
-    for at in opens.values():
-        held = []
-        for stage, begin in opens.items():
-            last = closes[stage]
-            here = 1 if begin == at else ahead[begin, at]
-            held.append(sizes[stage] * (turn[last] - turn[begin] + here - ahead[last, at]))
-        model.add(sum(held) <= floor(cap * parts * (1 + 1e-12)))

@@ -33,7 +33,6 @@ ENGINES: dict[str, Engine] = {
     "library": library.library_orders,
     "priorities": priorities.dispatch_orders,
     "clock": moments.anneal_repeating,
-    "kernel": exact.solve_periods,
     "rows": rows.anneal_best,
     "exact": exact.solve_orders,
 }
@@ -131,27 +130,22 @@ class _Known:
 @dataclass(kw_only=True)
 class _Climb:
     """gained: the last size that gave a shorter order, or below which memory set the pace.  thorough: the
-    next size at which `clock` and `kernel` run.  grown, due: doublings since the round before, and since such
-    a size. solver: whether `kernel` goes on: what it found last was the best."""
+    next size at which `clock` runs.  grown, due: doublings since the round before, and since such a size."""
 
     size: float
     gained: float
     thorough: float
     grown: float
     due: float
-    solver: bool = True
     number: int = 0
 
-    def tasks(self, engines: tuple[str, ...], bound: Bound) -> Iterator[tuple[str, float]]:
-        """Engines and their efforts at this size. The solver runs where memory does not set the pace."""
+    def tasks(self, engines: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+        """Engines and their efforts at this size."""
         for name in engines:
             if name in ("priorities", "rows"):
                 yield name, min(1.0, QUICK * self.grown)
             elif name == "clock" and self.size >= self.thorough:
                 yield name, min(1.0, SLOW * self.due) * (0.25 if self.size > SPARSE * self.gained else 1.0)
-            elif name == "kernel" and self.size >= self.thorough and self.solver:
-                if bound.name == "busiest rank":
-                    yield name, 1.0
 
     def go_on(self, levels: Levels) -> None:
         if self.size >= self.thorough:
@@ -287,10 +281,8 @@ class _Search:
                     known.offer(one)
             bound = lower_bound(known.problem)
             if bound.seconds < known.best.cost_s - SAME:
-                for name, share in at.tasks(self.options.engines, bound):
+                for name, share in at.tasks(self.options.engines):
                     yield name, self._round(known, at.number, share), known
-                    if name == "kernel":
-                        at.solver = known.best is self.first or known.best.engine == name
             if known.best is not reached or bound.name == "memory x time":
                 at.gained = at.size
             at.go_on(levels)

@@ -304,9 +304,7 @@ class FoundSchedule:
     def left_out(self) -> str:
         if self.result.ended == "optimal" or solver_installed():
             return ""
-        return (
-            "engines kernel and exact were left out: OR-tools is not installed (pip install pipeloom[search])"
-        )
+        return "engine exact was left out: OR-tools is not installed (pip install pipeloom[search])"
 
     @property
     def bound_s(self) -> float:
