@@ -243,7 +243,7 @@ KILLED = textwrap.dedent(
 
     with StartedRanks(2) as started:
         os.kill(started._processes._ranks[1].process.pid, signal.SIGKILL)
-        time.sleep(600)
+        time.sleep(3600)
     """
 )
 
@@ -254,7 +254,7 @@ def test_the_launcher_does_not_go_on_planning() -> None:
 
 
 OPTIONAL = KILLED.replace("StartedRanks(2)", "StartedRanks(2, needed=False)").replace(
-    "time.sleep(600)", "time.sleep(1)\n    print(started.run(print))"
+    "time.sleep(3600)", "time.sleep(1)\n    print(started.run(print))"
 )
 
 

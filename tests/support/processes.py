@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 500.0
-"""Guards against a hang; below the 600 s of a rank that only sleeps."""
+LIMIT_S = 1800.0
+"""Guards against a hang; below the hour of a rank that only sleeps."""
 
 
 def until(true: Callable[[], object], limit_s: float = 300.0) -> None:
