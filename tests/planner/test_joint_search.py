@@ -32,7 +32,7 @@ FEW = ("1f1b", "zb_v", "gis_h")
 
 
 BEATEN = pytest.mark.xfail(
-    reason="piper-ops with v_half is 0.04 % faster by another order of the same stages"
+    reason="piper-ops with v_half is 0.04 % faster: it orders a DAG as a chain, which auto does not try"
 )
 
 
